@@ -1,0 +1,127 @@
+"""Runs a whole `swell serve` for benchmarks and tests: start, wait until ready, look, stop."""
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+_READY = re.compile(r"swell is ready after ([\d.]+) s: (http://\S+)")
+
+
+class StackFailed(Exception):
+    """The stack did not start or stop as it should; the message holds its last output."""
+
+
+class RunningStack:
+    """A `swell serve` process on a free port, as a context manager.
+
+    Args:
+        arguments: flags for `swell serve`; `--port 0` is added.
+        timeout: seconds until it has to be ready.
+    """
+
+    def __init__(self, *arguments: str, timeout: float = 60.0) -> None:
+        self.lines: list[str] = []
+        self.url = ""
+        self.ready_after = 0.0
+        """Seconds from the start of the process until it said that it was ready."""
+        self._arguments = arguments
+        self._timeout = timeout
+        self._ready = threading.Event()
+        self._started_at = 0.0
+
+    def __enter__(self) -> "RunningStack":
+        command = [str(Path(sys.executable).with_name("swell")), "serve", "--port", "0"]
+        self._started_at = time.monotonic()
+        self.process = subprocess.Popen(
+            [*command, *self._arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._ready.wait(self._timeout) or not self.url:
+            self.kill()
+            raise StackFailed(f"not ready within {self._timeout} s:\n{self.output}")
+        return self
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if found := _READY.search(line):
+                self.ready_after = time.monotonic() - self._started_at
+                self.url = found[2]
+                self._ready.set()
+        self._ready.set()
+
+    @property
+    def output(self) -> str:
+        """Everything that the processes printed, the last lines of it."""
+        return "\n".join(self.lines[-60:])
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Return the living processes of the stack by their titles, e.g. `engine 0`."""
+        supervisor = psutil.Process(self.process.pid)
+        found = {}
+        for each in [supervisor, *supervisor.children(recursive=True)]:
+            try:
+                title = " ".join(each.cmdline()).strip()
+            except psutil.Error:
+                continue
+            if title.startswith("swell: "):
+                found[title.removeprefix("swell: ")] = each
+        return found
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that all processes of the stack have used."""
+        times = [each.cpu_times() for each in self.processes().values()]
+        return sum(each.user + each.system for each in times)
+
+    def stop(self, timeout: float = 10.0) -> float:
+        """Ask the stack to end; return how many seconds it took.
+
+        Raises:
+            StackFailed: it did not end in time, or processes are left.
+        """
+        processes = list(self.processes().values())
+        began = time.monotonic()
+        self.process.terminate()
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise StackFailed(f"still running {timeout} s after SIGTERM:\n{self.output}") from None
+        took = time.monotonic() - began
+        left = [each for each in processes if each.is_running()]
+        if left:
+            raise StackFailed(f"left behind: {left}\n{self.output}")
+        self._close()
+        return took
+
+    def kill(self) -> None:
+        """End the supervisor at once; its children follow by themselves."""
+        self.process.kill()
+        self.process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        self._reader.join(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.stop()

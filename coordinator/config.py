@@ -1,0 +1,27 @@
+"""Settings of the coordinator; see `engine.config` for the conventions."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from engine.config import ClusterConfig, LogConfig, Section
+
+
+class PublishConfig(Section, frozen=True, kw_only=True):
+    """Publishing"""
+
+    publish_interval: Annotated[
+        float,
+        Meta(gt=0, description="Least seconds between two publications of changed stats."),
+    ] = 0.1
+    publish_idle_interval: Annotated[
+        float, Meta(gt=0, description="Seconds between publications while nothing changes.")
+    ] = 3.0
+
+
+class CoordinatorConfig(Section, frozen=True, kw_only=True):
+    """All that the coordinator needs to know."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    publish: PublishConfig = PublishConfig()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,164 @@
+"""The coordinator process: sockets and clock around `coordinator.state`."""
+
+import logging
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import zmq
+
+from coordinator.config import CoordinatorConfig
+from coordinator.state import (
+    Action,
+    CoordinatorParameters,
+    CoordinatorState,
+    Event,
+    FromMember,
+    Notice,
+    PublishOrder,
+    PublishView,
+    Reply,
+    Subscribed,
+    Tick,
+)
+from engine.lifeline import CANNOT_START, Lifeline
+from engine.logs import name_process
+from engine.messages import EngineReport, FrontEndNotice, MemberMessage, encode
+from engine.transport import (
+    Inbox,
+    InsecureCluster,
+    Transport,
+    bound_address,
+    normalize_address,
+)
+
+logger = logging.getLogger(__name__)
+
+_SUBSCRIBE = b"\x01"
+
+
+def socket_addresses(registration: str) -> tuple[str, str, str]:
+    """Return addresses for front publish, back output and back publish.
+
+    They follow from the registration address, so that a restarted coordinator is found again:
+    the next three TCP ports, or sibling paths.
+    """
+    if registration.startswith("tcp://"):
+        host, port = registration.rsplit(":", 1)
+        first, second, third = (f"{host}:{int(port) + offset}" for offset in (1, 2, 3))
+        return first, second, third
+    return f"{registration}-front", f"{registration}-output", f"{registration}-back"
+
+
+class Coordinator:
+    """Owns the four sockets; everything that decides is in `CoordinatorState`."""
+
+    def __init__(self, config: CoordinatorConfig, transport: Transport) -> None:
+        registration = normalize_address(config.cluster.coordinator)
+        front, output, back = socket_addresses(registration)
+        self.registration = transport.bind(zmq.ROUTER, registration)
+        self.front = transport.bind(zmq.XPUB, front)
+        self.output = transport.bind(zmq.PULL, output)
+        self.back = transport.bind(zmq.XPUB, back)
+        # Deliver repeated subscriptions too: each one is a newcomer that needs the state.
+        self.front.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self.back.setsockopt(zmq.XPUB_VERBOSE, 1)
+        host = config.cluster.advertise_host
+        self.state = CoordinatorState(
+            CoordinatorParameters(
+                epoch=secrets.randbits(48),
+                front_publish=bound_address(self.front, host),
+                back_publish=bound_address(self.back, host),
+                back_output=bound_address(self.output, host),
+                publish_interval=config.publish.publish_interval,
+                publish_idle_interval=config.publish.publish_idle_interval,
+                member_timeout=config.cluster.engine_timeout,
+            )
+        )
+        self._members = Inbox(self.registration, MemberMessage, "registration")
+        self._reports = Inbox(self.output, EngineReport, "back output")
+        self._notices = Inbox(self.front, FrontEndNotice, "front publish")
+
+    def run(self) -> None:
+        """Serve until a signal raises SystemExit."""
+        poller = zmq.Poller()
+        for socket in (self.registration, self.front, self.output, self.back):
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            now = time.monotonic()
+            wait = max(0.0, self.state.next_deadline(now) - now)
+            readable = dict(poller.poll(int(wait * 1000) + 1))
+            for event in self._events(readable):
+                self._apply(self.state.handle(event, time.monotonic()))
+            self._apply(self.state.handle(Tick(), time.monotonic()))
+
+    def _events(self, readable: dict[object, int]) -> Iterator[Event]:
+        if self.registration in readable:
+            while (received := self._members.receive()) is not None:
+                yield FromMember(*received)
+        if self.output in readable:
+            while (received := self._reports.receive()) is not None:
+                yield received[1]
+        if self.front in readable:
+            yield from self._front_events()
+        if self.back in readable and self._drain_subscriptions(self.back):
+            yield Subscribed("engine")
+
+    def _front_events(self) -> Iterator[Event]:
+        while True:
+            try:
+                frame = self.front.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if frame[:1] == _SUBSCRIBE:
+                yield Subscribed("front_end")
+            elif frame[:1] != b"\0" and (notice := self._notices.decode(frame)) is not None:
+                yield notice
+
+    def _drain_subscriptions(self, socket: "zmq.Socket[bytes]") -> bool:
+        subscribed = False
+        while True:
+            try:
+                subscribed |= socket.recv(zmq.NOBLOCK)[:1] == _SUBSCRIBE
+            except zmq.Again:
+                return subscribed
+
+    def _apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Reply(to, message):
+                    self.registration.send_multipart([to, encode(message)])
+                case PublishView(view):
+                    self.front.send(encode(view))
+                case PublishOrder(order):
+                    self.back.send(encode(order))
+                case Notice(text):
+                    logger.info("%s", text)
+
+    def close(self) -> None:
+        """Close all sockets, giving the last messages a moment to leave."""
+        for socket in (self.registration, self.front, self.output, self.back):
+            socket.close(linger=200)
+
+
+def run(config: CoordinatorConfig, lifeline: Lifeline) -> int:
+    """Run a coordinator until SIGTERM or SIGINT and return the exit code."""
+    name_process("coordinator", config.log.log_level)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: sys.exit(0))
+    lifeline.watch()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    try:
+        coordinator = Coordinator(config, Transport(config.cluster, context))
+    except (InsecureCluster, OSError, ValueError) as error:
+        lifeline.failed(f"cannot listen on {config.cluster.coordinator}: {error}")
+        return CANNOT_START
+    try:
+        lifeline.ready(f"listening on {config.cluster.coordinator}")
+        coordinator.run()
+    finally:
+        coordinator.close()
+        context.term()
+    return 0

@@ -1,0 +1,389 @@
+"""The coordinator's decisions: who is a member, what is published, who is woken.
+
+`CoordinatorState.handle(event, now)` is the only way in; it returns the actions that the shell
+in `coordinator.process` carries out. It has no sockets and no clock. Everything in it can be
+told again by its peers: after a restart they notice the new epoch and register again.
+"""
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from coordinator.wave import IndependentWave
+from engine.messages import (
+    ClusterView,
+    CoordinatorReply,
+    EngineEntry,
+    EngineReport,
+    EngineSetup,
+    EngineStats,
+    FrontEndAddresses,
+    FrontEndEntry,
+    FrontEnds,
+    Goodbye,
+    GroupOrder,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    MemberKind,
+    MemberMessage,
+    Ready,
+    Refused,
+    StartDpWave,
+    StartWave,
+    WakeUp,
+    WaveComplete,
+    Welcome,
+)
+
+
+@dataclass(frozen=True)
+class FromMember:
+    """A message on the registration socket; `sender` is where the answer goes."""
+
+    sender: bytes
+    message: MemberMessage
+
+
+@dataclass(frozen=True)
+class Subscribed:
+    """A peer subscribed to one of the publish sockets and needs the present state."""
+
+    kind: MemberKind
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = FromMember | EngineReport | WakeUp | Subscribed | Tick
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Send to one member on the registration socket."""
+
+    to: bytes
+    message: CoordinatorReply
+
+
+@dataclass(frozen=True)
+class PublishView:
+    """Send to all front ends."""
+
+    view: ClusterView
+
+
+@dataclass(frozen=True)
+class PublishOrder:
+    """Send to all engines."""
+
+    order: GroupOrder
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that people should see in the log."""
+
+    text: str
+
+
+Action = Reply | PublishView | PublishOrder | Notice
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorParameters:
+    """Fixed facts of one coordinator process; times in seconds."""
+
+    epoch: int
+    front_publish: str
+    back_publish: str
+    back_output: str
+    publish_interval: float
+    publish_idle_interval: float
+    member_timeout: float
+
+
+@dataclass
+class _Member:
+    """What is known of one engine or front end."""
+
+    index: int
+    incarnation: int
+    host: str
+    pid: int
+    last_seen: float
+    ready: bool = False
+    group_config: dict[str, str] = field(default_factory=dict)
+    addresses: FrontEndAddresses | None = None
+    setup: EngineSetup | None = None
+    stats: EngineStats | None = None
+
+
+class CoordinatorState:
+    """Membership, stats table, wave and publication schedule."""
+
+    def __init__(self, parameters: CoordinatorParameters) -> None:
+        self._parameters = parameters
+        self._members: dict[MemberKind, dict[int, _Member]] = {"engine": {}, "front_end": {}}
+        self._restarts: dict[int, int] = {}
+        self._last_incarnation: dict[int, int] = {}
+        self._wave = IndependentWave()
+        self._wakeups = {"front_end": 0, "engine": 0}
+        self._version = 0
+        self._changed = False
+        self._urgent = False
+        self._last_published: float | None = None
+
+    # -- the one way in --------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event at `now` (seconds, monotonic) and return what has to be done."""
+        actions: list[Action] = []
+        match event:
+            case FromMember(sender, message):
+                actions += self._from_member(sender, message, now)
+            case EngineStats():
+                self._stats(event)
+            case WaveComplete() | StartWave():
+                actions += self._wave_report(event)
+            case WakeUp():
+                actions += self._wake_up(event)
+            case Subscribed(kind):
+                actions += self._subscribed(kind)
+            case Tick():
+                actions += self._expire(now)
+            case _:
+                assert_never(event)
+        return actions + self._publish_if_due(now)
+
+    def next_deadline(self, now: float) -> float:
+        """Return when `Tick` has to be handled at the latest."""
+        if self._last_published is None:
+            return now
+        if self._changed:
+            return self._last_published + self._parameters.publish_interval
+        idle = self._last_published + self._parameters.publish_idle_interval
+        return min(idle, now + self._parameters.member_timeout / 4)
+
+    # -- membership ------------------------------------------------------------------------------
+
+    def _from_member(self, sender: bytes, message: MemberMessage, now: float) -> list[Action]:
+        match message:
+            case Hello():
+                return self._hello(sender, message, now)
+            case Ready() | Heartbeat():
+                return self._alive(sender, message, now)
+            case Goodbye():
+                if self._find(message) is None:
+                    return []
+                return self._remove(message.kind, message.index, "said goodbye")
+
+    def _find(self, message: Ready | Heartbeat | Goodbye) -> _Member | None:
+        member = self._members[message.kind].get(message.index)
+        return member if member and member.incarnation == message.incarnation else None
+
+    def _hello(self, sender: bytes, hello: Hello, now: float) -> list[Action]:
+        members = self._members[hello.kind]
+        index = self._index_for(hello)
+        refusal = self._why_refused(hello, index)
+        if refusal is not None:
+            return [Reply(sender, refusal)]
+        actions: list[Action] = []
+        held = members.get(index)
+        if held is None or held.incarnation != hello.incarnation:
+            members[index] = _Member(
+                index, hello.incarnation, hello.host, hello.pid, now,
+                group_config=hello.group_config, addresses=hello.addresses,
+            )  # fmt: skip
+            name = f"{hello.kind.replace('_', ' ')} {index}"
+            actions.append(Notice(f"{name} joined from {hello.host}, pid {hello.pid}"))
+            if hello.kind == "engine":
+                self._count_restart(index, hello.incarnation)
+                self._wave.adopt(hello.wave)
+            else:
+                actions.append(PublishOrder(self._front_ends_order()))
+        self._urgent = True
+        is_engine = hello.kind == "engine"
+        welcome = Welcome(
+            epoch=self._parameters.epoch,
+            index=index,
+            wave=self._wave.wave,
+            publish_address=(
+                self._parameters.back_publish if is_engine else self._parameters.front_publish
+            ),
+            output_address=self._parameters.back_output if is_engine else "",
+            front_ends=self._front_ends_order().front_ends if is_engine else [],
+        )
+        return [*actions, Reply(sender, welcome)]
+
+    def _count_restart(self, rank: int, incarnation: int) -> None:
+        # An engine that was only silent for a while comes back as the same incarnation.
+        known = self._last_incarnation.get(rank)
+        self._last_incarnation[rank] = incarnation
+        restarted = known is not None and known != incarnation
+        self._restarts[rank] = self._restarts.get(rank, 0) + restarted
+
+    def _index_for(self, hello: Hello) -> int:
+        members = self._members[hello.kind]
+        if hello.index >= 0:
+            return hello.index
+        for index, member in members.items():
+            if member.incarnation == hello.incarnation:
+                return index
+        return next(i for i in range(len(members) + 1) if i not in members)
+
+    def _why_refused(self, hello: Hello, index: int) -> Refused | None:
+        held = self._members[hello.kind].get(index)
+        if held is not None and held.incarnation != hello.incarnation:
+            return Refused(
+                f"{hello.kind} {index} is held by pid {held.pid} on {held.host}, "
+                "which has not been silent for long enough to be gone",
+                field="index",
+                final=False,
+            )
+        for peer in self._members["engine"].values():
+            if hello.kind != "engine" or peer.index == index:
+                continue
+            for name, value in peer.group_config.items():
+                if hello.group_config.get(name) != value:
+                    return Refused(
+                        f"{name} is {hello.group_config.get(name)!r} here but {value!r} "
+                        f"on engine {peer.index}: all engines of a cluster must agree",
+                        field=name,
+                    )
+        return None
+
+    def _alive(self, sender: bytes, message: Ready | Heartbeat, now: float) -> list[Action]:
+        member = self._find(message)
+        epoch = self._parameters.epoch
+        if member is None:
+            return [Reply(sender, HeartbeatAck(epoch, known=False))]
+        member.last_seen = now
+        actions: list[Action] = [Reply(sender, HeartbeatAck(epoch, known=True))]
+        if isinstance(message, Ready) and not member.ready:
+            refusal = self._fingerprint_refusal(message)
+            if refusal is not None:
+                removed = self._remove(message.kind, message.index, "was refused")
+                return [*removed, Reply(sender, refusal)]
+            member.ready = True
+            member.setup = message.setup
+            self._urgent = True
+            actions.append(Notice(f"{message.kind.replace('_', ' ')} {message.index} is ready"))
+        return actions
+
+    def _fingerprint_refusal(self, ready: Ready) -> Refused | None:
+        for peer in self._members["engine"].values():
+            if ready.setup is None or peer.setup is None or peer.index == ready.index:
+                continue
+            if peer.setup.model_fingerprint != ready.setup.model_fingerprint:
+                return Refused(
+                    f"the weights of this engine ({ready.setup.model_fingerprint}) are not those "
+                    f"of engine {peer.index} ({peer.setup.model_fingerprint})",
+                    field="model_fingerprint",
+                )
+        return None
+
+    def _remove(self, kind: MemberKind, index: int, why: str) -> list[Action]:
+        del self._members[kind][index]
+        self._urgent = True
+        actions: list[Action] = [Notice(f"{kind.replace('_', ' ')} {index} {why}")]
+        if kind == "engine":
+            self._wave.forget(index)
+        else:
+            actions.append(PublishOrder(self._front_ends_order()))
+        return actions
+
+    def _expire(self, now: float) -> list[Action]:
+        limit = now - self._parameters.member_timeout
+        silent = [
+            (kind, index)
+            for kind, members in self._members.items()
+            for index, member in members.items()
+            if member.last_seen < limit
+        ]
+        actions: list[Action] = []
+        for kind, index in silent:
+            actions += self._remove(kind, index, "has been silent for too long")
+        return actions
+
+    # -- stats and waves -------------------------------------------------------------------------
+
+    def _stats(self, stats: EngineStats) -> None:
+        member = self._members["engine"].get(stats.rank)
+        if member is None or member.incarnation != stats.incarnation:
+            return
+        if member.stats is not None and member.stats.version >= stats.version:
+            return
+        member.stats = stats
+        self._changed = True
+        if self._wave.report(stats.rank, stats.waiting + stats.running > 0):
+            self._urgent = True
+
+    def _wave_report(self, report: WaveComplete | StartWave) -> list[Action]:
+        member = self._members["engine"].get(report.rank)
+        if member is None or member.incarnation != report.incarnation:
+            return []
+        self._wave.adopt(report.wave)
+        if isinstance(report, StartWave) and not self._wave.running:
+            return self._wake("engine", report.rank)
+        return []
+
+    def _wake_up(self, notice: WakeUp) -> list[Action]:
+        if self._wave.running:
+            return []
+        return self._wake("front_end", notice.rank)
+
+    def _wake(self, source: str, excluded_rank: int) -> list[Action]:
+        self._wakeups[source] += 1
+        self._changed = True
+        return [PublishOrder(StartDpWave(self._wave.wave, excluded_rank))]
+
+    # -- publication -----------------------------------------------------------------------------
+
+    def _subscribed(self, kind: MemberKind) -> list[Action]:
+        if kind == "engine":
+            return [PublishOrder(self._front_ends_order())]
+        self._urgent = True
+        return []
+
+    def _front_ends_order(self) -> FrontEnds:
+        entries = [
+            FrontEndEntry(member.index, member.incarnation, member.addresses)
+            for member in self._members["front_end"].values()
+            if member.addresses is not None
+        ]
+        return FrontEnds(self._parameters.epoch, entries)
+
+    def _publish_if_due(self, now: float) -> list[Action]:
+        age = float("inf") if self._last_published is None else now - self._last_published
+        due = (
+            self._urgent
+            or (self._changed and age >= self._parameters.publish_interval)
+            or age >= self._parameters.publish_idle_interval
+        )
+        if not due:
+            return []
+        self._urgent = self._changed = False
+        self._last_published = now
+        self._version += 1
+        return [PublishView(self.view())]
+
+    def view(self) -> ClusterView:
+        """Return the cluster as it is known now."""
+        engines = [
+            EngineEntry(
+                member.index, member.incarnation, member.ready, member.host,
+                self._restarts[member.index], member.setup, member.stats,
+            )
+            for _, member in sorted(self._members["engine"].items())
+        ]  # fmt: skip
+        return ClusterView(
+            epoch=self._parameters.epoch,
+            version=self._version,
+            wave=self._wave.wave,
+            running=self._wave.running,
+            engines=engines,
+            num_front_ends=sum(member.ready for member in self._members["front_end"].values()),
+            wakeups_total=dict(self._wakeups),
+        )

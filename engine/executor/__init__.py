@@ -1,0 +1,1 @@
+"""How a batch plan becomes tokens: executors behind one interface."""

@@ -1,0 +1,249 @@
+"""An executor without a model: what it costs is a formula, and its tokens prove the bookkeeping.
+
+The token at a position is a pure function of the request's seed, the position and the token
+before, so a request continues in the same way in any batch, after a preemption and on any engine.
+With checking on, the executor keeps a KV memory that holds tokens in place of keys and values,
+and before each row compares what attention would read with what it ought to read.
+"""
+
+import time
+from typing import Literal
+
+from engine.config import EngineConfig
+from engine.executor.interface import ExecutorInfo, PendingResult
+from engine.messages import SamplingParams, TokenLogprob
+from engine.scheduler.batch import BatchPlan, BatchResult
+
+DEFAULT_NUM_KV_BLOCKS = 4096
+DEFAULT_MAX_MODEL_LEN = 4096
+DEFAULT_VOCAB_SIZE = 32_000
+
+_MASK = (1 << 64) - 1
+
+
+def simulated_token(seed: int, position: int, previous: int, vocab_size: int) -> int:
+    """Return the token that a request with this seed has at `position`, after `previous`.
+
+    The mixing step is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + previous + 1) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) % vocab_size
+
+
+class _Slot:
+    """The state of one slot, as an executor keeps it between steps."""
+
+    __slots__ = ("block_ids", "num_prompt_tokens", "sampling", "token_ids")
+
+    def __init__(
+        self, token_ids: list[int], num_prompt_tokens: int, sampling: SamplingParams
+    ) -> None:
+        self.token_ids = token_ids
+        self.num_prompt_tokens = num_prompt_tokens
+        self.sampling = sampling
+        self.block_ids: list[int] = []
+
+
+class _CheckedMemory:
+    """KV memory that holds (token, position) and knows which step in flight writes what."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._token_ids = [[-1] * block_size for _ in range(num_blocks)]
+        self._positions = [[-1] * block_size for _ in range(num_blocks)]
+        self._slots_in_flight: dict[int, int] = {}
+        self._writers: dict[int, tuple[int, int]] = {}
+
+    def start(self, slot: int) -> None:
+        """A sequence takes a slot."""
+        assert slot not in self._slots_in_flight, f"slot {slot} is in use by a step in flight"
+
+    def read(self, state: _Slot, start: int) -> None:
+        """Compare the context of a row that starts at `start` with the sequence's tokens."""
+        size = self._block_size
+        for index in range(-(-start // size)):
+            first = index * size
+            length = min(size, start - first)
+            block_id = state.block_ids[index]
+            tokens = self._token_ids[block_id][:length]
+            positions = self._positions[block_id][:length]
+            where = f"block {block_id}, to be read as positions {first} to {first + length - 1}"
+            assert positions == list(range(first, first + length)), f"{where}, has others"
+            assert tokens == state.token_ids[first : first + length], f"{where}, has other tokens"
+
+    def write(self, step: int, slot: int, state: _Slot, start: int, count: int) -> None:
+        """Write a row's tokens through the slot's block table."""
+        size = self._block_size
+        for position in range(start, start + count):
+            block_id = state.block_ids[position // size]
+            offset = position % size
+            _, writer = self._writers.setdefault(block_id, (step, slot))
+            assert writer == slot, f"block {block_id} is being written by slot {writer}"
+            self._writers[block_id] = (step, slot)
+            self._token_ids[block_id][offset] = state.token_ids[position]
+            self._positions[block_id][offset] = position
+        self._slots_in_flight[slot] = step
+
+    def done(self, step: int) -> None:
+        """The result of a step has been fetched."""
+        self._writers = {b: entry for b, entry in self._writers.items() if entry[0] > step}
+        self._slots_in_flight = {
+            s: last for s, last in self._slots_in_flight.items() if last > step
+        }
+
+
+class _Pending:
+    """A simulated step; ready at `ready_at` (seconds, monotonic)."""
+
+    def __init__(
+        self, result: BatchResult, step: int, ready_at: float, memory: _CheckedMemory | None
+    ) -> None:
+        self._result = result
+        self._step = step
+        self._ready_at = ready_at
+        self._memory = memory
+
+    def result(self) -> BatchResult:
+        """Sleep until the step would be done and return what it produced."""
+        remaining = self._ready_at - time.monotonic() if self._ready_at else 0.0
+        if remaining > 0:
+            time.sleep(remaining)
+        if self._memory is not None:
+            self._memory.done(self._step)
+        return self._result
+
+
+class SimulatedExecutor:
+    """Runs plans at the cost of `simulated_step_us` per step and `simulated_token_us` per token.
+
+    Args:
+        config: block size, number of blocks, length limit and cost model.
+        vocab_size: tokens are below this.
+        eos_token_ids: reported to the scheduler; drawn like any other token.
+        timing: "real" makes each step take its cost, "virtual" only adds it to `virtual_us`.
+        check: compare every read of the KV memory with what it ought to be; costs time
+            proportional to the context of every row.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        vocab_size: int = DEFAULT_VOCAB_SIZE,
+        eos_token_ids: tuple[int, ...] = (),
+        timing: Literal["real", "virtual"] = "real",
+        check: bool = False,
+    ) -> None:
+        num_kv_blocks = config.cache.num_kv_blocks or DEFAULT_NUM_KV_BLOCKS
+        self._info = ExecutorInfo(
+            num_kv_blocks=num_kv_blocks,
+            max_model_len=config.model.max_model_len or DEFAULT_MAX_MODEL_LEN,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            model_fingerprint=f"simulated-{vocab_size}",
+        )
+        self.virtual_us = 0
+        """Cost of all steps so far."""
+        self._step_us = config.executor.simulated_step_us
+        self._token_us = config.executor.simulated_token_us
+        self._timing = timing
+        self._busy_until = 0.0
+        self._slots: dict[int, _Slot] = {}
+        self._memory = _CheckedMemory(num_kv_blocks, config.cache.block_size) if check else None
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What the scheduler has to know."""
+        return self._info
+
+    def submit(self, plan: BatchPlan) -> PendingResult:
+        """Run a step; its result is there when the steps before it and its own cost are over.
+
+        Raises:
+            AssertionError: checking is on and the plan would read or overwrite the wrong things.
+        """
+        self._apply_changes(plan)
+        result = self._run(plan)
+        return _Pending(result, plan.step, self._charge(plan.num_tokens), self._memory)
+
+    def shutdown(self) -> None:
+        """Forget all sequences."""
+        self._slots.clear()
+
+    def _charge(self, num_tokens: int) -> float:
+        cost_us = self._step_us + self._token_us * num_tokens
+        self.virtual_us += cost_us
+        if self._timing == "virtual":
+            return 0.0
+        self._busy_until = max(self._busy_until, time.monotonic()) + cost_us * 1e-6
+        return self._busy_until
+
+    def _apply_changes(self, plan: BatchPlan) -> None:
+        for start in plan.starting:
+            if self._memory is not None:
+                self._memory.start(start.slot)
+            self._slots[start.slot] = _Slot(
+                start.token_ids.copy(), start.num_prompt_tokens, start.sampling
+            )
+        for added in plan.blocks:
+            block_ids = self._slots[added.slot].block_ids
+            assert added.first == len(block_ids), f"slot {added.slot}: gap in the block table"
+            block_ids += added.block_ids
+
+    def _run(self, plan: BatchPlan) -> BatchResult:
+        if self._memory is not None:
+            self._check(plan, self._memory)
+        slots, vocab_size = self._slots, self._info.vocab_size
+        drawn: list[int] = []
+        logprobs: list[TokenLogprob | None] = []
+        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        has_logprobs = False
+        rows = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+        for row, (slot, start, count, sample) in enumerate(rows):
+            state = slots[slot]
+            sampling, token_ids = state.sampling, state.token_ids
+            end = start + count
+            if sampling.prompt_logprobs is not None and start + 1 < state.num_prompt_tokens:
+                known = token_ids[start + 1 : min(end + 1, state.num_prompt_tokens)]
+                prompt_logprobs[row] = [
+                    _token_logprob(t, sampling.prompt_logprobs, vocab_size) for t in known
+                ]
+            if not sample:
+                continue
+            token_id = simulated_token(sampling.seed, end, token_ids[end - 1], vocab_size)
+            token_ids.append(token_id)
+            drawn.append(token_id)
+            if sampling.logprobs is None:
+                logprobs.append(None)
+            else:
+                has_logprobs = True
+                logprobs.append(_token_logprob(token_id, sampling.logprobs, vocab_size))
+        return BatchResult(drawn, logprobs if has_logprobs else None, prompt_logprobs)
+
+    def _check(self, plan: BatchPlan, memory: _CheckedMemory) -> None:
+        """Read before any write: a row must not depend on what another row of its step computes."""
+        assert len(set(plan.slots)) == len(plan.slots), "a slot has two rows"
+        rows = list(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))
+        for slot, start, count, sample in rows:
+            state = self._slots[slot]
+            assert count > 0
+            known = len(state.token_ids)
+            assert start + count == known if sample else start + count <= known, (
+                f"slot {slot}: row {start}+{count} does not fit {known} tokens"
+            )
+            memory.read(state, start)
+        for slot, start, count, _ in rows:
+            memory.write(plan.step, slot, self._slots[slot], start, count)
+
+
+def _token_logprob(token_id: int, num_alternatives: int, vocab_size: int) -> TokenLogprob:
+    """Return made-up log probabilities in which the chosen token is the most likely."""
+    count = min(num_alternatives, vocab_size)
+    return TokenLogprob(
+        logprob=-0.5,
+        rank=1,
+        top_ids=[(token_id + i) % vocab_size for i in range(count)],
+        top_logprobs=[-0.5 - i for i in range(count)],
+    )

@@ -1,0 +1,1 @@
+"""The decoder family and its checkpoint loading, driven by the Hugging Face config."""

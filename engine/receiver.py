@@ -1,0 +1,237 @@
+"""The engine's reading thread: membership, orders of the coordinator, requests of all front ends.
+
+It owns every socket that the engine reads from and hands typed items to the engine's loop through
+one queue. Its socket calls release the GIL while the model runs.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+
+from engine.config import EngineConfig, group_config
+from engine.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
+from engine.messages import (
+    CoordinatorReply,
+    EngineGreeting,
+    EngineInput,
+    EngineSetup,
+    FrontEndEntry,
+    GroupOrder,
+    StartDpWave,
+    encode,
+)
+from engine.roster import Roster
+from engine.sender import ConnectCoordinator, ConnectFrontEnd, DisconnectFrontEnd, SenderItem
+from engine.transport import Inbox, Transport, normalize_address
+
+logger = logging.getLogger(__name__)
+
+_SUBSCRIBE_ALL = b"\x01"
+_CONTROL_ADDRESS = "inproc://receiver-control"
+_READY, _STOP = b"ready", b"stop"
+
+
+@dataclass(frozen=True)
+class Welcomed:
+    """The engine is a member and knows its rank."""
+
+    rank: int
+    wave: int
+
+
+@dataclass(frozen=True)
+class FrontEndJoined:
+    """A front end is connected; its requests may follow."""
+
+    index: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class FrontEndLeft:
+    """A front end has gone; nobody waits for its requests any more."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class WaveStarted:
+    """The coordinator ordered the group to run."""
+
+    wave: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The engine has to end, for this reason if it is an error."""
+
+    error: str | None = None
+
+
+InboxItem = EngineInput | Welcomed | FrontEndJoined | FrontEndLeft | WaveStarted | Stop
+
+
+class Receiver:
+    """Runs the reading thread from `start` to `stop`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        incarnation: int,
+        transport: Transport,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        *,
+        inbox: "SimpleQueue[InboxItem]",
+        outbox: "SimpleQueue[SenderItem]",
+    ) -> None:
+        self._cluster = config.cluster
+        self._incarnation = incarnation
+        self._transport = transport
+        self._inbox = inbox
+        self._outbox = outbox
+        rank = config.parallel.data_parallel_rank
+        self._membership = Membership(
+            Identity(
+                kind="engine",
+                index=-1 if rank is None else rank,
+                incarnation=incarnation,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                group_config=group_config(config),
+            ),
+            config.cluster.heartbeat_interval,
+        )
+        self._setup: EngineSetup | None = None
+        self._roster: Roster[FrontEndEntry] = Roster(config.cluster.engine_timeout)
+        self._requests: dict[int, zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        # The loop's end of the control pair is used by the loop's thread only.
+        self._control = context.socket(zmq.PAIR)
+        self._control.bind(_CONTROL_ADDRESS)
+        self._commands = context.socket(zmq.PAIR)
+        self._commands.connect(_CONTROL_ADDRESS)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
+
+    # -- called by the engine's loop -------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start reading; the first item in the inbox is `Welcomed` (or `Stop`)."""
+        self._thread.start()
+
+    def ready(self, setup: EngineSetup) -> None:
+        """Tell the coordinator that the engine serves."""
+        self._setup = setup
+        self._control.send(_READY)
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Say goodbye, close every socket and wait for the thread."""
+        self._control.send(_STOP)
+        self._thread.join(timeout)
+        self._control.close(linger=0)
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        address = normalize_address(self._cluster.coordinator)
+        identity = f"engine-{self._incarnation:x}".encode()
+        registration = self._transport.connect(zmq.DEALER, address, identity=identity)
+        self._serve(Inbox(registration, CoordinatorReply, "registration"), self._reply)
+        self._poller.register(self._commands, zmq.POLLIN)
+        self._handlers[self._commands] = self._command
+        try:
+            while not self._stopping:
+                for message in self._membership.tick(time.monotonic()):
+                    registration.send(encode(message))
+                for readable, _ in self._poller.poll(self._poll_timeout_ms()):
+                    if readable in self._handlers:
+                        self._handlers[readable]()
+                self._drop_front_ends(self._roster.expire(time.monotonic()))
+            registration.send(encode(self._membership.goodbye()))
+        except Exception as error:
+            logger.exception("the receiver failed")
+            self._inbox.put(Stop(f"receiver failed: {error}"))
+        finally:
+            for each in self._handlers:
+                each.close(linger=200 if each is registration else 0)
+
+    def _serve(self, inbox: Inbox, handle: Callable[[Any], None]) -> None:
+        def drain() -> None:
+            while (received := inbox.receive()) is not None:
+                handle(received[1])
+
+        self._handlers[inbox.socket] = drain
+        self._poller.register(inbox.socket, zmq.POLLIN)
+
+    def _poll_timeout_ms(self) -> int:
+        joining = self._membership.epoch is None
+        return int(1000 * (HELLO_INTERVAL if joining else self._cluster.heartbeat_interval))
+
+    def _command(self) -> None:
+        if self._commands.recv() == _READY:
+            self._membership.ready(self._setup)
+        else:
+            self._stopping = True
+
+    def _reply(self, reply: CoordinatorReply) -> None:
+        event = self._membership.receive(reply)
+        if isinstance(event, Rejected):
+            self._inbox.put(Stop(f"the coordinator refused this engine: {event.reason}"))
+        elif isinstance(event, Joined):
+            self._joined(event)
+
+    def _joined(self, event: Joined) -> None:
+        welcome = event.welcome
+        if event.again:
+            logger.warning("registered again: the coordinator restarted")
+            self._inbox.put(WaveStarted(welcome.wave))
+        else:
+            logger.info("joined as rank %d", welcome.index)
+            orders = self._transport.connect(zmq.XSUB, welcome.publish_address)
+            orders.send(_SUBSCRIBE_ALL)
+            self._serve(Inbox(orders, GroupOrder, "back publish"), self._order)
+            self._outbox.put(ConnectCoordinator(welcome.output_address))
+            self._inbox.put(Welcomed(welcome.index, welcome.wave))
+        self._update_front_ends(welcome.epoch, welcome.front_ends)
+
+    def _order(self, order: GroupOrder) -> None:
+        if isinstance(order, StartDpWave):
+            self._inbox.put(WaveStarted(order.wave))
+        elif order.epoch == self._membership.epoch:
+            self._update_front_ends(order.epoch, order.front_ends)
+
+    def _update_front_ends(self, epoch: int, entries: list[FrontEndEntry]) -> None:
+        listed = {entry.index: entry for entry in entries}
+        change = self._roster.update(epoch, listed, time.monotonic())
+        self._drop_front_ends(change.left)
+        for index in change.joined:
+            self._add_front_end(listed[index])
+
+    def _add_front_end(self, entry: FrontEndEntry) -> None:
+        # Outputs may follow as soon as a request does: the way back has to be there first.
+        self._outbox.put(ConnectFrontEnd(entry.index, entry.addresses.outputs))
+        self._inbox.put(FrontEndJoined(entry.index, entry.incarnation))
+        rank = self._membership.index
+        identity = f"{rank}-{self._incarnation:x}".encode()
+        requests = self._transport.connect(zmq.DEALER, entry.addresses.requests, identity=identity)
+        self._requests[entry.index] = requests
+        self._serve(Inbox(requests, EngineInput, "requests"), self._inbox.put)
+        requests.send(encode(EngineGreeting(rank, self._incarnation)))
+
+    def _drop_front_ends(self, indices: list[int]) -> None:
+        for index in indices:
+            requests = self._requests.pop(index)
+            self._poller.unregister(requests)
+            del self._handlers[requests]
+            requests.close(linger=0)
+            self._inbox.put(FrontEndLeft(index))
+            self._outbox.put(DisconnectFrontEnd(index))

@@ -1,0 +1,78 @@
+"""Who is there, as the coordinator's lists say, without losing anybody to its restart.
+
+A coordinator that just restarted knows nobody and learns its members one by one. Members that a
+new epoch's lists do not contain *yet* are kept for a grace; a member that this epoch has listed
+and lists no longer has gone at once.
+"""
+
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+
+class Incarnated(Protocol):
+    """Anything that tells a restarted process from its predecessor."""
+
+    @property
+    def incarnation(self) -> int: ...
+
+
+T = TypeVar("T", bound=Incarnated)
+
+
+class Change(NamedTuple):
+    """What an update changed; a replaced member is in both lists."""
+
+    joined: list[int]
+    left: list[int]
+
+
+class Roster(Generic[T]):
+    """Members by index (rank or front-end number)."""
+
+    def __init__(self, grace: float) -> None:
+        self.members: dict[int, T] = {}
+        self._grace = grace
+        self._epoch: int | None = None
+        self._confirmed: set[int] = set()
+        self._missing_since: dict[int, float] = {}
+
+    def update(self, epoch: int, listed: Mapping[int, T], now: float) -> Change:
+        """Take a complete list of the coordinator; `now` is in seconds, monotonic."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._confirmed = set()
+            self._missing_since = {}
+        replaced = [
+            index
+            for index, member in self.members.items()
+            if index in listed and listed[index].incarnation != member.incarnation
+        ]
+        gone = []
+        for index in self.members:
+            if index in listed:
+                self._missing_since.pop(index, None)
+            elif index in self._confirmed:
+                gone.append(index)
+            else:
+                self._missing_since.setdefault(index, now)
+        joined = [index for index in listed if index not in self.members] + replaced
+        self._forget(gone)
+        self.members.update(listed)
+        self._confirmed = set(listed)
+        left = replaced + gone + self.expire(now)
+        return Change(joined, left)
+
+    def expire(self, now: float) -> list[int]:
+        """Return, and forget, the members that were missing for longer than the grace."""
+        overdue = [i for i, since in self._missing_since.items() if now - since > self._grace]
+        self._forget(overdue)
+        return overdue
+
+    def remove(self, index: int) -> None:
+        """Forget a member that is known to be dead before the coordinator says so."""
+        self._forget([index])
+
+    def _forget(self, indices: list[int]) -> None:
+        for index in indices:
+            self.members.pop(index, None)
+            self._missing_since.pop(index, None)

@@ -1,0 +1,1 @@
+"""Owner of all device state: turns batch plans into tensors, runs the model, samples."""

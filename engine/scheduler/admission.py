@@ -1,0 +1,88 @@
+"""How much prefill a step may do: the policy's grant and the step's token budget."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Grant(NamedTuple):
+    """What an admission policy allows in one step. It never limits decodes."""
+
+    token_cap: int = -1
+    """Most prefill tokens, of partial prefills and new admissions together; -1 is unlimited,
+    0 holds all prefill."""
+    admit_new: bool = True
+    """Whether waiting requests may be admitted."""
+    run_partials: bool = True
+    """Whether prefills that have begun may go on."""
+    reason: str = "none"
+    """For logs and metrics."""
+
+
+UNLIMITED = Grant()
+
+
+class RankState(NamedTuple):
+    """What a rank tells the policy about itself before it schedules a step."""
+
+    running: int
+    waiting: int
+    queued_prefill_tokens: int
+    free_kv_blocks: int
+
+
+class AdmissionPolicy(Protocol):
+    """Decides when prefills run.
+
+    `decide` must be a pure function of its arguments and of earlier calls, in integers only: the
+    ranks of a lockstep group call it with the same table and must all come to the same grant.
+    """
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        """Return the grant for `step`, given the states of all ranks in rank order."""
+        ...
+
+
+class AdmitAll:
+    """The policy `none`: prefill whatever fits."""
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        """Return an unlimited grant."""
+        return UNLIMITED
+
+
+class StepBudget:
+    """What is left of one step's tokens; the `try_*` methods reserve."""
+
+    __slots__ = ("_admit_new", "_prefill_tokens", "_run_partials", "_tokens")
+
+    def __init__(self, max_tokens: int, grant: Grant = UNLIMITED) -> None:
+        self._tokens = max_tokens
+        self._prefill_tokens = max_tokens if grant.token_cap < 0 else grant.token_cap
+        self._admit_new = grant.admit_new
+        self._run_partials = grant.run_partials
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether `try_admit` would reserve at least one token."""
+        return self._admit_new and self._tokens > 0 and self._prefill_tokens > 0
+
+    def try_decode(self) -> bool:
+        """Reserve one token for a decode."""
+        if self._tokens == 0:
+            return False
+        self._tokens -= 1
+        return True
+
+    def try_continue(self, wanted: int) -> int:
+        """Reserve up to `wanted` tokens for a prefill that has begun; 0 means not in this step."""
+        return self._try_prefill(wanted) if self._run_partials else 0
+
+    def try_admit(self, wanted: int) -> int:
+        """Reserve up to `wanted` tokens for a new admission; 0 means not in this step."""
+        return self._try_prefill(wanted) if self._admit_new else 0
+
+    def _try_prefill(self, wanted: int) -> int:
+        count = min(wanted, self._tokens, self._prefill_tokens)
+        self._tokens -= count
+        self._prefill_tokens -= count
+        return count

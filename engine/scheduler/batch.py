@@ -1,0 +1,68 @@
+"""What travels between the scheduler and an executor: one plan and one result per step.
+
+A plan speaks of *slots*: an index below `max_num_seqs` that a sequence keeps while it runs. The
+executor holds per-slot state (tokens, block table, sampling parameters) in persistent arrays, so
+a plan carries only what changed since the step before and three integers per scheduled row.
+The executor itself appends each sampled token to its slot's tokens: a plan for step n + 1 can be
+made, and run, before the scheduler has seen the tokens of step n.
+"""
+
+import msgspec
+
+from engine.messages import SamplingParams, TokenLogprob
+
+
+class SlotStart(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence takes (or, after a preemption, takes again) a slot; all state there is replaced.
+
+    `token_ids` are all tokens known so far; those from `num_prompt_tokens` on count as output.
+    """
+
+    slot: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+
+class SlotBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """KV blocks appended to a slot's block table, starting at logical block `first`."""
+
+    slot: int
+    first: int
+    block_ids: list[int]
+
+
+class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step: the rows to compute, decodes (rows that end in a known token count of 1) first.
+
+    Row i computes positions `starts[i]` to `starts[i] + counts[i] - 1` of `slots[i]`. If
+    `samples[i]`, the token at position `starts[i] + counts[i]` is drawn from the row's last
+    logits. An empty plan is a dummy step.
+    """
+
+    step: int
+    starting: list[SlotStart]
+    blocks: list[SlotBlocks]
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(self.counts)
+
+
+class BatchResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step produced.
+
+    `token_ids` has one token per row with `samples`, in row order, and `logprobs` is parallel to
+    it (None where the request asked for none, or as a whole when nobody asked).
+    `prompt_logprobs[i]` belongs to row i: one entry for each prompt token at positions
+    `starts[i] + 1` to `starts[i] + counts[i]` that is still part of the prompt.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}

@@ -1,0 +1,96 @@
+"""Which KV blocks are in use, by how many sequences, and which free block is taken next."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+
+class BlockPool:
+    """Owner of all KV blocks of an engine: reference counts and the order of reuse.
+
+    A block is *referenced* by one or more sequences, or free. Free blocks whose content may still
+    be asked for (`keep`) are given out last, least recently released first; `on_evict(block_id)`
+    is called just before such a block gets new content. Every operation is O(1) per block.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self._references = [0] * num_blocks
+        self._kept = bytearray(num_blocks)
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence references, kept content included."""
+        return len(self._blank) + len(self._reusable)
+
+    def count_free(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks no sequence references."""
+        references = self._references
+        return sum(references[block_id] == 0 for block_id in block_ids)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Return `count` blocks with one reference each, or None when fewer are free."""
+        if count > self.num_free:
+            return None
+        return [self._take() for _ in range(count)]
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to blocks that hold kept content."""
+        for block_id in block_ids:
+            if self._references[block_id] == 0:
+                del self._reusable[block_id]
+            self._references[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference of each; of kept blocks, those named first are evicted first."""
+        for block_id in block_ids:
+            self._references[block_id] -= 1
+            if self._references[block_id] > 0:
+                continue
+            if self._kept[block_id]:
+                self._reusable[block_id] = None
+            else:
+                self._blank.append(block_id)
+
+    def keep(self, block_id: int) -> None:
+        """Keep the content of a referenced block for reuse after its release."""
+        self._kept[block_id] = 1
+
+    def forget_contents(self) -> None:
+        """Keep no content any more; references stay and `on_evict` is not called."""
+        self._kept = bytearray(self.num_blocks)
+        self._blank.extend(self._reusable)
+        self._reusable.clear()
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Compare with the block tables of all sequences that hold blocks.
+
+        Raises:
+            AssertionError: a block is leaked, free while in use, or free twice.
+        """
+        expected = [0] * self.num_blocks
+        for table in tables:
+            for block_id in table:
+                expected[block_id] += 1
+        assert self._references == expected, "reference counts differ from the block tables"
+        free = sorted([*self._blank, *self._reusable])
+        unused = [block_id for block_id, count in enumerate(expected) if count == 0]
+        assert free == unused, "free blocks differ from the unreferenced blocks"
+        assert all(self._kept[block_id] for block_id in self._reusable)
+        assert not any(self._kept[block_id] for block_id in self._blank)
+
+    def kept_blocks(self) -> set[int]:
+        """Return the ids of all blocks whose content is kept, referenced or not."""
+        return {block_id for block_id, kept in enumerate(self._kept) if kept}
+
+    def _take(self) -> int:
+        if self._blank:
+            block_id = self._blank.pop()
+        else:
+            block_id, _ = self._reusable.popitem(last=False)
+            self._kept[block_id] = 0
+            self._on_evict(block_id)
+        self._references[block_id] = 1
+        return block_id

@@ -1,0 +1,74 @@
+"""A batch plan in the making."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
+from engine.scheduler.request import Request
+
+
+class _PrefillRow(NamedTuple):
+    request: Request
+    start: int
+    num_tokens: int
+    sample: bool
+
+
+@dataclass(slots=True)
+class Draft:
+    """Collects the rows of one step and keeps the numbers of their requests up to date."""
+
+    starting: list[SlotStart] = field(default_factory=list)
+    blocks: list[SlotBlocks] = field(default_factory=list)
+    decodes: list[Request] = field(default_factory=list)
+    prefills: list[_PrefillRow] = field(default_factory=list)
+    short_of_blocks: bool = False
+    """A running request did not get its block: no time to admit others."""
+
+    def start(self, request: Request) -> None:
+        """The request takes its slot with all its blocks."""
+        self.starting.append(
+            SlotStart(
+                request.slot,
+                request.token_ids.copy(),
+                request.num_prompt_tokens,
+                request.sampling,
+            )
+        )
+        self.blocks.append(SlotBlocks(request.slot, 0, request.table.block_ids.copy()))
+
+    def decode(self, request: Request) -> None:
+        """Plan the computation of the request's newest token, and a draw."""
+        request.num_computed_tokens += 1
+        request.num_pending_tokens += 1
+        request.num_steps_in_flight += 1
+        self.decodes.append(request)
+
+    def prefill(self, request: Request, count: int) -> None:
+        """Plan `count` more tokens of a prefill, and a draw if they are its last."""
+        start = request.num_computed_tokens
+        end = start + count
+        sample = end == request.num_tokens
+        request.num_computed_tokens = end
+        request.queued_tokens -= count
+        request.num_pending_tokens += sample
+        request.num_steps_in_flight += 1
+        self.prefills.append(_PrefillRow(request, start, count, sample))
+
+    def seal(self, step: int) -> tuple[BatchPlan, list[Request]]:
+        """Return the plan and the request of each of its rows."""
+        # Executors may rely on rows of one token coming before all others.
+        prefills = sorted(self.prefills, key=lambda row: row.num_tokens > 1)
+        requests = self.decodes + [row.request for row in prefills]
+        num_decodes = len(self.decodes)
+        plan = BatchPlan(
+            step=step,
+            starting=self.starting,
+            blocks=self.blocks,
+            slots=[request.slot for request in requests],
+            starts=[request.num_computed_tokens - 1 for request in self.decodes]
+            + [row.start for row in prefills],
+            counts=[1] * num_decodes + [row.num_tokens for row in prefills],
+            samples=[True] * num_decodes + [row.sample for row in prefills],
+        )
+        return plan, requests

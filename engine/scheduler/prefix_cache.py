@@ -1,0 +1,58 @@
+"""Which block holds the keys and values of which token prefix."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from struct import pack
+
+ROOT_DIGEST = bytes(16)
+"""Parent of every sequence's first block."""
+
+
+def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the 16-byte name of a full block after the prefix that `parent` names.
+
+    A pure function of the tokens from position 0 on: the same in every process and on every
+    machine. Token ids have to fit in an int32.
+    """
+    return blake2b(parent + pack(f"<{len(token_ids)}i", *token_ids), digest_size=16).digest()
+
+
+class PrefixCache:
+    """Full blocks by the digest of all tokens up to their end."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def get(self, digest: bytes) -> int | None:
+        """Return the block with this content, if there is one."""
+        return self._block_of.get(digest)
+
+    def insert(self, digest: bytes, block_id: int) -> bool:
+        """Name a block's content; False when another block has the same content already."""
+        if digest in self._block_of:
+            return False
+        self._block_of[digest] = block_id
+        self._digest_of[block_id] = digest
+        return True
+
+    def evict(self, block_id: int) -> None:
+        """Forget a block whose content is about to be overwritten."""
+        del self._block_of[self._digest_of.pop(block_id)]
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._block_of.clear()
+        self._digest_of.clear()
+
+    def check_integrity(self, kept_blocks: set[int]) -> None:
+        """Compare with the blocks whose content the pool keeps.
+
+        Raises:
+            AssertionError: the two disagree.
+        """
+        assert set(self._digest_of) == kept_blocks, "named blocks differ from the kept blocks"
+        assert {block: digest for digest, block in self._block_of.items()} == self._digest_of

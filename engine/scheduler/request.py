@@ -1,0 +1,140 @@
+"""One sequence in the engine."""
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.messages import AddRequest, SamplingParams, TokenLogprob
+from engine.scheduler.kv_cache import BlockTable
+
+NO_SLOT = -1
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = enum.auto()
+    """In the waiting queue: new, or preempted."""
+    RUNNING = enum.auto()
+    """Has a slot and blocks and is scheduled."""
+    FINISHED = enum.auto()
+    """Ended or aborted. Slot and blocks may be held until the steps that use them are done."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One sequence, its tokens and how far it has been computed.
+
+    `num_computed_tokens` runs ahead of the executor: it counts tokens whose computation was
+    planned. A token that a planned step will draw is *pending* until the step's result is known.
+    """
+
+    id: int
+    request_id: str
+    front_end: int
+    arrival: int
+    """Order of arrival in this engine."""
+    priority: int
+    sampling: SamplingParams
+    token_ids: list[int]
+    """All known tokens: the prompt, then the output."""
+    num_prompt_tokens: int
+    max_total_tokens: int
+    """Length, prompt included, at which the request ends."""
+    stop_ids: frozenset[int]
+    """Tokens that end the request (once it has `min_tokens` output tokens)."""
+    was_taken_over: bool
+    """Came with output of another engine: its first output has been sent before."""
+
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int = NO_SLOT
+    table: BlockTable = field(default_factory=BlockTable)
+    num_computed_tokens: int = 0
+    queued_tokens: int = 0
+    """Tokens to compute before the next one can be drawn, while that is more than decoding."""
+    num_pending_tokens: int = 0
+    num_steps_in_flight: int = 0
+    """Planned steps with a row of this request whose results are not known yet."""
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had when the request was first admitted."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    has_emitted: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, pending ones included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Known output tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether prompt logprobs were asked for and some are still to be computed."""
+        return (
+            self.sampling.prompt_logprobs is not None
+            and not self.was_taken_over
+            and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        )
+
+    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
+        """Take the logprobs of prompt positions from `start` + 1 on (again after a preemption)."""
+        self.prompt_logprobs[start : start + len(logprobs)] = logprobs
+
+
+def request_from_message(
+    message: AddRequest, *, arrival: int, max_model_len: int, eos_token_ids: frozenset[int]
+) -> Request:
+    """Return the request that a front end's message describes."""
+    sampling = message.sampling
+    stop_ids = frozenset(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stop_ids |= eos_token_ids
+    num_prompt_tokens = len(message.prompt_token_ids)
+    token_ids = message.prompt_token_ids + message.output_token_ids
+    return Request(
+        id=message.id,
+        request_id=message.request_id,
+        front_end=message.front_end,
+        arrival=arrival,
+        priority=message.priority,
+        sampling=sampling,
+        token_ids=token_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        max_total_tokens=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
+        stop_ids=stop_ids,
+        was_taken_over=bool(message.output_token_ids),
+        queued_tokens=len(token_ids),
+    )
+
+
+def refusal(message: AddRequest, *, max_model_len: int, vocab_size: int) -> str | None:
+    """Return why a request can never be served, or None when it can."""
+    num_prompt_tokens = len(message.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        return "the prompt is empty: it needs at least one token"
+    if num_prompt_tokens >= max_model_len:
+        return (
+            f"the prompt has {num_prompt_tokens} tokens, but this engine takes at most "
+            f"{max_model_len - 1} so that one token can be generated"
+        )
+    sampling = message.sampling
+    if sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}: it must be at least 1"
+    named_ids = {
+        "prompt": message.prompt_token_ids,
+        "output so far": message.output_token_ids,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias,
+    }
+    for where, ids in named_ids.items():
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            return f"{where}: token ids must be from 0 to {vocab_size - 1}"
+    return None

@@ -1,0 +1,374 @@
+"""Decides what each step computes, and turns what it produced into outputs.
+
+There are no prefill and decode phases: a request has tokens computed and tokens to compute, and
+every step gives each request some of a common token budget. `schedule` may be called again before
+the result of the plan before is known; everything a plan in flight uses stays reserved until
+`update` has seen that plan's result.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.config import CacheConfig, SchedulerConfig
+from engine.executor.interface import ExecutorInfo
+from engine.messages import AddRequest, RequestOutput, TokenLogprob
+from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
+from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks
+from engine.scheduler.draft import Draft
+from engine.scheduler.kv_cache import KVCacheManager
+from engine.scheduler.outputs import Outputs, token_output
+from engine.scheduler.request import (
+    NO_SLOT,
+    Request,
+    RequestStatus,
+    refusal,
+    request_from_message,
+)
+from engine.scheduler.waiting import FcfsQueue, WaitingQueue
+
+ADMISSION_HEADROOM = 0.01
+"""Share of the KV blocks that an admission leaves free for the running sequences to grow into,
+so that the newcomer is not preempted by the next step."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the engine started."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class Gauges(NamedTuple):
+    """The load right now."""
+
+    waiting: int
+    running: int
+    kv_usage: float
+    queued_prefill_tokens: int
+
+
+class _InFlight(NamedTuple):
+    """A plan whose result is not known, with the request of each row."""
+
+    plan: BatchPlan
+    requests: list[Request]
+
+
+class Scheduler:
+    """Continuous batching of requests over one executor's slots and KV blocks."""
+
+    def __init__(
+        self,
+        scheduling: SchedulerConfig,
+        cache: CacheConfig,
+        executor: ExecutorInfo,
+        *,
+        waiting: WaitingQueue | None = None,
+    ) -> None:
+        self.max_model_len = min(executor.max_model_len, executor.num_kv_blocks * cache.block_size)
+        """Longest sequence that the model takes and that fits into the KV cache alone."""
+        self.counters = Counters()
+        self._vocab_size = executor.vocab_size
+        self._eos_token_ids = frozenset(executor.eos_token_ids)
+        self._max_batched_tokens = scheduling.max_num_batched_tokens
+        self._kv = KVCacheManager(
+            executor.num_kv_blocks,
+            cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+        )
+        self._headroom = int(executor.num_kv_blocks * ADMISSION_HEADROOM)
+        self._waiting: WaitingQueue = FcfsQueue() if waiting is None else waiting
+        self._requests: dict[int, Request] = {}
+        self._running: dict[int, Request] = {}  # in order of admission
+        self._free_slots = list(range(scheduling.max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[_InFlight] = deque()
+        self._num_plans = 0
+        self._num_arrivals = 0
+        self._queued_tokens = 0
+        # Blocks of requests that left but still have rows in flight: free as soon as these end.
+        self._num_leaving_blocks = 0
+
+    # -- what is there ---------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished or any plan's result is not known."""
+        return bool(self._requests or self._in_flight)
+
+    def gauges(self) -> Gauges:
+        """Return the load right now."""
+        return Gauges(len(self._waiting), len(self._running), self._kv.usage, self._queued_tokens)
+
+    def rank_state(self) -> RankState:
+        """Return what an admission policy is told about this rank."""
+        return RankState(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            queued_prefill_tokens=self._queued_tokens,
+            free_kv_blocks=self._kv.num_free_blocks,
+        )
+
+    def describe_in_flight(self) -> str:
+        """Return what was scheduled and is not done, in numbers and names only, for the log."""
+        lines = [
+            f"{len(self._in_flight)} plan(s) in flight, {len(self._running)} running, "
+            f"{len(self._waiting)} waiting, {self._kv.num_free_blocks} free blocks"
+        ]
+        for plan, requests in self._in_flight:
+            lines.append(
+                f"step {plan.step}: {len(requests)} rows, {plan.num_tokens} tokens, "
+                f"{len(plan.starting)} starting"
+            )
+            lines += [
+                f"  {request.id} ({request.request_id}): slot {slot}, start {start}, "
+                f"count {count}, {request.num_tokens} tokens, {len(request.table.block_ids)} blocks"
+                for request, slot, start, count in zip(
+                    requests, plan.slots, plan.starts, plan.counts, strict=True
+                )
+            ]
+        return "\n".join(lines)
+
+    # -- requests come and go --------------------------------------------------------------------
+
+    def add(self, message: AddRequest) -> RequestOutput | None:
+        """Queue a request; one that cannot run or has nothing left to do is answered at once."""
+        if message.id in self._requests:
+            logger.warning("request %s (%d) is here already", message.request_id, message.id)
+            return None
+        reason = refusal(message, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+        if reason is not None:
+            return RequestOutput(message.id, [], finish_reason="error", error=reason)
+        request = request_from_message(
+            message,
+            arrival=self._num_arrivals,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self._eos_token_ids,
+        )
+        if request.num_tokens >= request.max_total_tokens:
+            return RequestOutput(message.id, [], finish_reason="length")
+        self._num_arrivals += 1
+        self._requests[request.id] = request
+        self._queued_tokens += request.queued_tokens
+        self._waiting.push(request)
+        return None
+
+    def abort(self, ids: list[int]) -> None:
+        """Drop requests without any output; unknown ids are ignored."""
+        for request_id in ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._retire(request)
+
+    def abort_front_end(self, front_end: int) -> None:
+        """Drop all requests of a front end."""
+        self.abort([r.id for r in self._requests.values() if r.front_end == front_end])
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes and return how many blocks they had."""
+        return self._kv.reset_prefix_cache()
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def schedule(self, grant: Grant = UNLIMITED) -> BatchPlan:
+        """Plan the next step; every plan has to be given to `update`, in order."""
+        draft = Draft()
+        budget = StepBudget(self._max_batched_tokens, grant)
+        partials = self._schedule_decodes(draft, budget)
+        self._schedule_partials(draft, budget, partials)
+        self._schedule_waiting(draft, budget)
+        self._num_plans += 1
+        plan, requests = draft.seal(self._num_plans)
+        self._in_flight.append(_InFlight(plan, requests))
+        return plan
+
+    def update(self, plan: BatchPlan, result: BatchResult) -> Outputs:
+        """Take the result of the oldest plan in flight and return what it adds to each request."""
+        expected, requests = self._in_flight[0]
+        assert plan is expected, "results have to come in the order of the plans"
+        for row, logprobs in result.prompt_logprobs.items():
+            if requests[row].lacks_prompt_logprobs:
+                requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
+        running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
+        outputs: Outputs = {}
+        drawn = 0
+        for request, start, count, sampled in zip(
+            requests, plan.starts, plan.counts, plan.samples, strict=True
+        ):
+            request.num_steps_in_flight -= 1
+            if request.status is not finished:
+                output = None
+                if sampled:
+                    logprob = None if result.logprobs is None else result.logprobs[drawn]
+                    output = self._accept(request, result.token_ids[drawn], logprob)
+                if start + count >= request.table.next_commit:
+                    self._kv.commit(request.table, request.token_ids, start + count)
+                if output is not None:
+                    outputs.setdefault(request.front_end, []).append(output)
+                    if output.finish_reason is not None:
+                        self._retire(request)
+            if request.status is not running:
+                self._release_when_idle(request)
+            drawn += sampled
+        self._in_flight.popleft()
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Check that slots, blocks and gauges agree with the requests.
+
+        Raises:
+            AssertionError: something is leaked, shared wrongly or counted wrongly.
+        """
+        known = {id(r): r for r in self._requests.values()}
+        known |= {id(r): r for entry in self._in_flight for r in entry.requests}
+        holders = [r for r in known.values() if r.slot != NO_SLOT]
+        self._kv.check_integrity([r.table for r in known.values()])
+        assert all(r in holders or not r.table.block_ids for r in known.values())
+        slots = sorted([r.slot for r in holders] + self._free_slots)
+        assert slots == list(range(len(slots))), "slots are leaked or shared"
+        assert self._queued_tokens == sum(r.queued_tokens for r in known.values())
+        assert len(self._requests) == len(self._running) + len(self._waiting)
+        leaving = [r for r in holders if r.status is not RequestStatus.RUNNING]
+        assert self._num_leaving_blocks == sum(len(r.table.block_ids) for r in leaving)
+        assert all(r.num_steps_in_flight > 0 for r in leaving)
+
+    # -- stages of schedule ----------------------------------------------------------------------
+
+    def _schedule_decodes(self, draft: Draft, budget: StepBudget) -> list[Request]:
+        """Plan one token for each decode and return the requests that are still in prefill."""
+        partials = []
+        for request in list(self._running.values()):
+            if request.queued_tokens:
+                partials.append(request)
+                continue
+            start = request.num_computed_tokens
+            if start + 1 >= request.max_total_tokens:
+                continue  # its last token is pending
+            if not budget.try_decode():
+                break
+            if start == request.table.capacity and not self._grow(draft, request):
+                continue
+            draft.decode(request)
+        return partials
+
+    def _schedule_partials(self, draft: Draft, budget: StepBudget, partials: list[Request]) -> None:
+        for request in partials:
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted by a decode of this step
+            count = budget.try_continue(request.queued_tokens)
+            if count == 0:
+                break
+            self._plan_prefill(draft, request, count)
+
+    def _schedule_waiting(self, draft: Draft, budget: StepBudget) -> None:
+        while budget.can_admit and self._free_slots and self._waiting:
+            request = self._waiting.first()
+            if draft.short_of_blocks or request.num_steps_in_flight:
+                return
+            cached = self._kv.try_admit(
+                request.table,
+                request.token_ids,
+                use_cache=not request.lacks_prompt_logprobs,
+                headroom=self._headroom if self._running else 0,
+            )
+            if cached is None:
+                return
+            self._start(draft, request, cached)
+            self._plan_prefill(draft, request, budget.try_admit(request.queued_tokens))
+
+    def _plan_prefill(self, draft: Draft, request: Request, count: int) -> None:
+        self._queued_tokens -= count
+        draft.prefill(request, count)
+
+    def _start(self, draft: Draft, request: Request, cached: int) -> None:
+        """Give a slot to a request that has just got its blocks, `cached` tokens in them."""
+        self._waiting.remove(request)
+        self._running[request.id] = request
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        request.num_computed_tokens = cached
+        request.queued_tokens -= cached
+        self._queued_tokens -= cached
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = min(cached, request.num_prompt_tokens)
+            if self._kv.caching and not request.lacks_prompt_logprobs:
+                self.counters.prefix_cache_queries += request.num_prompt_tokens
+                self.counters.prefix_cache_hits += request.num_cached_tokens
+        draft.start(request)
+
+    def _grow(self, draft: Draft, request: Request) -> bool:
+        """Get the decode of `request` one more block; False when it cannot run in this step."""
+        table = request.table
+        first = len(table.block_ids)
+        while (new := self._kv.try_grow(table, table.capacity + 1)) is None:
+            draft.short_of_blocks = True
+            if self._num_leaving_blocks:
+                return False  # there will be blocks when the plans in flight are done
+            # Those admitted after `request` are not in the draft yet, nor is it itself.
+            victim = next(reversed(self._running.values()))
+            self._preempt(victim)
+            if victim is request:
+                return False
+        draft.blocks.append(SlotBlocks(request.slot, first, new))
+        return True
+
+    # -- parts of update -------------------------------------------------------------------------
+
+    def _accept(
+        self, request: Request, token_id: int, logprob: TokenLogprob | None
+    ) -> RequestOutput:
+        """Append a drawn token to its request and return the output for it."""
+        request.num_pending_tokens -= 1
+        request.token_ids.append(token_id)
+        self.counters.generation_tokens += 1
+        if not request.has_emitted and not request.was_taken_over:
+            self.counters.prompt_tokens += request.num_prompt_tokens
+        return token_output(request, token_id, logprob)
+
+    # -- requests leave their slots --------------------------------------------------------------
+
+    def _preempt(self, request: Request) -> None:
+        """Put a running request back to the front of the queue, to be computed again."""
+        self.counters.preemptions += 1
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0
+        self._queued_tokens += request.num_tokens - request.queued_tokens
+        request.queued_tokens = request.num_tokens
+        request.status = RequestStatus.WAITING
+        del self._running[request.id]
+        self._waiting.requeue(request)
+        self._vacate(request)
+
+    def _retire(self, request: Request) -> None:
+        """Take a request that finished or was aborted out of the books."""
+        del self._requests[request.id]
+        self._queued_tokens -= request.queued_tokens
+        request.queued_tokens = 0
+        was_running = request.status is RequestStatus.RUNNING
+        request.status = RequestStatus.FINISHED
+        if was_running:
+            del self._running[request.id]
+            self._vacate(request)
+        else:
+            self._waiting.remove(request)
+
+    def _vacate(self, request: Request) -> None:
+        """Release slot and blocks of a request that runs no longer, at once or when it is idle."""
+        self._num_leaving_blocks += len(request.table.block_ids)
+        self._release_when_idle(request)
+
+    def _release_when_idle(self, request: Request) -> None:
+        """Release slot and blocks of a vacated request unless a plan in flight uses them."""
+        if request.num_steps_in_flight or request.slot == NO_SLOT:
+            return
+        self._num_leaving_blocks -= len(request.table.block_ids)
+        self._kv.free(request.table)
+        self._free_slots.append(request.slot)
+        request.slot = NO_SLOT

@@ -1,0 +1,26 @@
+"""Writes docs/settings.md from the definitions of all settings."""
+
+from pathlib import Path
+
+from engine.settings import markdown_table
+from server.config import ServeConfig
+
+TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
+
+HEADER = """# Settings
+
+Written by `make docs` from the definitions in `engine/config.py`, `server/config.py` and
+`coordinator/config.py`. Every setting is a flag, an environment variable and a key of the YAML
+file given by `--config` (the flag's name without the dashes in front). A flag wins over a
+variable, a variable over the file. `swell serve --help` shows the same.
+
+"""
+
+
+def render() -> str:
+    """Return the whole page."""
+    return HEADER + markdown_table(ServeConfig)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")

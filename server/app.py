@@ -1,0 +1,136 @@
+"""The HTTP application: every route and handler in one list."""
+
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from server.asgi import Call, foreseen, raw_endpoint
+from server.config import FrontEndConfig
+from server.errors import ApiError
+from server.generation_client import GenerationClient, NoEngineAvailable
+from server.metrics import FrontEndMetrics
+from server.openapi import Responses, document, json_responses, stream_responses, text_responses
+from server.routes.chat import create_chat_completion
+from server.routes.completions import create_completion
+from server.routes.context import Context, make_context
+from server.routes.meta import MetaRoutes
+from server.routes.tokenize import detokenize, tokenize
+from server.schemas.chat import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
+from server.schemas.common import HealthResponse, Model, ModelList, VersionResponse
+from server.schemas.completions import CompletionRequest, CompletionResponse
+from server.schemas.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from server.tokenizer import ServedTokenizer
+
+_POST_ERRORS = (400, 404, 413, 415, 500)
+
+_Handler = Callable[[Call, Context], Awaitable[None]]
+
+
+def build_app(
+    config: FrontEndConfig,
+    client: GenerationClient,
+    tokenizer: ServedTokenizer,
+    metrics: FrontEndMetrics,
+) -> FastAPI:
+    """Return the application of one front end."""
+    context = make_context(config, client, tokenizer, metrics, created=int(time.time()))
+    meta = MetaRoutes(context)
+    app = FastAPI(
+        title="Swell",
+        version=version("swell"),
+        description="OpenAI-compatible API over data-parallel engines. Unknown fields of request "
+        "bodies are ignored.",
+        redirect_slashes=False,
+        redoc_url=None,
+    )
+    completion = stream_responses(CompletionResponse, CompletionResponse, *_POST_ERRORS, 503)
+    chat = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *_POST_ERRORS, 503)
+    app.router.routes += [
+        _post("/v1/completions", create_completion, CompletionRequest, completion, context),
+        _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
+        _post(
+            "/tokenize",
+            tokenize,
+            TokenizeRequest,
+            json_responses(TokenizeResponse, *_POST_ERRORS),
+            context,
+        ),
+        _post(
+            "/detokenize",
+            detokenize,
+            DetokenizeRequest,
+            json_responses(DetokenizeResponse, *_POST_ERRORS),
+            context,
+        ),
+        _get("/v1/models", meta.list_models, json_responses(ModelList)),
+        _get("/v1/models/{model_id:path}", meta.retrieve_model, json_responses(Model, 404)),
+        _get("/health", meta.health, json_responses(HealthResponse)),
+        _get("/ready", meta.ready, json_responses(HealthResponse, 503)),
+        _get("/version", meta.version, json_responses(VersionResponse)),
+        _get("/metrics", meta.metrics, text_responses()),
+        _get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 404)),
+    ]
+    for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.openapi = functools.partial(document, app)  # type: ignore[method-assign]
+    return app
+
+
+def _get(path: str, endpoint: Callable[..., Any], responses: Responses) -> APIRoute:
+    return APIRoute(
+        path,
+        endpoint,
+        methods=["GET"],
+        responses=responses,
+        response_class=Response,
+        response_model=None,
+    )
+
+
+def _post(
+    path: str, handler: _Handler, body: type[BaseModel], responses: Responses, context: Context
+) -> APIRoute:
+    """Return a route that is documented like any other and served by a raw endpoint."""
+
+    async def documented(request: BaseModel) -> None: ...
+
+    documented.__annotations__["request"] = body
+    documented.__name__ = handler.__name__
+    documented.__doc__ = handler.__doc__
+    route = APIRoute(
+        path,
+        documented,
+        methods=["POST"],
+        responses=responses,
+        response_class=Response,
+        response_model=None,
+    )
+
+    async def serve(call: Call) -> None:
+        await handler(call, context)
+
+    route.app = raw_endpoint(path, serve, context.metrics)
+    return route
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    answer = foreseen(error, request.headers.get("x-request-id", "-"))
+    return Response(
+        answer.body(),
+        answer.status,
+        headers=dict(answer.headers),
+        media_type="application/json",
+    )

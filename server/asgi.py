@@ -1,0 +1,186 @@
+"""The thin layer between ASGI and the endpoints whose speed matters.
+
+These endpoints read the body once, answer with one or with many raw sends, and notice when the
+client hangs up; they go around the framework's per-request machinery.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+import pydantic
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.errors import ApiError, internal, invalid_body, to_api_error
+from server.metrics import FrontEndMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 2**20
+
+_REQUEST_ID = re.compile(rb"[!-~]{1,256}")
+_JSON = (b"content-type", b"application/json")
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+_Header = tuple[bytes, bytes]
+
+
+class ClientDisconnected(Exception):
+    """The client hung up: nobody reads an answer."""
+
+
+class Call:
+    """One request and the answer to it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.receive = receive
+        self.arrived = time.monotonic()
+        self.status: int | None = None
+        """Status of the answer once it has begun."""
+        self._send = send
+        self._content_type = b"application/json"
+        self.request_id = ""
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                self._content_type = value
+            elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+                self.request_id = value.decode()
+        self.request_id = self.request_id or uuid.uuid4().hex
+
+    async def body(self, model: type[Body]) -> Body:
+        """Read and validate the body.
+
+        Raises:
+            ApiError: it is no JSON, too large, or not what `model` says.
+            ClientDisconnected: the client hung up before it was complete.
+        """
+        media_type = self._content_type.partition(b";")[0].strip().lower()
+        if media_type != b"application/json" and not media_type.endswith(b"+json"):
+            raise ApiError(
+                415,
+                "The body must be JSON: send it with 'Content-Type: application/json'.",
+                code="unsupported_media_type",
+            )
+        body = await self._read()
+        try:
+            return model.model_validate_json(body)
+        except pydantic.ValidationError as error:
+            raise invalid_body(error, body) from error
+
+    async def _read(self) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            part = message.get("body", b"")
+            parts.append(part)
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise ApiError(
+                    413,
+                    f"The body is larger than {MAX_BODY_BYTES} bytes.",
+                    code="body_too_large",
+                    headers=(("connection", "close"),),
+                )
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def start(self, status: int, headers: list[_Header]) -> None:
+        """Begin the answer."""
+        self.status = status
+        headers.append((b"x-request-id", self.request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Send a part of the answer."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def send_json(
+        self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        """Send a whole answer."""
+        length = (b"content-length", str(len(body)).encode())
+        extra = [(name.encode(), value.encode()) for name, value in headers]
+        await self.start(status, [_JSON, length, *extra])
+        await self.write(body, more=False)
+
+    async def send_struct(self, payload: msgspec.Struct) -> None:
+        """Send a success."""
+        await self.send_json(200, msgspec.json.encode(payload))
+
+    async def send_error(self, error: ApiError) -> None:
+        """Send an error body."""
+        await self.send_json(error.status, error.body(), tuple(error.headers))
+
+
+def raw_endpoint(
+    name: str, handler: Callable[[Call], Awaitable[None]], metrics: FrontEndMetrics
+) -> ASGIApp:
+    """Return an ASGI application that answers with `handler`, and its errors with error bodies."""
+
+    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive, send)
+        try:
+            await handler(call)
+        except ClientDisconnected:
+            logger.debug("request %s: the client hung up", call.request_id)
+        except Exception as error:
+            if call.status is not None:
+                raise
+            await call.send_error(foreseen(error, call.request_id))
+        if call.status is not None:
+            metrics.http_request(name, call.status)
+
+    return endpoint
+
+
+def foreseen(error: Exception, request_id: str) -> ApiError:
+    """Return what the client is told about an error, logging those that nobody foresaw."""
+    known = to_api_error(error)
+    if known is None:
+        logger.error("request %s failed", request_id, exc_info=error)
+        return internal()
+    return known
+
+
+class CancelOnDisconnect:
+    """While entered, the client's hanging up ends the block with `ClientDisconnected`.
+
+    One task waits for the disconnect; nothing is added to what the block awaits.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._owner: asyncio.Task[object] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._fired = False
+
+    def __enter__(self) -> None:
+        self._owner = asyncio.current_task()
+        self._watch = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self._owner is not None:
+            self._fired = True
+            self._owner.cancel()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        owner, self._owner = self._owner, None
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._fired and owner is not None and owner.uncancel() == 0:
+            raise ClientDisconnected from error

@@ -1,0 +1,132 @@
+"""One child process: start it, hear from it, stop it. Policy is the supervisor's."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.lifeline import LIFELINE_VARIABLE, FrameReader, pack_frame
+from engine.messages import ChildStatus
+
+_KEPT_LOG_LINES = 30
+_LONGEST_LOG_LINE = 1 << 16
+
+
+class Child:
+    """A running Python module of this project with its lifeline and captured log."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
+        self.name = name
+        self.pid = process.pid
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
+        self._process = process
+        self._lifeline = ours
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        module: str,
+        launch: Any,
+        *,
+        on_status: Callable[[ChildStatus], None],
+        on_line: Callable[[str], None],
+        environment: Mapping[str, str] | None = None,
+        inherit: Sequence[int] = (),
+    ) -> "Child":
+        """Run `python -m MODULE` and hand it `launch` over its lifeline.
+
+        Args:
+            name: for logs, e.g. `engine 0`.
+            launch: a msgspec-encodable object of the type that the module reads.
+            on_status: called for every status the child reports.
+            on_line: called for every line that the child prints.
+            environment: variables added to this process's own.
+            inherit: file descriptors that stay open in the child, under the same numbers.
+        """
+        ours, theirs = socket.socketpair()
+        variables = {**os.environ, **(environment or {}), LIFELINE_VARIABLE: str(theirs.fileno())}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                module,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                pass_fds=[theirs.fileno(), *inherit],
+                # Signals from the terminal go to the supervisor, which stops children in order.
+                start_new_session=True,
+                limit=_LONGEST_LOG_LINE,
+            )
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        child = cls(name, process, ours)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(ours, pack_frame(launch))
+        child._tasks = [
+            asyncio.create_task(child._read_status(on_status)),
+            asyncio.create_task(child._read_log(on_line)),
+        ]
+        return child
+
+    async def _read_status(self, on_status: Callable[[ChildStatus], None]) -> None:
+        reader = FrameReader(ChildStatus)
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                data = await loop.sock_recv(self._lifeline, 65536)
+            except OSError:
+                return
+            if not data:
+                return
+            for status in reader.feed(data):
+                on_status(status)
+
+    async def _read_log(self, on_line: Callable[[str], None]) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                raw = await self._process.stdout.readline()
+            except ValueError:  # a line longer than the limit was dropped
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            self.last_lines.append(line)
+            on_line(line)
+
+    async def wait(self) -> int:
+        """Wait until the process has ended and its output is read; return its exit code."""
+        code = await self._process.wait()
+        # A grandchild may hold the pipe open: its output is not worth waiting for.
+        await asyncio.wait(self._tasks, timeout=1.0)
+        for task in self._tasks:
+            task.cancel()
+        self._lifeline.close()
+        return code
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, signum: int) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(signum)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.returncode is None

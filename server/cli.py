@@ -1,0 +1,136 @@
+"""The `swell` command: one subcommand per process kind, settings from flags, variables and YAML.
+
+Each subcommand imports its process only when it runs, so that a plain installation can run the
+coordinator without the HTTP stack or torch.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coordinator.config import CoordinatorConfig
+from engine import settings
+from engine.config import EngineConfig, Section
+from server.config import FrontEndConfig, ServeConfig
+
+
+class Command(NamedTuple):
+    """One subcommand."""
+
+    help: str
+    example: str
+    config: type[Section]
+    takes_model: bool
+    hidden: frozenset[str]
+    run: Callable[[Any], int]
+
+
+def _serve(config: ServeConfig) -> int:
+    from engine.logs import name_process
+    from server import supervisor
+
+    name_process("supervisor", config.log.log_level)
+    return supervisor.run(config)
+
+
+def _coordinator(config: CoordinatorConfig) -> int:
+    from coordinator import process
+    from engine.lifeline import Lifeline
+
+    return process.run(config, Lifeline(None))
+
+
+def _engine(config: EngineConfig) -> int:
+    from engine import process
+    from engine.lifeline import Lifeline
+
+    return process.run(config, Lifeline(None))
+
+
+def _api_server(config: FrontEndConfig) -> int:
+    from server import front_end
+
+    return front_end.run_standalone(config)
+
+
+COMMANDS = {
+    "serve": Command(
+        "run a coordinator, engines and API servers on this node",
+        "swell serve                              # the bundled model on port 8000\n"
+        "swell serve Qwen/Qwen3-0.6B --data-parallel-size 4 --port 8080",
+        ServeConfig,
+        True,
+        frozenset({"coordinator", "data_parallel_rank", "data_parallel_size_local"}),
+        _serve,
+    ),
+    "coordinator": Command(
+        "run only the coordinator",
+        "swell coordinator --coordinator 0.0.0.0:7550 --cluster-key-file /run/secrets/key",
+        CoordinatorConfig,
+        False,
+        frozenset(),
+        _coordinator,
+    ),
+    "engine": Command(
+        "run one engine that joins a coordinator",
+        "swell engine ./my-model --coordinator head:7550 --cluster-key-file /run/secrets/key",
+        EngineConfig,
+        True,
+        frozenset(),
+        _engine,
+    ),
+    "api-server": Command(
+        "run one API server that joins a coordinator",
+        "swell api-server ./my-model --coordinator head:7550 --host 0.0.0.0 --port 8000",
+        FrontEndConfig,
+        True,
+        frozenset(),
+        _api_server,
+    ),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command."""
+    parser = argparse.ArgumentParser(
+        prog="swell",
+        description="OpenAI-compatible serving for data-parallel LLM engines.",
+        epilog="example:\n  swell serve\n  curl http://127.0.0.1:8000/v1/models",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = importlib.metadata.version("swell")
+    parser.add_argument("--version", action="version", version=f"swell {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        examples = "\n".join(f"  {line}" for line in command.example.splitlines())
+        sub = commands.add_parser(
+            name,
+            help=command.help,
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            epilog=f"examples:\n{examples}\n\nEvery flag --some-name is also the variable "
+            "SWELL_SOME_NAME and the key some-name in the --config file.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
+        if command.takes_model:
+            sub.add_argument(
+                "model", nargs="?", help="model directory or hub id; the bundled model if absent"
+            )
+        settings.add_arguments(sub, command.config, command.hidden | {"model"})
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the `swell` command; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    command = COMMANDS[arguments.command]
+    try:
+        config = settings.load(command.config, vars(arguments), os.environ, arguments.config)
+    except settings.SettingsError as error:
+        print(f"swell {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    return command.run(config)

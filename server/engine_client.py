@@ -1,0 +1,313 @@
+"""Routes requests to engines and their outputs back: `GenerationClient` over real sockets.
+
+Everything runs on the front end's event loop. What decides (loads, who is lost) is in
+`server.cluster_state` and `server.routing`; this module sends, receives and keeps the requests
+in flight.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Protocol
+
+import zmq
+
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    ClusterView,
+    EngineDead,
+    EngineGreeting,
+    EngineOutput,
+    FrontEndNotice,
+    RequestOutput,
+    SamplingParams,
+    StepOutputs,
+    UtilityResult,
+    WakeUp,
+    encode,
+)
+from engine.transport import Inbox
+from server.cluster_state import ClusterState, EngineLost
+from server.generation_client import NoEngineAvailable
+from server.routing import Choice, RoutingPolicy
+from server.token_stream import RequestStream
+
+logger = logging.getLogger(__name__)
+
+TICK_INTERVAL = 1.0
+"""Seconds between checks for members and requests that have waited for too long."""
+
+
+class ClientMetrics(Protocol):
+    """What the engine client counts."""
+
+    def routing_decision(self, rank: int, reason: str) -> None: ...
+
+    def request_resumed(self) -> None: ...
+
+    def observe_wake(self, seconds: float) -> None: ...
+
+
+class EngineClient:
+    """Sends each request to the least-loaded engine and keeps it until it ends."""
+
+    def __init__(
+        self,
+        *,
+        front_end: int,
+        state: ClusterState,
+        policy: RoutingPolicy,
+        metrics: ClientMetrics,
+        requests: "zmq.Socket[bytes]",
+        outputs: "zmq.Socket[bytes]",
+        max_resumes: int,
+        resume_timeout: float,
+    ) -> None:
+        self._front_end = front_end
+        self._state = state
+        self._policy = policy
+        self._metrics = metrics
+        self._requests = Inbox(requests, EngineGreeting, "requests")
+        self._outputs = Inbox(outputs, EngineOutput, "outputs")
+        self._max_resumes = max_resumes
+        self._resume_timeout = resume_timeout
+        # Unknown peers must raise instead of swallowing a request.
+        requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._in_flight: dict[int, RequestStream] = {}
+        self._homeless: dict[int, float] = {}
+        self._next_id = secrets.randbits(42) << 20
+        self._notify_coordinator = _no_coordinator
+        self._woken_at: float | None = None
+        self._loop = asyncio.get_running_loop()
+        self._requests.attach(self._loop, self._greeting)
+        self._outputs.attach(self._loop, self._output)
+        self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
+        self._became_ready = asyncio.Event()
+
+    def connect_coordinator(self, notify: "_Notify") -> None:
+        """Set the way for wake-up notices."""
+        self._notify_coordinator = notify
+
+    # -- GenerationClient ------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self._state.ready
+
+    @property
+    def max_model_len(self) -> int:
+        length = self._state.max_model_len
+        if length is None:
+            raise NoEngineAvailable("no engine has joined yet")
+        return length
+
+    @property
+    def view(self) -> ClusterView | None:
+        return self._state.view
+
+    @property
+    def stats_age(self) -> dict[int, float]:
+        return self._state.stats_age(time.monotonic())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of this front end that have not ended."""
+        return len(self._in_flight)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        pinned_rank: int | None = None,
+    ) -> RequestStream:
+        """Route one sequence to an engine and return its stream."""
+        choice = self._choose(pinned_rank)
+        self._next_id += 1
+        request = AddRequest(
+            id=self._next_id,
+            request_id=request_id,
+            front_end=self._front_end,
+            wave=self._state.wave,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            priority=priority,
+        )
+        stream = RequestStream(request, self._close)
+        self._send(stream, choice)
+        self._in_flight[request.id] = stream
+        return stream
+
+    async def wait_until_ready(self) -> None:
+        """Wait until at least one engine can serve."""
+        await self._became_ready.wait()
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    def _choose(self, pinned_rank: int | None = None) -> Choice:
+        if pinned_rank is not None:
+            if not self._state.loads(lambda rank: rank == pinned_rank):
+                raise NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
+            return Choice(pinned_rank, "pinned")
+        loads = self._state.loads()
+        if not loads:
+            raise NoEngineAvailable("no engine can serve now")
+        return self._policy.choose(loads)
+
+    def _send(self, stream: RequestStream, choice: Choice) -> None:
+        """Send a request to the chosen engine, or to the next best if that one has just died."""
+        while True:
+            address = self._state.address_of(choice.rank)
+            assert address is not None, f"engine {choice.rank} was offered without a route"
+            incarnation, identity = address
+            stream.rank, stream.incarnation = choice.rank, incarnation
+            was_paused = self._state.paused
+            message = stream.continuation(self._state.wave) if stream.resumes else stream.request
+            try:
+                self._requests.send(identity, encode(message))
+            except zmq.ZMQError as error:
+                logger.warning("engine %d cannot be reached: %s", choice.rank, error)
+                # Others that were in flight there are moved after this one has found its place.
+                self._loop.call_soon(self._engines_lost, [EngineLost(choice.rank, incarnation)])
+                self._state.lost(choice.rank, incarnation)
+                choice = self._choose()
+                continue
+            self._state.sent(choice.rank, len(stream.request.prompt_token_ids))
+            self._metrics.routing_decision(choice.rank, choice.reason)
+            if was_paused:
+                self._wake_up(choice.rank)
+            return
+
+    def _wake_up(self, rank: int) -> None:
+        if self._woken_at is None:
+            self._woken_at = time.monotonic()
+        self._notify_coordinator(WakeUp(self._front_end, rank, self._state.wave))
+
+    def _close(self, stream: RequestStream) -> None:
+        id_ = stream.request.id
+        if self._in_flight.pop(id_, None) is None:
+            return
+        self._homeless.pop(id_, None)
+        address = self._state.address_of(stream.rank)
+        if stream.finished or address is None or address[0] != stream.incarnation:
+            return
+        try:
+            self._requests.send(address[1], encode(AbortRequests([id_])))
+        except zmq.ZMQError:
+            logger.debug("engine %d went before an abort reached it", stream.rank)
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    def _greeting(self, sender: bytes, greeting: EngineGreeting) -> None:
+        self._state.greeted(greeting.rank, greeting.incarnation, sender)
+        self._engines_changed()
+
+    def _output(self, _sender: bytes, message: StepOutputs | UtilityResult | EngineDead) -> None:
+        if isinstance(message, StepOutputs):
+            stats = message.stats
+            self._state.observe(stats, time.monotonic())
+            self._note_wake(stats.running + stats.waiting > 0 or bool(message.outputs))
+            for output in message.outputs:
+                self._deliver(output, stats.rank, stats.incarnation)
+        elif isinstance(message, EngineDead):
+            logger.error("engine %d died: %s", message.rank, message.reason)
+            self._engines_lost(self._state.lost(message.rank, message.incarnation))
+
+    def _deliver(self, output: RequestOutput, rank: int, incarnation: int) -> None:
+        stream = self._in_flight.get(output.id)
+        # What an engine sent before it was given up for dead belongs to nobody any more.
+        if stream is None or not stream.runs_on(rank, incarnation):
+            return
+        if output.finish_reason is not None:
+            del self._in_flight[output.id]
+        stream.put(output)
+
+    def view_changed(self, view: ClusterView) -> None:
+        """Take a cluster view from the coordinator."""
+        lost = self._state.update_view(view, time.monotonic())
+        self._note_wake(view.running)
+        self._engines_lost(lost)
+        self._engines_changed()
+
+    def _note_wake(self, running: bool) -> None:
+        if running and self._woken_at is not None:
+            self._metrics.observe_wake(time.monotonic() - self._woken_at)
+            self._woken_at = None
+
+    # -- engines that come and go ----------------------------------------------------------------
+
+    def _engines_changed(self) -> None:
+        if not self._state.ready:
+            return
+        self._became_ready.set()
+        for id_ in list(self._homeless):
+            self._rehome(self._in_flight[id_])
+
+    def _engines_lost(self, lost: list[EngineLost]) -> None:
+        for engine in lost:
+            stranded = [
+                stream
+                for stream in self._in_flight.values()
+                if stream.runs_on(engine.rank, engine.incarnation)
+            ]
+            if stranded:
+                logger.warning("engine %d has gone: moving %d requests", engine.rank, len(stranded))
+            for stream in stranded:
+                self._move(stream)
+
+    def _move(self, stream: RequestStream) -> None:
+        stream.resumes += 1
+        stream.rank = -1
+        if stream.resumes > self._max_resumes:
+            del self._in_flight[stream.request.id]
+            logger.error(
+                "request %s was in flight on %d engines that died: not tried again",
+                stream.request.request_id,
+                stream.resumes,
+            )
+            stream.fail(
+                NoEngineAvailable(
+                    f"the request was in flight on {stream.resumes} engines that died and is "
+                    "suspected to be the reason; it is not tried again"
+                )
+            )
+            return
+        self._metrics.request_resumed()
+        self._homeless[stream.request.id] = time.monotonic()
+        self._rehome(stream)
+
+    def _rehome(self, stream: RequestStream) -> None:
+        try:
+            self._send(stream, self._choose())
+        except NoEngineAvailable:
+            return
+        self._homeless.pop(stream.request.id, None)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._engines_lost(self._state.tick(now))
+        for id_, since in list(self._homeless.items()):
+            if now - since > self._resume_timeout:
+                del self._homeless[id_]
+                self._in_flight.pop(id_).fail(
+                    NoEngineAvailable("the engine died and no other could take the request over")
+                )
+        self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
+
+    def close(self) -> None:
+        """Stop receiving and close the sockets."""
+        self._timer.cancel()
+        for inbox in (self._requests, self._outputs):
+            inbox.close()
+
+
+class _Notify(Protocol):
+    def __call__(self, notice: FrontEndNotice) -> None: ...
+
+
+def _no_coordinator(notice: FrontEndNotice) -> None:
+    logger.debug("no coordinator to send %s to", notice)

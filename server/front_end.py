@@ -1,0 +1,201 @@
+"""The front-end process: HTTP server, tokenizer and engine client on one event loop."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import uvicorn
+import uvloop
+import zmq
+from fastapi import FastAPI
+
+from engine.config import private_directory
+from engine.lifeline import CANNOT_START, Lifeline
+from engine.logs import name_process
+from engine.membership import Identity
+from engine.messages import FrontEndAddresses
+from engine.model_files import ModelNotFound, model_directory
+from engine.transport import InsecureCluster, Transport, bound_address, normalize_address
+from server.app import build_app
+from server.cluster_link import ClusterLink, JoinRefused
+from server.cluster_state import ClusterState
+from server.config import FrontEndConfig
+from server.engine_client import EngineClient
+from server.load_table import LoadTable
+from server.metrics import FrontEndMetrics
+from server.routing import LeastLoaded
+from server.tokenizer import ServedTokenizer, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+GRACEFUL_SECONDS = 3
+"""How long open connections may take to end after a signal."""
+
+
+class FrontEndLaunch(msgspec.Struct, frozen=True):
+    """What the supervisor tells a front-end process at its start."""
+
+    config: FrontEndConfig
+    index: int
+    """Number of this front end; -1 to be given one by the coordinator."""
+    incarnation: int
+    socket_dir: str
+    """Private directory for this node's local sockets."""
+    listen_fd: int | None = None
+    """Listening HTTP socket that the supervisor bound, shared by all front ends."""
+    load_table: str | None = None
+    """Path of the table in which the front ends of this node see each other's sends."""
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn below a process that handles signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class FrontEnd:
+    """Wires one front end together, serves, and takes it apart."""
+
+    def __init__(self, launch: FrontEndLaunch, lifeline: Lifeline) -> None:
+        self._launch = launch
+        self._config = launch.config
+        self._lifeline = lifeline
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._transport = Transport(self._config.cluster, self._context)
+        self._requests = self._bind(zmq.ROUTER, "requests")
+        self._outputs = self._bind(zmq.PULL, "outputs")
+
+    def _bind(self, kind: int, name: str) -> "zmq.Socket[bytes]":
+        coordinator = normalize_address(self._config.cluster.coordinator)
+        if coordinator.startswith("tcp://"):
+            host = self._config.cluster.advertise_host
+            return self._transport.bind(kind, f"tcp://{host}:*")
+        path = Path(self._launch.socket_dir) / f"{self._launch.incarnation:x}-{name}"
+        return self._transport.bind(kind, f"ipc://{path}")
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        self._lifeline.progress("loading the tokenizer")
+        model = await asyncio.to_thread(model_directory, self._config.model, weights=False)
+        tokenizer = ServedTokenizer.load(model, self._config.model)
+        link = self._link()
+        self._lifeline.progress("waiting for the coordinator")
+        index = await link.join()
+        if self._launch.index < 0:
+            name_process(f"api {index}", self._config.log.log_level)
+        metrics = FrontEndMetrics(self._config)
+        client = self._client(index, metrics)
+        client.connect_coordinator(link.notify)
+        link.subscribe(client.view_changed)
+        try:
+            app = build_app(self._config, client, tokenizer, metrics)
+            await self._serve_http(app, link, client)
+        finally:
+            link.close()
+            client.close()
+
+    def _link(self) -> ClusterLink:
+        cluster = self._config.cluster
+        host = cluster.advertise_host
+        return ClusterLink(
+            Identity(
+                kind="front_end",
+                index=self._launch.index,
+                incarnation=self._launch.incarnation,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                group_config={},
+                addresses=FrontEndAddresses(
+                    bound_address(self._requests, host), bound_address(self._outputs, host)
+                ),
+            ),
+            cluster.coordinator,
+            cluster.heartbeat_interval,
+            self._transport,
+        )
+
+    def _client(self, index: int, metrics: FrontEndMetrics) -> EngineClient:
+        table = None
+        if self._launch.load_table is not None:
+            table = LoadTable(Path(self._launch.load_table), index)
+        state = ClusterState(
+            index, self._launch.incarnation, self._config.cluster.engine_timeout, table
+        )
+        return EngineClient(
+            front_end=index,
+            state=state,
+            policy=LeastLoaded(start=index),
+            metrics=metrics,
+            requests=self._requests,
+            outputs=self._outputs,
+            max_resumes=self._config.routing.max_resumes,
+            resume_timeout=self._config.routing.resume_timeout,
+        )
+
+    async def _serve_http(self, app: FastAPI, link: ClusterLink, client: EngineClient) -> None:
+        http = self._config.http
+        server = _HttpServer(
+            uvicorn.Config(
+                app,
+                host=http.host,
+                port=http.port,
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=2048,
+                timeout_graceful_shutdown=GRACEFUL_SECONDS,
+            )
+        )
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, setattr, server, "should_exit", True)
+        sockets = None
+        if self._launch.listen_fd is not None:
+            sockets = [socket.socket(fileno=self._launch.listen_fd)]
+        serving = asyncio.create_task(server.serve(sockets))
+        ready = asyncio.create_task(client.wait_until_ready())
+        self._lifeline.progress("waiting for an engine")
+        await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            link.ready()
+            self._lifeline.ready(f"serving on http://{http.host}:{http.port}")
+        await serving
+        ready.cancel()
+
+
+def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
+    """Run one front end until a signal and return the exit code."""
+    name = f"api {launch.index}" if launch.index >= 0 else "api"
+    name_process(name, launch.config.log.log_level)
+    lifeline.watch()
+    try:
+        uvloop.run(FrontEnd(launch, lifeline).run())
+    except (JoinRefused, ModelNotFound, TokenizerError, InsecureCluster, OSError) as error:
+        lifeline.failed(str(error))
+        return CANNOT_START
+    return 0
+
+
+def run_standalone(config: FrontEndConfig) -> int:
+    """Run `swell api-server`: one front end that another process did not launch."""
+    with TemporaryDirectory(prefix="swell-") as own_directory:
+        socket_dir = config.cluster.socket_dir or own_directory
+        private_directory(socket_dir)
+        launch = FrontEndLaunch(
+            config=config, index=-1, incarnation=secrets.randbits(48), socket_dir=socket_dir
+        )
+        return run(launch, Lifeline(None))

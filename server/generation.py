@@ -1,0 +1,201 @@
+"""The fold from one sequence's engine outputs to deltas, and the sum of deltas.
+
+A streamed answer is the deltas, encoded; a whole answer is their sum, encoded. Nothing here does
+I/O or knows an endpoint.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from engine.messages import RequestOutput, TokenLogprob
+from server.detokenizer import StopStrings, TokenDecoder, TokenTable
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class GenerationFailed(Exception):
+    """The engine gave a request up; the text is for the log, not for the client."""
+
+
+class FoldOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request wants to see of its tokens."""
+
+    skip_special_tokens: bool = True
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    """Leave the stop string, or the text of the token that stopped, in the text."""
+    min_tokens: int = 0
+    """Stop strings are looked for in the text of later tokens only."""
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    echo: bool = False
+    discard_output: bool = False
+    """Show the prompt only: the token that had to be drawn is not part of the answer."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt; `text` is None when the client sent token ids."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+class ScoredToken(msgspec.Struct):
+    """A token, where its text begins, and its log probability (None for a prompt's first)."""
+
+    token_id: int
+    text_offset: int
+    logprob: TokenLogprob | None
+
+
+class Delta(msgspec.Struct):
+    """What one engine output adds to an answer."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[ScoredToken] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class Answer(msgspec.Struct):
+    """The sum of the deltas of one sequence."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[ScoredToken] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+def sum_deltas(deltas: Sequence[Delta]) -> Answer:
+    """Return the whole answer; the last delta says how it ended."""
+    last = deltas[-1]
+    return Answer(
+        text="".join([delta.text for delta in deltas]),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs=None
+        if last.logprobs is None
+        else [token for delta in deltas for token in delta.logprobs or ()],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+class ChoiceFold:
+    """Folds the outputs of one sequence."""
+
+    def __init__(self, table: TokenTable, prompt: Prompt, options: FoldOptions) -> None:
+        self._table = table
+        self._prompt = prompt
+        self._options = options
+        self._decoder: TokenDecoder = table.decoder(
+            skip_special_tokens=options.skip_special_tokens, context=prompt.token_ids
+        )
+        self._stops = (
+            StopStrings(options.stop, include=options.include_stop) if options.stop else None
+        )
+        self._offset = 0
+        self._echoed = not options.echo
+        self.num_tokens = 0
+        """Tokens generated so far, up to the one that completed a stop string."""
+        self.num_cached_tokens = 0
+        self.cumulative_logprob = 0.0
+        """Sum over the tokens generated so far, if the engine reports log probabilities."""
+        self.finished = False
+
+    def push(self, output: RequestOutput) -> Delta:
+        """Add an output; return what it adds to the answer.
+
+        Raises:
+            GenerationFailed: the output says that the engine failed on the request.
+        """
+        if output.finish_reason == "error":
+            raise GenerationFailed(output.error or "no reason given")
+        if output.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+        delta = Delta("", [], [] if self._options.logprobs else None, None, None)
+        if not self._echoed:
+            self._echoed = True
+            self._echo(output.prompt_logprobs, delta)
+        if not self._options.discard_output:
+            self._add_tokens(output, delta)
+        if delta.finish_reason is None and output.finish_reason is not None:
+            self._finish(output, delta)
+        self.finished = delta.finish_reason is not None
+        return delta
+
+    def _add_tokens(self, output: RequestOutput, delta: Delta) -> None:
+        options = self._options
+        pieces = []
+        silent = self._index_of_silent_stop(output)
+        for index, token_id in enumerate(output.token_ids):
+            self.num_tokens += 1
+            delta.token_ids.append(token_id)
+            if output.logprobs is not None:
+                self.cumulative_logprob += output.logprobs[index].logprob
+                if delta.logprobs is not None:
+                    scored = ScoredToken(token_id, self._offset, output.logprobs[index])
+                    delta.logprobs.append(scored)
+            if index == silent:
+                continue
+            piece = self._decoder.push(token_id)
+            self._offset += len(piece)
+            if self._stops is not None and self.num_tokens > options.min_tokens:
+                piece = self._stops.push(piece)
+                if self._stops.found is not None:
+                    delta.finish_reason = "stop"
+                    delta.stop_reason = self._stops.found
+                    pieces.append(piece)
+                    break
+            pieces.append(piece)
+        delta.text += "".join(pieces)
+
+    def _index_of_silent_stop(self, output: RequestOutput) -> int:
+        """Return the index of the token that stopped the sequence and is no part of its text."""
+        last = len(output.token_ids) - 1
+        stopped = output.finish_reason == "stop" and output.stop_token_id is not None
+        if stopped and not self._options.include_stop and last >= 0:
+            return last if output.token_ids[last] == output.stop_token_id else -1
+        return -1
+
+    def _finish(self, output: RequestOutput, delta: Delta) -> None:
+        rest = self._decoder.flush()
+        stopped_by: str | None = None
+        if self._stops is not None:
+            if rest and self.num_tokens > self._options.min_tokens:
+                rest = self._stops.push(rest)
+            stopped_by = self._stops.found
+            rest += self._stops.flush()
+        delta.text += rest
+        if self._options.discard_output:
+            delta.finish_reason = "length"
+        elif stopped_by is not None:
+            delta.finish_reason, delta.stop_reason = "stop", stopped_by
+        else:
+            assert output.finish_reason is not None
+            assert output.finish_reason != "error"
+            delta.finish_reason = output.finish_reason
+            if output.stop_token_id in self._options.stop_token_ids:
+                delta.stop_reason = output.stop_token_id
+
+    def _echo(self, logprobs: Sequence[TokenLogprob] | None, delta: Delta) -> None:
+        """Put the prompt before the answer, with its tokens' log probabilities if wanted."""
+        prompt, skip = self._prompt, self._options.skip_special_tokens
+        decode = self._table.tokenizer.decode
+        if prompt.text is None:
+            delta.text = decode(prompt.token_ids, skip_special_tokens=skip)
+        else:
+            delta.text = prompt.text
+            # Special tokens that the client wrote are part of the text; those that were added not.
+            skip = decode(prompt.token_ids, skip_special_tokens=True) == prompt.text
+        if delta.logprobs is not None:
+            scores: list[TokenLogprob | None] = [None, *(logprobs or ())]
+            decoder = self._table.decoder(skip_special_tokens=skip)
+            offset = 0
+            for token_id, score in zip(prompt.token_ids, scores, strict=False):
+                delta.logprobs.append(ScoredToken(token_id, min(offset, len(delta.text)), score))
+                offset += len(decoder.push(token_id))
+        self._offset = len(delta.text)

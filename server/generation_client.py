@@ -1,0 +1,71 @@
+"""What the HTTP layer needs from whatever reaches the engines; tests give it a fake."""
+
+from typing import Protocol
+
+from engine.messages import ClusterView, RequestOutput, SamplingParams
+
+
+class NoEngineAvailable(Exception):
+    """No engine can serve now; the client may try again later (HTTP 503)."""
+
+
+class TokenStream(Protocol):
+    """The tokens of one request, in order, from whichever engine runs it."""
+
+    async def next(self) -> RequestOutput:
+        """Wait for and return everything new since the last call, merged into one output.
+
+        The output with a `finish_reason` is the last one.
+
+        Raises:
+            NoEngineAvailable: the request was lost with its engine and nothing can take it over.
+        """
+        ...
+
+    def close(self) -> None:
+        """Forget the request, aborting it in its engine if it has not finished; idempotent."""
+        ...
+
+
+class GenerationClient(Protocol):
+    """Submits requests to the least-loaded engine and knows the state of the cluster."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one engine can serve."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens that the engines take (smallest over engines).
+
+        Raises:
+            NoEngineAvailable: no engine has joined yet.
+        """
+        ...
+
+    @property
+    def view(self) -> ClusterView | None:
+        """The newest cluster view; None before the first."""
+        ...
+
+    @property
+    def stats_age(self) -> dict[int, float]:
+        """Seconds since the newest stats of each engine were received, by rank."""
+        ...
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        pinned_rank: int | None = None,
+    ) -> TokenStream:
+        """Route one sequence to an engine and return its stream.
+
+        Raises:
+            NoEngineAvailable: no engine can take it (or the pinned one cannot).
+        """
+        ...

@@ -1,0 +1,102 @@
+"""The OpenAPI document: request schemas from pydantic, responses from msgspec Structs."""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from server.metrics import CONTENT_TYPE
+from server.schemas import chat, common, completions, tokenize
+
+_REF = "#/components/schemas/{name}"
+_RESPONSES = (
+    completions.CompletionResponse,
+    chat.ChatCompletionResponse,
+    chat.ChatCompletionChunk,
+    tokenize.TokenizeResponse,
+    tokenize.DetokenizeResponse,
+    common.Model,
+    common.ModelList,
+    common.HealthResponse,
+    common.VersionResponse,
+    common.ErrorResponse,
+)
+
+_ERRORS = {
+    400: "The request is wrong; `param` names the field.",
+    404: "There is no such model, engine or path.",
+    405: "The path does not take this method.",
+    413: "The body is too large.",
+    415: "The body is not declared as JSON.",
+    500: "The server failed.",
+    503: "No engine can serve now; try again after the time in Retry-After.",
+}
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def _reference(struct: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REF.format(name=struct.__name__)}
+
+
+def json_responses(success: type[msgspec.Struct], *errors: int) -> Responses:
+    """Return the documentation of an endpoint that answers with a Struct or these errors."""
+    return {
+        200: {
+            "description": (success.__doc__ or "").strip(),
+            "content": {"application/json": {"schema": _reference(success)}},
+        }
+    } | _errors(*errors)
+
+
+def stream_responses(
+    success: type[msgspec.Struct], chunk: type[msgspec.Struct], *errors: int
+) -> Responses:
+    """The same for an endpoint that can also answer with a stream of chunks."""
+    responses = json_responses(success, *errors)
+    responses[200]["content"]["text/event-stream"] = {
+        "schema": {
+            "type": "string",
+            "description": "Events `data: CHUNK`, the last one `data: [DONE]`. An error after the "
+            "first chunk comes as an event with an error body.",
+        },
+        "x-chunk": _reference(chunk),
+    }
+    return responses
+
+
+def text_responses(*errors: int) -> Responses:
+    """Return the documentation of an endpoint that answers with Prometheus text."""
+    content = {CONTENT_TYPE: {"schema": {"type": "string"}}}
+    return {200: {"description": "Prometheus text format.", "content": content}} | _errors(*errors)
+
+
+def _errors(*statuses: int) -> Responses:
+    content = {"application/json": {"schema": _reference(common.ErrorResponse)}}
+    responses: Responses = {
+        status: {"description": _ERRORS[status], "content": content} for status in statuses
+    }
+    if 503 in responses:
+        responses[503]["headers"] = {
+            "Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}
+        }
+    return responses
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """Return the document of an app whose routes were documented with the functions above."""
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        _, components = msgspec.json.schema_components(_RESPONSES, ref_template=_REF)
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas.update(components)
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        app.openapi_schema = schema
+    return app.openapi_schema

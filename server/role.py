@@ -1,0 +1,101 @@
+"""The places that a supervisor fills: what to run in each, with which parameters."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.config import EngineLaunch
+from engine.messages import MemberKind
+from server.child import Child
+from server.config import ServeConfig
+from server.load_table import create_load_table
+
+FIRST_BACKOFF = 0.5
+"""Seconds before a child that died is started again; doubles while it keeps dying."""
+
+
+@dataclass(kw_only=True)
+class Role:
+    """One place to fill: what to run there and how its present holder is doing."""
+
+    name: str
+    module: str
+    launch: Callable[[int], Any]
+    """Makes the launch parameters for an incarnation."""
+    member: tuple[MemberKind, int] | None = None
+    """What to report to the coordinator when the holder dies."""
+    environment: dict[str, str] = field(default_factory=dict)
+    inherit: tuple[int, ...] = ()
+    child: Child | None = None
+    incarnation: int = 0
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    phase: str = "starting"
+    failure: str | None = None
+    backoff: float = FIRST_BACKOFF
+
+
+def coordinator_role(config: ServeConfig) -> Role:
+    """Return the coordinator's place."""
+    return Role(
+        name="coordinator",
+        module="coordinator",
+        launch=lambda _: config.coordinator(),
+    )
+
+
+def member_roles(config: ServeConfig, directory: Path, listen_fd: int) -> list[Role]:
+    """Return the places of all engines and front ends of a node.
+
+    Args:
+        directory: the node's private directory; the files that front ends share are made in it.
+        listen_fd: the bound HTTP socket that front ends inherit.
+    """
+    metrics = directory / "metrics"
+    metrics.mkdir(exist_ok=True)
+    load_table = directory / "loads"
+    create_load_table(load_table, config.supervisor.api_server_count)
+    engines = [_engine_role(config, rank) for rank in range(config.parallel.data_parallel_size)]
+    front_ends = [
+        _front_end_role(config, index, directory, listen_fd)
+        for index in range(config.supervisor.api_server_count)
+    ]
+    return engines + front_ends
+
+
+def _engine_role(config: ServeConfig, rank: int) -> Role:
+    engine = config.engine()
+    parallel = msgspec.structs.replace(engine.parallel, data_parallel_rank=rank)
+    of_rank = msgspec.structs.replace(engine, parallel=parallel)
+    return Role(
+        name=f"engine {rank}",
+        module="engine",
+        launch=lambda incarnation: EngineLaunch(of_rank, incarnation),
+        member=("engine", rank),
+    )
+
+
+def _front_end_role(config: ServeConfig, index: int, directory: Path, listen_fd: int) -> Role:
+    def launch(incarnation: int) -> dict[str, object]:
+        # The fields of `server.front_end.FrontEndLaunch`, whose module would bring the whole HTTP
+        # stack into the supervisor.
+        return {
+            "config": config.front_end(),
+            "index": index,
+            "incarnation": incarnation,
+            "socket_dir": str(directory),
+            "listen_fd": listen_fd,
+            "load_table": str(directory / "loads"),
+        }
+
+    return Role(
+        name=f"api {index}",
+        module="server",
+        launch=launch,
+        member=("front_end", index),
+        environment={"PROMETHEUS_MULTIPROC_DIR": str(directory / "metrics")},
+        inherit=(listen_fd,),
+    )

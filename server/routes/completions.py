@@ -1,0 +1,118 @@
+"""POST /v1/completions."""
+
+import time
+from collections.abc import Sequence
+
+from server.asgi import Call, CancelOnDisconnect
+from server.detokenizer import TokenTable
+from server.generation import Answer, Delta, ScoredToken
+from server.preprocess import prepare_completion
+from server.routes.context import Context
+from server.schemas.common import UNSET
+from server.schemas.completions import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from server.sse import ChunkFrames, ChunkHead, send_stream
+from server.submission import GenerationSpec, Submission
+
+# JSON has no infinity; this is what clients of such servers know as "impossible".
+MIN_LOGPROB = -9999.0
+
+
+async def create_completion(call: Call, context: Context) -> None:
+    """Continue prompts."""
+    request = await call.body(CompletionRequest)
+    call.request_id = request.request_id or call.request_id
+    model = context.model_name(request.model)
+    spec = await prepare_completion(request, call.request_id, context.tokenizer, context.limits())
+    head = ChunkHead(f"cmpl-{call.request_id}", "text_completion", int(time.time()), model)
+    show_ids = bool(request.return_token_ids)
+    with CancelOnDisconnect(call.receive):
+        submission = Submission(context.client, context.table, context.metrics, spec, call.arrived)
+        try:
+            if request.stream:
+                options = request.stream_options
+                frames = ChunkFrames(
+                    head, include_usage=options is not None and bool(options.include_usage)
+                )
+                writer = CompletionChunks(frames, context.table, spec, show_ids=show_ids)
+                await send_stream(call, submission, writer)
+                return
+            answers = await submission.collect()
+        finally:
+            submission.close()
+    choices = [
+        _choice(index, answer, context.table, spec, show_ids=show_ids)
+        for index, answer in enumerate(answers)
+    ]
+    await call.send_struct(
+        CompletionResponse(head.id, head.created, model, choices, submission.usage())
+    )
+
+
+class CompletionChunks:
+    """Shows deltas as chunks of a completion."""
+
+    def __init__(
+        self, frames: ChunkFrames, table: TokenTable, spec: GenerationSpec, *, show_ids: bool
+    ) -> None:
+        self.frames = frames
+        self._table = table
+        self._spec = spec
+        self._show_ids = show_ids
+        self._begun: set[int] = set()
+
+    def write(self, index: int, delta: Delta) -> bytes:
+        """Return the frame of a delta; none if it has no text yet and nothing else to show."""
+        shown = delta.text or delta.logprobs or delta.finish_reason
+        if not shown and not (self._show_ids and delta.token_ids):
+            return b""
+        choice = _choice(index, delta, self._table, self._spec, show_ids=self._show_ids)
+        if self._show_ids:
+            if index in self._begun:
+                choice.prompt_token_ids = UNSET
+            self._begun.add(index)
+        return self.frames.choice(choice)
+
+
+def _choice(
+    index: int, part: Answer | Delta, table: TokenTable, spec: GenerationSpec, *, show_ids: bool
+) -> CompletionChoice:
+    choice = CompletionChoice(
+        index,
+        part.text,
+        None if part.logprobs is None else _logprobs(part.logprobs, table),
+        part.finish_reason,
+        part.stop_reason,
+    )
+    if show_ids:
+        choice.prompt_token_ids = spec.prompts[index // spec.n].token_ids
+        choice.token_ids = part.token_ids
+    return choice
+
+
+def _logprobs(tokens: Sequence[ScoredToken], table: TokenTable) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        text_offset=[token.text_offset for token in tokens],
+        token_logprobs=[
+            None if token.logprob is None else max(token.logprob.logprob, MIN_LOGPROB)
+            for token in tokens
+        ],
+        tokens=[table.name_of(token.token_id) for token in tokens],
+        top_logprobs=[_alternatives(token, table) for token in tokens],
+    )
+
+
+def _alternatives(token: ScoredToken, table: TokenTable) -> dict[str, float] | None:
+    """Return the most likely tokens, best first, and the token itself if it is none of them."""
+    scores = token.logprob
+    if scores is None:
+        return None
+    found: dict[str, float] = {}
+    for token_id, logprob in zip(scores.top_ids, scores.top_logprobs, strict=True):
+        found.setdefault(table.name_of(token_id), max(logprob, MIN_LOGPROB))
+    found.setdefault(table.name_of(token.token_id), max(scores.logprob, MIN_LOGPROB))
+    return found

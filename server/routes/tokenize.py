@@ -1,0 +1,61 @@
+"""POST /tokenize and POST /detokenize."""
+
+from server.asgi import Call
+from server.errors import invalid
+from server.generation_client import NoEngineAvailable
+from server.preprocess import check_vocabulary, render_chat
+from server.routes.context import Context
+from server.schemas.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+
+
+def known_max_model_len(context: Context) -> int | None:
+    """Return the longest sequence that the engines take, None before the first has joined."""
+    try:
+        return context.client.max_model_len
+    except NoEngineAvailable:
+        return None
+
+
+async def tokenize(call: Call, context: Context) -> None:
+    """Show the token ids that a prompt or a conversation has."""
+    request = await call.body(TokenizeRequest)
+    context.model_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("exactly one of prompt and messages must be given", "prompt")
+    if request.messages is None:
+        text, add_special_tokens = request.prompt or "", request.add_special_tokens is not False
+    else:
+        text = render_chat(
+            context.tokenizer,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            arguments=request.chat_template_kwargs,
+        )
+        add_special_tokens = bool(request.add_special_tokens)
+    token_ids = await context.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+    names = [context.tokenizer.id_to_token(token_id) for token_id in token_ids]
+    await call.send_struct(
+        TokenizeResponse(
+            len(token_ids),
+            known_max_model_len(context),
+            token_ids,
+            names if request.return_token_strs else None,
+        )
+    )
+
+
+async def detokenize(call: Call, context: Context) -> None:
+    """Show the text of token ids."""
+    request = await call.body(DetokenizeRequest)
+    context.model_name(request.model)
+    check_vocabulary(request.tokens, context.tokenizer, "tokens")
+    text = context.tokenizer.decode(
+        request.tokens, skip_special_tokens=bool(request.skip_special_tokens)
+    )
+    await call.send_struct(DetokenizeResponse(text))

@@ -1,0 +1,167 @@
+"""What requests and responses of several endpoints have in common.
+
+Requests are pydantic models, validated once from the raw body; responses are msgspec Structs,
+encoded straight to JSON. Fields that a model does not know are ignored, as OpenAI clients expect
+of a server that is older than they are.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+
+class RequestBody(BaseModel):
+    """Base of all request bodies: JSON types are not converted, unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(RequestBody):
+    """What a stream carries besides the tokens."""
+
+    include_usage: bool | None = False
+
+
+class SamplingFields(RequestBody):
+    """Fields shared by completions and chat completions; null always means the default."""
+
+    model: str | None = Field(None, description="One of the served names; default: the first.")
+    temperature: float | None = Field(1.0, ge=0, le=2, description="0 is greedy.")
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
+        None, description=f"One string or up to {MAX_STOP_STRINGS}."
+    )
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="Token id, as a string, to what is added to its logit."
+    )
+    seed: int | None = Field(
+        None,
+        ge=INT64_MIN,
+        le=INT64_MAX,
+        description="Makes draws repeatable; choice i uses seed + i. Default: random.",
+    )
+    user: str | None = Field(None, description="Accepted and not used.")
+    top_k: int | None = Field(0, ge=-1, lt=2**31, description="0 and -1 mean all tokens.")
+    min_p: float | None = Field(0.0, ge=0, le=1)
+    repetition_penalty: float | None = Field(1.0, gt=0)
+    min_tokens: int | None = Field(0, ge=0)
+    ignore_eos: bool | None = False
+    stop_token_ids: TokenIds | None = None
+    skip_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    priority: int | None = Field(
+        0, ge=-(2**31), lt=2**31, description="Lower runs first, where the engine has priorities."
+    )
+    request_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        pattern=r"^[!-~]+$",
+        description="The client's name for the request; default: header X-Request-Id, or random.",
+    )
+    return_token_ids: bool | None = False
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        description="Keep only this many of the prompt's last tokens; -1: all that fit.",
+    )
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ErrorDetail(msgspec.Struct):
+    """What is wrong; `param` names the field that caused it, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    """Body of every answer that is not a success, and of error events in a stream."""
+
+    error: ErrorDetail
+
+
+class Model(msgspec.Struct):
+    """A name by which the served model may be called."""
+
+    id: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+    parent: str | None = None
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct):
+    """All served names."""
+
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class HealthResponse(msgspec.Struct):
+    """This process lives, or takes traffic."""
+
+    status: str
+
+
+class VersionResponse(msgspec.Struct):
+    """Version of the distribution."""
+
+    version: str
+
+
+FinishReasonField = Literal["stop", "length", "abort"]
+StopReasonField = int | str | None
+OptionalTokenIds = list[int] | UnsetType
+JsonObject = dict[str, Any]
+
+__all__ = [
+    "UNSET",
+    "ErrorDetail",
+    "ErrorResponse",
+    "FinishReasonField",
+    "HealthResponse",
+    "JsonObject",
+    "Model",
+    "ModelList",
+    "OptionalTokenIds",
+    "PromptTokensDetails",
+    "RequestBody",
+    "SamplingFields",
+    "StopReasonField",
+    "StreamOptions",
+    "TokenIds",
+    "Usage",
+    "VersionResponse",
+]

@@ -1,0 +1,80 @@
+"""Server-sent events: a submission's deltas as frames, written as they come."""
+
+from typing import Protocol
+
+import msgspec
+
+from server.asgi import Call, foreseen
+from server.generation import Delta
+from server.schemas.common import Usage
+from server.submission import Submission
+
+DONE = b"data: [DONE]\n\n"
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChunkHead(msgspec.Struct):
+    """What is the same in all chunks of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class ChunkFrames:
+    """Frames of one stream: only the choice is encoded, what surrounds it is ready bytes."""
+
+    def __init__(self, head: ChunkHead, *, include_usage: bool) -> None:
+        self.include_usage = include_usage
+        self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._suffix = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def choice(self, choice: msgspec.Struct) -> bytes:
+        """Return the frame of a chunk with one choice."""
+        return self._prefix + _encode(choice) + self._suffix
+
+    def usage(self, usage: Usage) -> bytes:
+        """Return the frame of the chunk that has no choices but the usage."""
+        return self._prefix + b'],"usage":' + _encode(usage) + b"}\n\n"
+
+
+class ChunkWriter(Protocol):
+    """An endpoint's way to show a delta."""
+
+    frames: ChunkFrames
+
+    def write(self, index: int, delta: Delta) -> bytes:
+        """Return the frames of a delta; none if it shows nothing."""
+        ...
+
+
+async def send_stream(call: Call, submission: Submission, writer: ChunkWriter) -> None:
+    """Answer with a stream, everything available in one send each.
+
+    The answer begins with the first delta: what goes wrong before it is an ordinary error
+    answer, what goes wrong later an error event.
+    """
+    deltas = await submission.next()
+    await call.start(200, list(_HEADERS))
+    try:
+        while True:
+            frames = b"".join([writer.write(index, delta) for index, delta in deltas])
+            if submission.done:
+                break
+            if frames:
+                await call.write(frames, more=True)
+            deltas = await submission.next()
+        if writer.frames.include_usage:
+            frames += writer.frames.usage(submission.usage())
+    except Exception as error:
+        submission.close("error")
+        frames = b"data: " + foreseen(error, call.request_id).body() + b"\n\n"
+    await call.write(frames + DONE, more=False)

@@ -1,0 +1,184 @@
+"""All sequences of one HTTP request, from the hand-over to the engines to the last delta."""
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.messages import RequestOutput, SamplingParams
+from server.detokenizer import TokenTable
+from server.generation import Answer, ChoiceFold, Delta, FoldOptions, Prompt, sum_deltas
+from server.generation_client import GenerationClient, TokenStream
+from server.metrics import ChoiceTimer, FrontEndMetrics
+from server.schemas.common import INT64_MAX, PromptTokensDetails, Usage
+
+
+class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A validated request: what to generate, and what to show of it.
+
+    `sampling` holds for every sequence but for the seed: sequence i draws with seed + i.
+    """
+
+    request_id: str
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    fold: FoldOptions
+    n: int = 1
+    best_of: int = 1
+    """Sequences per prompt, of which the n best are shown."""
+    priority: int = 0
+
+
+def _seed(base: int, index: int) -> int:
+    """Return base + index, wrapped to a signed 64-bit integer."""
+    seed = base + index
+    return seed if seed <= INT64_MAX else seed - 2**64
+
+
+class Submission:
+    """The running sequences of one request; `close` must be called whatever happens."""
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        table: TokenTable,
+        metrics: FrontEndMetrics,
+        spec: GenerationSpec,
+        arrived: float,
+    ) -> None:
+        """Hand every sequence to an engine.
+
+        Raises:
+            NoEngineAvailable: nothing was left running.
+        """
+        self._spec = spec
+        self._streams: list[TokenStream] = []
+        self._folds: list[ChoiceFold] = []
+        self._timers: list[ChoiceTimer] = []
+        self._pumps: list[asyncio.Task[None]] = []
+        self._arrived: list[tuple[int, RequestOutput | Exception]] = []
+        self._something_arrived = asyncio.Event()
+        metrics.submitted(arrived, [len(prompt.token_ids) for prompt in spec.prompts])
+        try:
+            for prompt in spec.prompts:
+                for _ in range(spec.best_of):
+                    self._submit(client, prompt)
+                    self._folds.append(ChoiceFold(table, prompt, spec.fold))
+                    self._timers.append(ChoiceTimer(metrics, arrived))
+        except BaseException:
+            self.close()
+            raise
+        self._unfinished = len(self._streams)
+
+    def _submit(self, client: GenerationClient, prompt: Prompt) -> None:
+        spec, index = self._spec, len(self._streams)
+        sampling, request_id = spec.sampling, spec.request_id
+        if index:
+            seed = _seed(sampling.seed, index)
+            sampling = msgspec.structs.replace(sampling, seed=seed)
+            request_id = f"{request_id}-{index}"
+        stream = client.submit(request_id, prompt.token_ids, sampling, priority=spec.priority)
+        self._streams.append(stream)
+
+    @property
+    def done(self) -> bool:
+        """Whether every sequence has ended."""
+        return self._unfinished == 0
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        """Wait for and return everything new, as (sequence, delta).
+
+        Raises:
+            GenerationFailed: an engine gave a sequence up.
+            NoEngineAvailable: a sequence was lost and nothing can take it over.
+        """
+        if len(self._streams) == 1:
+            return [(0, self._fold(0, await self._streams[0].next()))]
+        if not self._pumps:
+            self._pumps = [
+                asyncio.create_task(self._pump(index)) for index in range(len(self._streams))
+            ]
+        await self._something_arrived.wait()
+        self._something_arrived.clear()
+        arrived, self._arrived = self._arrived, []
+        deltas = []
+        for index, output in arrived:
+            if isinstance(output, Exception):
+                raise output
+            if not self._folds[index].finished:
+                deltas.append((index, self._fold(index, output)))
+        return deltas
+
+    async def _pump(self, index: int) -> None:
+        output: RequestOutput | Exception
+        finished = False
+        while not finished:
+            try:
+                output = await self._streams[index].next()
+                finished = output.finish_reason is not None
+            except Exception as error:
+                output, finished = error, True
+            self._arrived.append((index, output))
+            self._something_arrived.set()
+
+    def _fold(self, index: int, output: RequestOutput) -> Delta:
+        fold, timer = self._folds[index], self._timers[index]
+        counted = fold.num_tokens
+        delta = fold.push(output)
+        timer.tokens(fold.num_tokens - counted)
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            timer.finished(delta.finish_reason)
+            if self._pumps:
+                self._pumps[index].cancel()
+            self._streams[index].close()
+        return delta
+
+    async def collect(self) -> list[Answer]:
+        """Wait for all sequences; return the answers to show, prompt by prompt, best first."""
+        deltas: list[list[Delta]] = [[] for _ in self._streams]
+        while not self.done:
+            for index, delta in await self.next():
+                deltas[index].append(delta)
+        answers = [sum_deltas(one) for one in deltas]
+        spec = self._spec
+        if spec.best_of == spec.n:
+            return answers
+        return [
+            answers[index]
+            for first in range(0, len(answers), spec.best_of)
+            for index in self._best(range(first, first + spec.best_of))[: spec.n]
+        ]
+
+    def _best(self, indices: Sequence[int]) -> list[int]:
+        """Order sequences by mean log probability per token, best first."""
+
+        def score(index: int) -> float:
+            fold = self._folds[index]
+            return fold.cumulative_logprob / max(1, fold.num_tokens)
+
+        return sorted(indices, key=score, reverse=True)
+
+    def usage(self) -> Usage:
+        """Return the token counts so far; a prompt counts once however many choices it has."""
+        spec = self._spec
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in spec.prompts)
+        completion_tokens = sum(fold.num_tokens for fold in self._folds)
+        cached = sum(fold.num_cached_tokens for fold in self._folds[:: spec.best_of])
+        return Usage(
+            prompt_tokens,
+            completion_tokens,
+            prompt_tokens + completion_tokens,
+            PromptTokensDetails(cached),
+        )
+
+    def close(self, reason: str = "abort") -> None:
+        """Abort whatever still runs, counting it as ended for `reason`; idempotent."""
+        for pump in self._pumps:
+            pump.cancel()
+        for stream in self._streams:
+            stream.close()
+        for fold, timer in zip(self._folds, self._timers, strict=True):
+            if not fold.finished:
+                fold.finished = True
+                timer.finished(reason)

@@ -1,0 +1,101 @@
+"""The tokens of one request on their way from the engines to the HTTP layer.
+
+The front end owns the request: prompt, sampling parameters and every token so far stay here, so
+that another engine can go on where one has died.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from engine.messages import AddRequest, RequestOutput
+from server.generation_client import NoEngineAvailable
+
+
+class RequestStream:
+    """One request in flight: what it is, where it runs, and what has not been read yet."""
+
+    def __init__(self, request: AddRequest, on_close: Callable[["RequestStream"], None]) -> None:
+        self.request = request
+        self.output_token_ids: list[int] = []
+        """Tokens received so far, from all engines that ran the request."""
+        self.rank = -1
+        self.incarnation = 0
+        self.resumes = 0
+        """How many engines died with this request in flight."""
+        self.finished = False
+        self._on_close = on_close
+        self._unread: list[RequestOutput] = []
+        self._error: NoEngineAvailable | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # -- for the engine client -------------------------------------------------------------------
+
+    def runs_on(self, rank: int, incarnation: int) -> bool:
+        """Whether outputs of this engine process are this request's."""
+        return self.rank == rank and self.incarnation == incarnation
+
+    def put(self, output: RequestOutput) -> None:
+        """Take what one step added."""
+        self.output_token_ids += output.token_ids
+        self._unread.append(output)
+        self.finished = output.finish_reason is not None
+        self._wake()
+
+    def fail(self, error: NoEngineAvailable) -> None:
+        """End the stream: nothing can go on with it."""
+        self.finished = True
+        self._error = error
+        self._wake()
+
+    def continuation(self, wave: int) -> AddRequest:
+        """Return the request as another engine has to take it over."""
+        sampling = self.request.sampling
+        if self.output_token_ids and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            self.request,
+            wave=wave,
+            sampling=sampling,
+            output_token_ids=list(self.output_token_ids),
+        )
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- for the HTTP layer (`server.generation_client.TokenStream`) -----------------------------
+
+    async def next(self) -> RequestOutput:
+        """Wait for and return everything new since the last call, merged."""
+        if not self._unread and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        if not self._unread and self._error is not None:
+            raise self._error
+        outputs, self._unread = self._unread, []
+        return outputs[0] if len(outputs) == 1 else merge(outputs)
+
+    def close(self) -> None:
+        """Forget the request, aborting it if it has not finished; idempotent."""
+        self._on_close(self)
+
+
+def merge(outputs: list[RequestOutput]) -> RequestOutput:
+    """Return consecutive outputs of one request as one."""
+    first, last = outputs[0], outputs[-1]
+    logprobs = None
+    if any(output.logprobs is not None for output in outputs):
+        logprobs = [each for output in outputs for each in output.logprobs or []]
+    return RequestOutput(
+        id=first.id,
+        token_ids=[token for output in outputs for token in output.token_ids],
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        logprobs=logprobs,
+        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs), None),
+        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
+        error=last.error,
+    )

@@ -1,0 +1,259 @@
+"""The coordinator's decisions, as events in and actions out."""
+
+import pytest
+
+from coordinator.state import (
+    Action,
+    CoordinatorParameters,
+    CoordinatorState,
+    FromMember,
+    PublishOrder,
+    PublishView,
+    Reply,
+    Subscribed,
+    Tick,
+)
+from engine.messages import (
+    EngineSetup,
+    EngineStats,
+    FrontEndAddresses,
+    FrontEnds,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Ready,
+    Refused,
+    StartDpWave,
+    StartWave,
+    WakeUp,
+    Welcome,
+)
+
+EPOCH = 7
+SETUP = EngineSetup(num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="abc")
+
+
+class Cluster:
+    """A coordinator state with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.state = CoordinatorState(
+            CoordinatorParameters(
+                epoch=EPOCH,
+                front_publish="ipc://front",
+                back_publish="ipc://back",
+                back_output="ipc://output",
+                publish_interval=0.1,
+                publish_idle_interval=3.0,
+                member_timeout=5.0,
+            )
+        )
+
+    def send(self, event: object, after: float = 0.0) -> list[Action]:
+        self.now += after
+        return self.state.handle(event, self.now)  # type: ignore[arg-type]
+
+    def hello(self, rank: int, incarnation: int, **changes: object) -> list[Action]:
+        fields = {
+            "kind": "engine", "index": rank, "incarnation": incarnation, "host": "h", "pid": 1,
+            "group_config": {"dtype": "float32"}, **changes,
+        }  # fmt: skip
+        return self.send(FromMember(b"e%d" % incarnation, Hello(**fields)))  # type: ignore[arg-type]
+
+    def ready(self, rank: int, incarnation: int, setup: EngineSetup = SETUP) -> list[Action]:
+        return self.send(FromMember(b"e", Ready("engine", rank, incarnation, setup)))
+
+    def engine(self, rank: int, incarnation: int) -> None:
+        self.hello(rank, incarnation)
+        self.ready(rank, incarnation)
+
+    def front_end(self, index: int, incarnation: int) -> list[Action]:
+        addresses = FrontEndAddresses(f"ipc://r{incarnation}", f"ipc://o{incarnation}")
+        hello = Hello("front_end", index, incarnation, "h", 1, {}, addresses)
+        return self.send(FromMember(b"f", hello))
+
+    def stats(self, rank: int, incarnation: int, version: int, running: int) -> list[Action]:
+        return self.send(
+            EngineStats(
+                rank=rank, incarnation=incarnation, version=version, wave=0, step=version,
+                waiting=0, running=running, kv_usage=0.0, queued_prefill_tokens=0,
+            )
+        )  # fmt: skip
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+def only(actions: list[Action], kind: type) -> list:  # type: ignore[type-arg]
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def reply(actions: list[Action]) -> object:
+    (found,) = only(actions, Reply)
+    return found.message
+
+
+def test_an_engine_is_welcomed_with_the_addresses_and_all_front_ends(cluster: Cluster) -> None:
+    cluster.front_end(0, 50)
+    welcome = reply(cluster.hello(1, 10))
+    assert isinstance(welcome, Welcome)
+    assert (welcome.index, welcome.epoch) == (1, EPOCH)
+    assert (welcome.publish_address, welcome.output_address) == ("ipc://back", "ipc://output")
+    assert [entry.incarnation for entry in welcome.front_ends] == [50]
+
+
+def test_an_engine_without_a_rank_gets_the_lowest_free_one_and_keeps_it(cluster: Cluster) -> None:
+    cluster.hello(0, 10)
+    cluster.hello(2, 12)
+    assert reply(cluster.hello(-1, 11)).index == 1  # type: ignore[attr-defined]
+    assert reply(cluster.hello(-1, 11)).index == 1  # type: ignore[attr-defined]
+
+
+def test_a_differing_setting_is_refused_by_name(cluster: Cluster) -> None:
+    cluster.hello(0, 10)
+    refused = reply(cluster.hello(1, 11, group_config={"dtype": "bfloat16"}))
+    assert isinstance(refused, Refused)
+    assert (refused.field, refused.final) == ("dtype", True)
+    assert "float32" in refused.reason
+    assert "bfloat16" in refused.reason
+
+
+def test_other_weights_are_refused_and_the_engine_is_out(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.hello(1, 11)
+    other = EngineSetup(
+        num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="xyz"
+    )
+    refused = only(cluster.ready(1, 11, other), Reply)[-1].message
+    assert refused.field == "model_fingerprint"
+    assert [entry.rank for entry in cluster.state.view().engines] == [0]
+
+
+def test_a_rank_that_is_held_is_refused_until_its_holder_is_gone(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    refused = reply(cluster.hello(0, 11))
+    assert isinstance(refused, Refused)
+    assert not refused.final
+    cluster.send(FromMember(b"s", Goodbye("engine", 0, 10)))
+    assert isinstance(reply(cluster.hello(0, 11)), Welcome)
+    assert cluster.state.view().engines[0].restarts == 1
+
+
+def test_a_late_goodbye_of_a_predecessor_does_not_remove_its_successor(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.send(FromMember(b"s", Goodbye("engine", 0, 10)))
+    cluster.engine(0, 11)
+    cluster.send(FromMember(b"s", Goodbye("engine", 0, 10)))
+    assert [entry.incarnation for entry in cluster.state.view().engines] == [11]
+
+
+def test_an_unknown_member_is_told_to_say_hello_again(cluster: Cluster) -> None:
+    ack = reply(cluster.send(FromMember(b"x", Heartbeat("engine", 3, 99))))
+    assert ack == HeartbeatAck(EPOCH, known=False)
+
+
+def test_a_silent_member_is_dropped_and_published_at_once(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.send(Tick(), after=4.9)
+    assert cluster.state.view().engines
+    (published,) = only(cluster.send(Tick(), after=0.2), PublishView)
+    assert published.view.engines == []
+
+
+def test_an_engine_that_was_only_silent_does_not_count_as_restarted(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.send(Tick(), after=6)
+    cluster.engine(0, 10)
+    assert cluster.state.view().engines[0].restarts == 0
+
+
+def test_engines_hear_of_front_ends_that_come_and_go(cluster: Cluster) -> None:
+    (order,) = only(cluster.front_end(0, 50), PublishOrder)
+    assert [entry.index for entry in order.order.front_ends] == [0]
+    (order,) = only(cluster.send(FromMember(b"f", Goodbye("front_end", 0, 50))), PublishOrder)
+    assert order.order == FrontEnds(EPOCH, [])
+
+
+def test_stats_are_published_at_most_every_interval(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.stats(0, 10, 1, running=1)
+    published = []
+    for version in range(2, 52):
+        cluster.now += 0.01
+        published += only(cluster.stats(0, 10, version, running=version), PublishView)
+    assert 4 <= len(published) <= 6
+
+
+def test_a_steady_stream_of_stats_does_not_hold_up_publication(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.stats(0, 10, 1, running=1)
+    cluster.now += 0.11
+    (published,) = only(cluster.stats(0, 10, 2, running=5), PublishView)
+    assert published.view.engines[0].stats.running == 5
+
+
+def test_an_unchanged_cluster_is_published_every_few_seconds(cluster: Cluster) -> None:
+    cluster.send(Tick())
+    assert not only(cluster.send(Tick(), after=2.9), PublishView)
+    assert only(cluster.send(Tick(), after=0.2), PublishView)
+
+
+def test_running_and_paused_are_published_at_once_and_count_waves(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.engine(1, 11)
+    (view,) = only(cluster.stats(0, 10, 1, running=1), PublishView)
+    assert (view.view.running, view.view.wave) == (True, 0)
+    cluster.stats(1, 11, 1, running=1)
+    cluster.stats(0, 10, 2, running=0)
+    assert cluster.state.view().running
+    (view,) = only(cluster.stats(1, 11, 2, running=0), PublishView)
+    assert (view.view.running, view.view.wave) == (False, 1)
+
+
+def test_a_dead_engine_does_not_keep_the_group_running(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.stats(0, 10, 1, running=3)
+    cluster.send(FromMember(b"s", Goodbye("engine", 0, 10)))
+    assert not cluster.state.view().running
+
+
+def test_older_and_foreign_stats_are_ignored(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.stats(0, 10, 5, running=2)
+    cluster.stats(0, 10, 4, running=9)
+    cluster.stats(0, 77, 6, running=9)
+    cluster.stats(3, 10, 6, running=9)
+    assert [entry.stats.running for entry in cluster.state.view().engines if entry.stats] == [2]
+
+
+def test_a_wake_up_notice_is_forwarded_while_paused_only(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    (order,) = only(cluster.send(WakeUp(0, 0, 0)), PublishOrder)
+    assert order.order == StartDpWave(0, 0)
+    assert not cluster.state.view().running, "only an engine's own report may say so"
+    cluster.stats(0, 10, 1, running=1)
+    assert not only(cluster.send(WakeUp(0, 0, 0)), PublishOrder)
+    assert cluster.state.view().wakeups_total == {"front_end": 1, "engine": 0}
+
+
+def test_an_engines_request_to_start_wakes_its_peers(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    (order,) = only(cluster.send(StartWave(0, 10, 4)), PublishOrder)
+    assert order.order == StartDpWave(4, 0)
+    assert cluster.state.view().wakeups_total["engine"] == 1
+
+
+def test_the_wave_is_adopted_from_members_and_never_goes_back(cluster: Cluster) -> None:
+    cluster.hello(0, 10, wave=41)
+    assert reply(cluster.hello(1, 11, wave=3)).wave == 41  # type: ignore[attr-defined]
+
+
+def test_a_new_subscriber_is_served_at_once(cluster: Cluster) -> None:
+    cluster.send(Tick())
+    assert only(cluster.send(Subscribed("front_end")), PublishView)
+    (order,) = only(cluster.send(Subscribed("engine")), PublishOrder)
+    assert order.order == FrontEnds(EPOCH, [])

@@ -1,0 +1,167 @@
+"""A scheduler with a checking simulated executor, driven by hand."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.executor.interface import PendingResult
+from engine.executor.simulated import SimulatedExecutor, simulated_token
+from engine.messages import AddRequest, RequestOutput, SamplingParams
+from engine.scheduler.admission import UNLIMITED, Grant
+from engine.scheduler.batch import BatchPlan
+from engine.scheduler.scheduler import Scheduler
+
+
+class Rig:
+    """Keeps every budget in view and remembers what each request was given."""
+
+    def __init__(
+        self,
+        *,
+        num_kv_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 128,
+        vocab_size: int = 1000,
+        eos_token_ids: tuple[int, ...] = (),
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.config = EngineConfig(
+            model=ModelConfig(max_model_len=max_model_len),
+            cache=CacheConfig(
+                block_size=block_size,
+                num_kv_blocks=num_kv_blocks,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            ),
+        )
+        self.executor = SimulatedExecutor(
+            self.config,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            timing="virtual",
+            check=True,
+        )
+        self.scheduler = Scheduler(self.config.scheduler, self.config.cache, self.executor.info)
+        self.requests: dict[int, AddRequest] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.last: dict[int, RequestOutput] = {}
+        """The finishing output of each finished request."""
+        self.first: dict[int, RequestOutput] = {}
+        self.in_flight: deque[tuple[BatchPlan, PendingResult]] = deque()
+        self._slots_running: set[int] = set()
+
+    def add(
+        self,
+        id: int,
+        prompt: Sequence[int],
+        *,
+        front_end: int = 0,
+        output: Sequence[int] = (),
+        **sampling: object,
+    ) -> RequestOutput | None:
+        params = {"max_tokens": 4, "seed": id} | sampling
+        message = AddRequest(
+            id,
+            f"request-{id}",
+            front_end,
+            0,
+            list(prompt),
+            SamplingParams(**params),  # type: ignore[arg-type]
+            list(output),
+        )
+        self.requests[id] = message
+        self.tokens[id] = []
+        answer = self.scheduler.add(message)
+        if answer is not None:
+            self.last[id] = answer
+        return answer
+
+    def schedule(self, grant: Grant = UNLIMITED) -> BatchPlan:
+        """Plan a step and start it."""
+        plan = self.scheduler.schedule(grant)
+        limits = self.config.scheduler
+        assert plan.num_tokens <= limits.max_num_batched_tokens
+        assert len(plan.slots) <= limits.max_num_seqs
+        assert all(0 <= slot < limits.max_num_seqs for slot in plan.slots)
+        ones = [count == 1 for count in plan.counts]
+        assert ones == sorted(ones, reverse=True), "rows of one token come first"
+        self.in_flight.append((plan, self.executor.submit(plan)))
+        self.scheduler.check_integrity()
+        return plan
+
+    def update(self) -> dict[int, list[RequestOutput]]:
+        """Take the result of the oldest step in flight."""
+        plan, pending = self.in_flight.popleft()
+        outputs = self.scheduler.update(plan, pending.result())
+        self.scheduler.check_integrity()
+        seen: set[int] = set()
+        for front_end, of_front_end in outputs.items():
+            for output in of_front_end:
+                assert output.id not in seen, "one output per request and step"
+                assert output.id not in self.last, "no output after the last"
+                assert self.requests[output.id].front_end == front_end
+                seen.add(output.id)
+                self.tokens[output.id] += output.token_ids
+                self.first.setdefault(output.id, output)
+                if output.finish_reason is not None:
+                    self.last[output.id] = output
+        return outputs
+
+    def step(self, grant: Grant = UNLIMITED) -> BatchPlan:
+        plan = self.schedule(grant)
+        self.update()
+        return plan
+
+    def run(self, *, depth: int = 1, max_steps: int = 10_000) -> None:
+        """Step with `depth` plans in flight until there is nothing to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.schedule()
+            if len(self.in_flight) >= depth:
+                self.update()
+            while self.in_flight and not self.scheduler.gauges().running:
+                self.update()
+        raise AssertionError(f"still work after {max_steps} steps")
+
+    def expected(self, id: int) -> tuple[list[int], str]:
+        """Return what the request has to be given, and why it ends, when it runs alone."""
+        message, info = self.requests[id], self.executor.info
+        sampling = message.sampling
+        tokens = message.prompt_token_ids + message.output_token_ids
+        known, num_prompt = len(tokens), len(message.prompt_token_ids)
+        limit = min(num_prompt + sampling.max_tokens, self.scheduler.max_model_len)
+        stops = set(sampling.stop_token_ids)
+        stops |= set() if sampling.ignore_eos else set(info.eos_token_ids)
+        while len(tokens) < limit:
+            token = simulated_token(sampling.seed, len(tokens), tokens[-1], info.vocab_size)
+            tokens.append(token)
+            if token in stops and len(tokens) - num_prompt >= sampling.min_tokens:
+                return tokens[known:], "stop"
+        return tokens[known:], "length"
+
+    def assert_complete(self, *ids: int) -> None:
+        """Every request (or every one named) ended with exactly the expected tokens."""
+        for id in ids or self.requests:
+            tokens, reason = self.expected(id)
+            assert self.tokens[id] == tokens, f"request {id}"
+            assert self.last[id].finish_reason == reason, f"request {id}"
+
+    def assert_idle(self) -> None:
+        """Nothing is held: all blocks and slots are free."""
+        gauges = self.scheduler.gauges()
+        assert not self.scheduler.has_work
+        assert gauges == (0, 0, 0.0, 0)
+        self.scheduler.check_integrity()
+
+
+@pytest.fixture
+def make_rig() -> Callable[..., Rig]:
+    """Build a rig; keyword arguments are sizes and limits."""
+    return Rig

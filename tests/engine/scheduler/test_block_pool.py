@@ -1,0 +1,86 @@
+import pytest
+
+from engine.scheduler.block_pool import BlockPool
+
+
+@pytest.fixture
+def evicted() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def pool(evicted: list[int]) -> BlockPool:
+    return BlockPool(4, on_evict=evicted.append)
+
+
+def take(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    return blocks
+
+
+def test_a_block_is_free_again_when_its_last_reference_goes(pool: BlockPool) -> None:
+    blocks = take(pool, 3)
+    pool.acquire(blocks[:1])
+    pool.release(blocks)
+    assert pool.num_free == 3
+    pool.check_integrity([blocks[:1]])
+    pool.release(blocks[:1])
+    assert pool.num_free == 4
+    pool.check_integrity([])
+
+
+def test_an_allocation_that_does_not_fit_takes_nothing(pool: BlockPool) -> None:
+    take(pool, 3)
+    assert pool.allocate(2) is None
+    assert pool.num_free == 1
+
+
+def test_kept_blocks_are_taken_last_and_in_order_of_release(
+    pool: BlockPool, evicted: list[int]
+) -> None:
+    a, b, c, d = take(pool, 4)
+    pool.keep(a)
+    pool.keep(b)
+    pool.release([b])
+    pool.release([a, c, d])
+    assert set(take(pool, 2)) == {c, d}
+    assert evicted == []
+    assert take(pool, 2) == [b, a]
+    assert evicted == [b, a]
+    assert pool.kept_blocks() == set()
+
+
+def test_a_kept_block_that_is_used_again_is_not_evicted(
+    pool: BlockPool, evicted: list[int]
+) -> None:
+    a, b = take(pool, 2)
+    pool.keep(a)
+    pool.release([a, b])
+    assert pool.count_free([a, b]) == 2
+    pool.acquire([a])
+    assert pool.count_free([a, b]) == 1
+    assert a not in take(pool, 3)
+    assert pool.allocate(1) is None
+    assert evicted == []
+
+
+def test_forgotten_contents_are_not_evicted_but_free(pool: BlockPool, evicted: list[int]) -> None:
+    a, b = take(pool, 2)
+    pool.keep(a)
+    pool.keep(b)
+    pool.release([a])
+    pool.forget_contents()
+    pool.release([b])
+    take(pool, 4)
+    assert evicted == []
+
+
+def test_the_integrity_check_finds_a_leak_and_a_double_release(pool: BlockPool) -> None:
+    blocks = take(pool, 1)
+    with pytest.raises(AssertionError, match="reference counts"):
+        pool.check_integrity([])
+    pool.release(blocks)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="reference counts"):
+        pool.check_integrity([])

@@ -1,0 +1,267 @@
+"""A small real tokenizer, a scripted generation client, and an app over both."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from engine.messages import ClusterView, RequestOutput, SamplingParams, TokenLogprob
+from server.app import build_app
+from server.chat_template import ChatTemplate
+from server.config import FrontEndConfig, HttpConfig, ModelConfig
+from server.generation_client import NoEngineAvailable
+from server.metrics import FrontEndMetrics
+from server.tokenizer import ServedTokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "a stream of tokens is a stream of text: hello world, hello again",
+    "naïve café, 你好世界, こんにちは, 🙂🚀👩‍👩‍👧",
+]
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """Return a byte-level BPE tokenizer with a few merges and special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|eos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("«mark»", special=False)])
+    return tokenizer
+
+
+def logprob_of(token_id: int, alternatives: int) -> TokenLogprob:
+    """Return made-up scores that depend on the token only."""
+    ids = [(token_id + step) % 300 for step in range(alternatives)]
+    return TokenLogprob(-0.25 - token_id / 1000, 1, ids, [-0.25 - i / 1000 for i in ids])
+
+
+class FakeStream:
+    """A token stream that is fed by its test or by the client's script."""
+
+    def __init__(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, priority: int
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling = sampling
+        self.priority = priority
+        self.closed = asyncio.Event()
+        self.waiting = asyncio.Event()
+        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+    def feed(self, *outputs: RequestOutput | Exception) -> None:
+        for output in outputs:
+            self._queue.put_nowait(output)
+
+    async def next(self) -> RequestOutput:
+        self.waiting.set()
+        output = await self._queue.get()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+Script = Callable[[FakeStream], Sequence[RequestOutput | Exception]]
+
+
+class FakeGenerationClient:
+    """Answers every sequence with what its script says."""
+
+    def __init__(self, tokenizer: ServedTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ready = True
+        self.context = 512
+        self.view: ClusterView | None = None
+        self.stats_age: dict[int, float] = {}
+        self.streams: list[FakeStream] = []
+        self.submitted = asyncio.Event()
+        self.refuse_from = 10**9
+        self.script: Script = self.answer("hello world")
+
+    @property
+    def max_model_len(self) -> int:
+        if not self.ready:
+            raise NoEngineAvailable
+        return self.context
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        pinned_rank: int | None = None,
+    ) -> FakeStream:
+        if len(self.streams) >= self.refuse_from:
+            raise NoEngineAvailable
+        stream = FakeStream(request_id, prompt_token_ids, sampling, priority)
+        self.streams.append(stream)
+        stream.feed(*self.script(stream))
+        self.submitted.set()
+        return stream
+
+    def answer(self, text: str, *, cut: Callable[[int], int] = lambda left: 1) -> Script:
+        """Return a script that generates `text` and the end token, in outputs of `cut` tokens."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokens(ids, cut=cut)
+
+    def tokens(self, ids: Sequence[int], *, cut: Callable[[int], int] = lambda left: 1) -> Script:
+        """The same for token ids."""
+        end = min(self.tokenizer.eos_token_ids)
+
+        def script(stream: FakeStream) -> list[RequestOutput]:
+            sampling = stream.sampling
+            wanted = [*ids, end][: sampling.max_tokens]
+            reason = "stop" if len(wanted) > len(ids) else "length"
+            outputs: list[RequestOutput] = []
+            while wanted:
+                size = cut(len(wanted))
+                part, wanted = wanted[:size], wanted[size:]
+                first = not outputs
+                outputs.append(
+                    RequestOutput(
+                        id=len(self.streams),
+                        token_ids=part,
+                        finish_reason=None if wanted else reason,  # type: ignore[arg-type]
+                        stop_token_id=end if not wanted and reason == "stop" else None,
+                        logprobs=None
+                        if sampling.logprobs is None
+                        else [logprob_of(token_id, sampling.logprobs) for token_id in part],
+                        prompt_logprobs=None
+                        if sampling.prompt_logprobs is None or not first
+                        else [
+                            logprob_of(token_id, sampling.prompt_logprobs)
+                            for token_id in stream.prompt_token_ids[1:]
+                        ],
+                        num_cached_tokens=3 if first else 0,
+                    )
+                )
+            return outputs
+
+        return script
+
+    def random_cuts(self, seed: int) -> Callable[[int], int]:
+        """Return a cut of random sizes."""
+        generator = random.Random(seed)
+        return lambda left: generator.randint(1, max(1, left))
+
+
+@pytest.fixture(scope="session")
+def backend() -> Tokenizer:
+    return byte_level_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(backend: Tokenizer) -> ServedTokenizer:
+    return ServedTokenizer(
+        backend,
+        eos_token_ids=[backend.token_to_id("<|eos|>")],
+        chat_template=ChatTemplate(TEMPLATE, {"eos_token": "<|eos|>"}),
+    )
+
+
+@pytest.fixture
+def config() -> FrontEndConfig:
+    return FrontEndConfig(
+        model=ModelConfig(model="org/tiny", served_model_name=("tiny", "also-tiny")),
+        http=HttpConfig(max_logprobs=5),
+    )
+
+
+@pytest.fixture
+def engines(tokenizer: ServedTokenizer) -> FakeGenerationClient:
+    return FakeGenerationClient(tokenizer)
+
+
+@pytest.fixture
+def front_end_metrics(config: FrontEndConfig) -> FrontEndMetrics:
+    return FrontEndMetrics(config)
+
+
+@pytest.fixture
+def app(
+    config: FrontEndConfig,
+    engines: FakeGenerationClient,
+    tokenizer: ServedTokenizer,
+    front_end_metrics: FrontEndMetrics,
+) -> FastAPI:
+    return build_app(config, engines, tokenizer, front_end_metrics)
+
+
+class Http:
+    """A synchronous client of an app: every call runs its own event loop."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async def run() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://swell") as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(run())
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.request("POST", path, json=body, **options)
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        """Return the body of a successful completion."""
+        response = self.post("/v1/completions", {"model": "tiny", "prompt": "hello", **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, **fields: Any) -> dict[str, Any]:
+        """Return the body of a successful chat completion."""
+        messages = [{"role": "user", "content": "hello"}]
+        response = self.post(
+            "/v1/chat/completions", {"model": "tiny", "messages": messages, **fields}
+        )
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events of a stream that ends as it should."""
+        response = self.post(path, {"model": "tiny", "stream": True, **body})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return self.events(response.text)
+
+    @staticmethod
+    def events(text: str) -> list[dict[str, Any]]:
+        """Parse a stream, checking that it ends with [DONE] and holds nothing but events."""
+        frames = text.split("\n\n")
+        assert frames[-2:] == ["data: [DONE]", ""]
+        assert all(frame.startswith("data: ") for frame in frames[:-1])
+        return [msgspec.json.decode(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+@pytest.fixture
+def http(app: FastAPI) -> Http:
+    return Http(app)
+

@@ -1,0 +1,124 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import RequestOutput, TokenLogprob
+from server.detokenizer import TokenTable
+from server.generation import (
+    Answer,
+    ChoiceFold,
+    FoldOptions,
+    GenerationFailed,
+    Prompt,
+    sum_deltas,
+)
+from server.tokenizer import ServedTokenizer
+
+TEXT = "hello 你好 world 🙂🙂 END of the stream"
+
+
+def fold_all(
+    tokenizer: ServedTokenizer, outputs: list[RequestOutput], **options: Any
+) -> tuple[Answer, ChoiceFold]:
+    prompt = Prompt(tokenizer.encode("the fox", add_special_tokens=False), "the fox")
+    fold = ChoiceFold(TokenTable(tokenizer), prompt, FoldOptions(**options))
+    deltas = []
+    for output in outputs:
+        deltas.append(fold.push(output))
+        if fold.finished:
+            break
+    return sum_deltas(deltas), fold
+
+
+def outputs_of(ids: list[int], cuts: list[int], reason: Any = "length") -> list[RequestOutput]:
+    outputs, rest = [], list(ids)
+    for cut in [*cuts, len(ids)]:
+        part, rest = rest[:cut], rest[cut:]
+        scores = [TokenLogprob(-float(i), 1, [i], [-float(i)]) for i in part]
+        outputs.append(RequestOutput(1, part, None if rest else reason, logprobs=scores))
+        if not rest:
+            break
+    return outputs
+
+
+@given(
+    cuts=st.lists(st.integers(1, 6), max_size=30),
+    stop=st.sampled_from([(), ("END",), ("🙂🙂",), ("world", "wor"), ("好 w",), ("absent",)]),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 25),
+)
+def test_the_answer_does_not_depend_on_how_tokens_arrive(
+    tokenizer: ServedTokenizer,
+    cuts: list[int],
+    stop: tuple[str, ...],
+    include: bool,
+    min_tokens: int,
+) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    options = {"stop": stop, "include_stop": include, "min_tokens": min_tokens, "logprobs": True}
+    one_by_one, first = fold_all(tokenizer, outputs_of(ids, [1] * len(ids)), **options)
+    answer, fold = fold_all(tokenizer, outputs_of(ids, cuts), **options)
+    assert answer == one_by_one
+    assert fold.num_tokens == first.num_tokens == len(answer.token_ids)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 50])
+def test_a_stop_string_drops_what_follows_it(tokenizer: ServedTokenizer, width: int) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    answer, fold = fold_all(tokenizer, outputs_of(ids, [width] * len(ids)), stop=("END",))
+    assert answer.text == TEXT.partition("END")[0]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", "END")
+    upto = tokenizer.decode(ids[: fold.num_tokens], skip_special_tokens=True)
+    assert upto.endswith("END")
+    assert answer.token_ids == ids[: fold.num_tokens]
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer: ServedTokenizer) -> None:
+    ids = tokenizer.encode("a stream, a stream", add_special_tokens=False)
+    early, _ = fold_all(tokenizer, outputs_of(ids, [1] * 40), stop=("stream",))
+    late, _ = fold_all(tokenizer, outputs_of(ids, [1] * 40), stop=("stream",), min_tokens=4)
+    assert early.text == "a "
+    assert late.text.startswith("a stream, a")
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "hello"), (True, "hello<|end|>")])
+def test_the_token_that_stops_is_counted_and_shown_if_asked_for(
+    tokenizer: ServedTokenizer, include: bool, text: str
+) -> None:
+    end = tokenizer.backend.token_to_id("<|end|>")
+    ids = [*tokenizer.encode("hello", add_special_tokens=False), end]
+    output = RequestOutput(1, ids, "stop", stop_token_id=end)
+    answer, fold = fold_all(
+        tokenizer,
+        [output],
+        include_stop=include,
+        skip_special_tokens=False,
+        stop_token_ids=(end,),
+    )
+    assert (answer.text, answer.stop_reason) == (text, end)
+    assert fold.num_tokens == len(ids)
+
+
+def test_offsets_point_at_each_tokens_text(tokenizer: ServedTokenizer) -> None:
+    ids = tokenizer.encode("hello world, hello", add_special_tokens=False)
+    answer, _ = fold_all(tokenizer, outputs_of(ids, [2] * 20), logprobs=True, echo=True)
+    table = TokenTable(tokenizer)
+    assert answer.text == "the foxhello world, hello"
+    assert answer.logprobs is not None
+    assert answer.logprobs[0].logprob is None
+    for token in answer.logprobs:
+        name = table.name_of(token.token_id)
+        assert answer.text[token.text_offset :].startswith(name)
+
+
+def test_an_incomplete_character_ends_the_text_once(tokenizer: ServedTokenizer) -> None:
+    ids = [tokenizer.backend.token_to_id(token) for token in "aðŁ"]
+    answer, _ = fold_all(tokenizer, outputs_of(ids, [1, 1, 1]))
+    assert answer.text == "a\ufffd"
+
+
+def test_a_failed_request_raises(tokenizer: ServedTokenizer) -> None:
+    with pytest.raises(GenerationFailed, match="out of blocks"):
+        fold_all(tokenizer, [RequestOutput(1, [], "error", error="out of blocks")])

@@ -1,0 +1,100 @@
+"""Which package may import what; read from the sources."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+SHARED = {
+    "engine", "engine.config", "engine.settings", "engine.messages", "engine.transport",
+    "engine.lifeline", "engine.logs", "engine.membership", "engine.roster", "engine.model_files",
+}  # fmt: skip
+"""The torch-free modules of `engine` that the other packages build on."""
+
+COMMAND_LINE = ROOT / "server" / "cli.py"
+"""The command starts every kind of process, so it alone reaches into all packages."""
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / Path(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def own_imports(path: Path) -> set[str]:
+    return {name for name in imports(path) if is_module(name)}
+
+
+@pytest.mark.parametrize("path", sources("engine"), ids=str)
+def test_the_engine_imports_neither_neighbour(path: Path) -> None:
+    assert not {name for name in own_imports(path) if not name.startswith("engine")}
+
+
+@pytest.mark.parametrize("path", sources("coordinator"), ids=str)
+def test_the_coordinator_imports_itself_and_what_is_shared(path: Path) -> None:
+    foreign = {name for name in own_imports(path) if not name.startswith("coordinator")}
+    assert foreign <= SHARED
+    assert not {name.split(".")[0] for name in imports(path)} & {"torch", "fastapi", "pydantic"}
+
+
+@pytest.mark.parametrize("path", sources("server"), ids=str)
+def test_the_server_imports_itself_and_what_is_shared(path: Path) -> None:
+    if path == COMMAND_LINE:
+        return
+    foreign = {name for name in own_imports(path) if not name.startswith("server")}
+    assert foreign <= SHARED | {"coordinator", "coordinator.config"}
+    assert not {name.split(".")[0] for name in imports(path)} & {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("path", sources("engine/scheduler"), ids=str)
+def test_scheduling_knows_no_tensors_sockets_or_clocks(path: Path) -> None:
+    forbidden = {"torch", "numpy", "zmq", "time", "asyncio", "threading"}
+    assert not {name.split(".")[0] for name in imports(path)} & forbidden
+
+
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "coordinator/state.py", ROOT / "coordinator/wave.py", ROOT / "server/cluster_state.py",
+     ROOT / "server/routing.py", ROOT / "engine/membership.py", ROOT / "engine/roster.py"],
+    ids=str,
+)  # fmt: skip
+def test_state_machines_know_no_sockets_or_clocks(path: Path) -> None:
+    forbidden = {"zmq", "time", "asyncio", "threading", "socket"}
+    assert not {name.split(".")[0] for name in imports(path)} & forbidden
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ("coordinator.process", "torch fastapi pydantic transformers numpy asyncio"),
+        ("server.front_end", "torch transformers"),
+        ("server.supervisor", "torch transformers fastapi pydantic tokenizers"),
+        ("engine.receiver, engine.sender, engine.scheduler.scheduler", "torch transformers"),
+    ],
+)
+def test_what_a_process_loads_at_run_time(modules: str, absent: str) -> None:
+    program = (
+        f"import sys, {modules}\n"
+        f"loaded = [name for name in {absent.split()!r} if name in sys.modules]\n"
+        "sys.exit(' '.join(loaded))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
