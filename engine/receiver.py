@@ -114,6 +114,11 @@ class Receiver:
         self._requests: dict[int, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._registration = transport.connect(
+            zmq.DEALER,
+            normalize_address(config.cluster.coordinator),
+            identity=f"engine-{incarnation:x}".encode(),
+        )
         # The loop's end of the control pair is used by the loop's thread only.
         self._control = context.socket(zmq.PAIR)
         self._control.bind(_CONTROL_ADDRESS)
@@ -142,9 +147,7 @@ class Receiver:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        address = normalize_address(self._cluster.coordinator)
-        identity = f"engine-{self._incarnation:x}".encode()
-        registration = self._transport.connect(zmq.DEALER, address, identity=identity)
+        registration = self._registration
         self._serve(Inbox(registration, CoordinatorReply, "registration"), self._reply)
         self._poller.register(self._commands, zmq.POLLIN)
         self._handlers[self._commands] = self._command

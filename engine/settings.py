@@ -137,7 +137,7 @@ def load(
     for setting in settings_of(config_type):
         if flags.get(setting.name) is not None:
             value, origin = flags[setting.name], setting.flag
-        elif setting.variable in environment:
+        elif environment.get(setting.variable):  # set but empty is how compose files say absent
             text = environment[setting.variable]
             value, origin = (text.split(",") if setting.is_list else text), setting.variable
         elif setting.name in from_file:

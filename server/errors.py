@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pydantic
+import pydantic_core
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -95,7 +96,7 @@ def to_api_error(error: Exception) -> ApiError | None:
         case NoEngineAvailable():
             return unavailable(str(error) or "No engine can serve the request now; try again.")
         case RequestValidationError():
-            return _first_error(error.errors(), None)
+            return _first_error(error.errors(), _NOT_AT_HAND)
         case HTTPException():
             return _http_error(error)
         case _:
@@ -121,7 +122,7 @@ def invalid_body(error: pydantic.ValidationError, body: bytes) -> ApiError:
         return invalid(
             f"The body is not valid JSON: {details[0]['ctx']['error']}.", code="bad_json"
         )
-    return _first_error(details, msgspec.json.decode(body))
+    return _first_error(details, pydantic_core.from_json(body))
 
 
 def _first_error(details: Sequence[Any], data: Any) -> ApiError:
@@ -130,22 +131,20 @@ def _first_error(details: Sequence[Any], data: Any) -> ApiError:
     Locations of failed unions hold names of types between the keys of the data: whatever does
     not lead further into the data is no part of the field's name.
     """
-    located = [(_path(detail, data), detail) for detail in details]
-    (path, branched), _ = located[0]
-    if branched is not None:
-        rivals = [item for item in located if item[0][1] == branched]
-        depth = max(len(item[0][0]) for item in rivals)
-        rivals = [item for item in rivals if len(item[0][0]) == depth]
-        path = rivals[0][0][0] if len({tuple(item[0][0]) for item in rivals}) == 1 else branched
-        messages = dict.fromkeys(item[1]["msg"] for item in rivals)
-    else:
-        messages = dict.fromkeys([located[0][1]["msg"]])
+    located = [(*_path(detail, data), detail["msg"]) for detail in details]
+    path, branch, message = located[0]
+    messages = [message]
+    if branch is not None:
+        rivals = [item for item in located if item[1] == branch]
+        path = max((item[0] for item in rivals), key=_progress)
+        messages = [item[2] for item in rivals if item[0] == path]
     param = _field_name(path)
-    text = " or: ".join(messages)
+    text = " or: ".join(dict.fromkeys(messages))
     return invalid(f"{param}: {text}" if param else f"The body is wrong: {text}", param)
 
 
 _Path = tuple[str | int, ...]
+_NOT_AT_HAND = object()
 
 
 def _path(detail: Any, data: Any) -> tuple[_Path, _Path | None]:
@@ -155,7 +154,7 @@ def _path(detail: Any, data: Any) -> tuple[_Path, _Path | None]:
     location = detail["loc"]
     for position, part in enumerate(location):
         missing = detail["type"] == "missing" and position == len(location) - 1
-        if data is None and branched is None:
+        if data is _NOT_AT_HAND:
             path.append(part)
         elif isinstance(data, dict) and (part in data or missing):
             path.append(part)
@@ -166,6 +165,12 @@ def _path(detail: Any, data: Any) -> tuple[_Path, _Path | None]:
         elif branched is None:
             branched = tuple(path)
     return tuple(path), branched
+
+
+def _progress(path: _Path) -> tuple[int, int]:
+    """Return how far a branch came: validation of lists stops at the first wrong element."""
+    last = path[-1] if path else 0
+    return len(path), last if isinstance(last, int) else 0
 
 
 def _field_name(path: _Path) -> str | None:

@@ -79,7 +79,8 @@ class FrontEnd:
         coordinator = normalize_address(self._config.cluster.coordinator)
         if coordinator.startswith("tcp://"):
             host = self._config.cluster.advertise_host
-            return self._transport.bind(kind, f"tcp://{host}:*")
+            interface = host if host.startswith("127.") else "*"
+            return self._transport.bind(kind, f"tcp://{interface}:*")
         path = Path(self._launch.socket_dir) / f"{self._launch.incarnation:x}-{name}"
         return self._transport.bind(kind, f"ipc://{path}")
 
@@ -154,6 +155,7 @@ class FrontEnd:
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 backlog=2048,

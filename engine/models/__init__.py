@@ -1,1 +1,1 @@
-"""The decoder family and its checkpoint loading, driven by the Hugging Face config."""
+"""The model: a decoder built from a Hugging Face checkpoint, over a paged KV cache."""

@@ -36,7 +36,10 @@ class CompletionRequest(SamplingFields):
     )
     suffix: str | None = Field(None, description="Refused unless empty: no model here infills.")
     max_tokens: int | None = Field(
-        16, ge=0, description="0 only with echo: nothing is generated, the prompt is scored."
+        None,
+        ge=0,
+        description="Default: 16, or what fits. 0 only with echo: the prompt is scored, nothing "
+        "is generated.",
     )
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = False

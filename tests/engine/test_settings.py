@@ -39,6 +39,10 @@ def test_switches_lists_and_optional_numbers_are_understood() -> None:
     assert load([], {"SWELL_SERVED_MODEL_NAME": "x,y"}).model.served_model_name == ("x", "y")
 
 
+def test_an_empty_variable_counts_as_absent() -> None:
+    assert load([], {"SWELL_MODEL": ""}).model.model
+
+
 @pytest.mark.parametrize(
     ("argv", "environment", "named"),
     [

@@ -49,7 +49,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 def logprob_of(token_id: int, alternatives: int) -> TokenLogprob:
     """Return made-up scores that depend on the token only."""
-    ids = [(token_id + step) % 300 for step in range(alternatives)]
+    ids = [(token_id + step) % 330 for step in range(alternatives)]
     return TokenLogprob(-0.25 - token_id / 1000, 1, ids, [-0.25 - i / 1000 for i in ids])
 
 
@@ -264,4 +264,3 @@ class Http:
 @pytest.fixture
 def http(app: FastAPI) -> Http:
     return Http(app)
-

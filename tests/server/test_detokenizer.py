@@ -7,7 +7,8 @@ from server.detokenizer import StopStrings, TokenTable
 from server.tokenizer import ServedTokenizer
 
 TEXTS = st.text(
-    st.characters(codec="utf-8", exclude_categories=["Cs"]) | st.sampled_from("🙂👩‍👧你こé«»\ufffd "),
+    st.characters(codec="utf-8", exclude_categories=["Cs"])
+    | st.sampled_from("🙂👩‍👧你こé«»\ufffd "),
     max_size=40,
 )
 

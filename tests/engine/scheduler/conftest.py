@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ class Rig:
         self.in_flight: deque[tuple[BatchPlan, PendingResult]] = deque()
         self._slots_running: set[int] = set()
 
-    def add(
+    def describe(
         self,
         id: int,
         prompt: Sequence[int],
@@ -64,9 +65,10 @@ class Rig:
         front_end: int = 0,
         output: Sequence[int] = (),
         **sampling: object,
-    ) -> RequestOutput | None:
+    ) -> AddRequest:
+        """Note what `expected` has to know about a request, and return its message."""
         params = {"max_tokens": 4, "seed": id} | sampling
-        message = AddRequest(
+        self.requests[id] = AddRequest(
             id,
             f"request-{id}",
             front_end,
@@ -75,9 +77,12 @@ class Rig:
             SamplingParams(**params),  # type: ignore[arg-type]
             list(output),
         )
-        self.requests[id] = message
+        return self.requests[id]
+
+    def add(self, id: int, prompt: Sequence[int], **arguments: Any) -> RequestOutput | None:
+        """Give the scheduler the request that `describe` describes."""
+        answer = self.scheduler.add(self.describe(id, prompt, **arguments))
         self.tokens[id] = []
-        answer = self.scheduler.add(message)
         if answer is not None:
             self.last[id] = answer
         return answer

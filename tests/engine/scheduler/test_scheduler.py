@@ -346,7 +346,7 @@ def test_a_preempted_request_finds_its_blocks_in_the_cache(make_rig: MakeRig) ->
         plan = rig.step()
         restarted += [row for row in rows(plan) if row[1] > 0 and row[2] > 1]
     assert rig.scheduler.counters.preemptions == 1
-    assert restarted == [(1, 4, 9, True)]
+    assert restarted == [(0, 8, 5, True)]  # only the third block was overwritten
     rig.assert_complete()
     assert rig.first[2].num_cached_tokens == 0
 

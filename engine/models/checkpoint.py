@@ -1,0 +1,259 @@
+"""Where a decoder's tensors come from: a safetensors checkpoint, or a seeded random one.
+
+A checkpoint is compared with the names and shapes that the model needs before anything is read,
+so that a wrong or incomplete one is refused at once with everything that is wrong with it.
+Files are memory-mapped: a tensor that is fetched and copied costs no memory beyond its copy.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.models.hf_config import ModelSpec
+
+Shape = tuple[int, ...]
+Layout = dict[str, Shape]
+
+_MAX_PROBLEMS = 8
+_SAMPLED_TENSORS = 512
+_SAMPLED_VALUES = 32
+_DUMMY_RANGE = 0.035
+"""Half-width of the uniform distribution of dummy weights: a standard deviation of 0.02."""
+
+
+class CheckpointError(ValueError):
+    """The checkpoint does not hold the tensors that the model's config asks for."""
+
+
+class Checkpoint(Protocol):
+    """Named tensors on the CPU."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that most of the tensors are stored in."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor; it may be a view of a mapped file, so copy what is kept."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a digest that is equal for equal weights."""
+        ...
+
+
+def expected_tensors(spec: ModelSpec) -> Layout:
+    """Return the name and shape of every tensor that a checkpoint of this model holds."""
+    hidden = spec.hidden_size
+    layout: Layout = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tie_word_embeddings:
+        layout["lm_head.weight"] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        layout[prefix + "input_layernorm.weight"] = (hidden,)
+        layout[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        layout.update(_attention_tensors(spec, prefix + "self_attn."))
+        if spec.is_sparse(layer):
+            layout.update(_expert_tensors(spec, prefix))
+        else:
+            layout.update(_mlp_tensors(spec, prefix + "mlp."))
+    return layout
+
+
+def _attention_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    sizes = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    for name, size in sizes.items():
+        yield f"{prefix}{name}.weight", (size, spec.hidden_size)
+        if spec.qkv_bias:
+            yield f"{prefix}{name}.bias", (size,)
+    yield prefix + "o_proj.weight", (spec.hidden_size, spec.query_size)
+    if spec.output_bias:
+        yield prefix + "o_proj.bias", (spec.hidden_size,)
+    if spec.qk_norm:
+        yield prefix + "q_norm.weight", (spec.head_dim,)
+        yield prefix + "k_norm.weight", (spec.head_dim,)
+
+
+def _mlp_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    for name in ("gate_proj", "up_proj"):
+        yield f"{prefix}{name}.weight", (inner, hidden)
+        if spec.mlp_bias:
+            yield f"{prefix}{name}.bias", (inner,)
+    yield prefix + "down_proj.weight", (hidden, inner)
+    if spec.mlp_bias:
+        yield prefix + "down_proj.bias", (hidden,)
+
+
+def _expert_tensors(spec: ModelSpec, layer: str) -> Iterator[tuple[str, Shape]]:
+    assert spec.moe is not None
+    names = expert_names(spec)
+    hidden, inner = spec.hidden_size, spec.moe.intermediate_size
+    yield f"{layer}{names.block}.gate.weight", (spec.moe.num_experts, hidden)
+    for expert in range(spec.moe.num_experts):
+        prefix = f"{layer}{names.block}.experts.{expert}."
+        yield f"{prefix}{names.gate}.weight", (inner, hidden)
+        yield f"{prefix}{names.up}.weight", (inner, hidden)
+        yield f"{prefix}{names.down}.weight", (hidden, inner)
+
+
+class ExpertNames(msgspec.Struct, frozen=True):
+    """What a family calls its sparse block and the three matrices of an expert."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+def expert_names(spec: ModelSpec) -> ExpertNames:
+    """Return the names of the model's family."""
+    if spec.architecture == "MixtralForCausalLM":
+        return ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+    return ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class SafetensorsCheckpoint:
+    """One `model.safetensors`, or the shards that `model.safetensors.index.json` lists."""
+
+    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+        """Open the files and compare their tensors with what the model needs.
+
+        Raises:
+            CheckpointError: files or tensors are missing, unexpected or of another shape.
+        """
+        self._config = (directory / "config.json").read_bytes()
+        self._files: dict[str, Any] = {}
+        self._shapes: Layout = {}
+        self._stored: dict[str, str] = {}
+        for path in _weight_files(directory):
+            self._open(path)
+        _compare(directory, expected_tensors(spec), self._shapes, spec)
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = safe_open(path, framework="pt", device="cpu")
+        except Exception as error:  # the library raises its own type without a public base
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            header = file.get_slice(name)
+            self._files[name] = file
+            self._shapes[name] = tuple(header.get_shape())
+            self._stored[name] = header.get_dtype()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the embedding table.
+
+        Raises:
+            CheckpointError: it is not a floating-point type that the engine computes in.
+        """
+        stored = self._stored["model.embed_tokens.weight"]
+        if stored not in _DTYPES:
+            raise CheckpointError(f"weights of type {stored} are not supported")
+        return _DTYPES[stored]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor backed by the mapped file."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def fingerprint(self) -> str:
+        """Digest of the config, all names, shapes and types, and some bytes of the weights."""
+        digest = hashlib.sha256(self._config)
+        names = sorted(self._shapes)
+        for name in names:
+            digest.update(f"{name}{self._shapes[name]}{self._stored[name]};".encode())
+        for name in names[:: max(1, len(names) // _SAMPLED_TENSORS)]:
+            sample = self.tensor(name).flatten()[:_SAMPLED_VALUES].contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        files = [directory / name for name in sorted(set(names))]
+    else:
+        files = [directory / "model.safetensors"]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{directory} lacks {_some(missing)}")
+    return files
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _compare(directory: Path, expected: Layout, found: Layout, spec: ModelSpec) -> None:
+    problems = [f"missing {name}" for name in expected if name not in found]
+    problems += [
+        f"unexpected {name}"
+        for name in found
+        if name not in expected and not _redundant(name, spec)
+    ]
+    problems += [
+        f"{name} has shape {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights in {directory} do not fit its config.json: {_some(problems)}"
+        )
+
+
+def _redundant(name: str, spec: ModelSpec) -> bool:
+    """Tensors that some tools store although they follow from others."""
+    if name == "lm_head.weight":
+        return spec.tie_word_embeddings
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def _some(items: list[str]) -> str:
+    more = len(items) - _MAX_PROBLEMS
+    return "; ".join(items[:_MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+
+
+class DummyCheckpoint:
+    """Random weights that depend on the seed and on each tensor's name only."""
+
+    def __init__(self, directory: Path, spec: ModelSpec, seed: int, dtype: torch.dtype) -> None:
+        self._config = (directory / "config.json").read_bytes()
+        self._layout = expected_tensors(spec)
+        self._seed = seed
+        self._dtype = dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the weights are drawn in."""
+        return self._dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """Draw one tensor; norm weights are ones."""
+        shape = self._layout[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype)
+        generator = torch.Generator().manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+        values = torch.empty(shape, dtype=self._dtype)
+        return values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+
+    def fingerprint(self) -> str:
+        """Digest of the config and the seed."""
+        digest = hashlib.sha256(self._config + f"dummy {self._seed} {self._dtype}".encode())
+        return digest.hexdigest()[:32]

@@ -1,0 +1,106 @@
+"""The building blocks of a decoder that hold no state between steps."""
+
+import logging
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_PACKED_ROWS = 16
+"""Rows that packed weights are laid out for; measured to serve 1 to 512 rows well."""
+
+
+class Linear(Protocol):
+    """A matrix product with weights in whatever layout suits the device."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
+        ...
+
+
+class DenseLinear:
+    """Weights as stored, [out, in]."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
+
+    __slots__ = ("_bias", "_product", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Pack a dense [out, in] weight; the caller drops the original.
+
+        Raises:
+            RuntimeError: this processor cannot pack this type.
+        """
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+        self._bias = bias
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = self._product(x, self._weight, self._bias, "none", [], "")
+        return product
+
+
+_packable: dict[tuple[torch.dtype, int, int], bool] = {}
+
+
+def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """Return the fastest product for these weights.
+
+    Each type and shape is compared once with the plain product, which is used where the packed
+    one is missing or differs. Keep no reference to `weight`: it is freed when it was packed.
+    """
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return DenseLinear(weight, bias)
+    key = (weight.dtype, weight.shape[0], weight.shape[1])
+    if _packable.get(key) is False:
+        return DenseLinear(weight, bias)
+    try:
+        packed = PackedLinear(weight, bias)
+        if key not in _packable:
+            _packable[key] = _agree(packed, DenseLinear(weight, bias), weight)
+    except RuntimeError as error:
+        logger.info("weights of type %s are not packed: %s", weight.dtype, error)
+        _packable[key] = False
+    return packed if _packable[key] else DenseLinear(weight, bias)
+
+
+def _agree(packed: Linear, dense: Linear, weight: Tensor) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(3, weight.shape[1], generator=generator).to(weight.dtype)
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
+    return torch.allclose(packed(x), dense(x), rtol=tolerance, atol=tolerance)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row to a root mean square of one, then by the weights (computed in float32)."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rms_norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize every head by itself.
+
+    Args:
+        heads: [tokens, heads, head_dim]
+        weight: [heads, head_dim]
+    """
+    return F.rms_norm(heads, (heads.shape[-1],), None, eps).mul_(weight)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up for [rows, 2 * inner] with the gates in the first half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

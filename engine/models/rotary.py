@@ -1,0 +1,86 @@
+"""Rotary position embeddings: inverse frequencies of every supported scheme, and the rotation."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.models.hf_config import RopeSpec
+
+
+def rotary_table(
+    rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the factors of `rotate` for positions below `length`.
+
+    Returns:
+        [length, 2, 1, head_dim] in `dtype`: cosines, then sines with the first half negated. The
+        angles are computed in float32, as the reference implementations do.
+    """
+    frequencies = _inverse_frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    scale = _attention_scale(rope)
+    table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+    return (table * scale).to(dtype).unsqueeze(2).to(device)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (i, i + head_dim / 2) of every head by its position's angle.
+
+    Args:
+        heads: [tokens, heads, head_dim]
+        cos, sin: [tokens, 1, head_dim] rows of `rotary_table`
+    """
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin)
+
+
+def _inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, head_dim)
+    return plain
+
+
+def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
+    """Stretch long wavelengths by the factor, keep short ones, blend between (Llama 3.1)."""
+    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    keep = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / rope.factor
+
+
+def _yarn(rope: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
+    """Interpolate by the number of turns over the original context (YaRN, arXiv 2309.00071)."""
+
+    def dimension_of(turns: float) -> float:
+        length = rope.original_max_position_embeddings
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = high - low if high != low else 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def _attention_scale(rope: RopeSpec) -> float:
+    """Temperature that YaRN puts on queries and keys through the rotation."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

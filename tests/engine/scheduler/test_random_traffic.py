@@ -1,0 +1,197 @@
+"""Random traffic through scheduler, KV cache and a checking executor.
+
+The rig checks all books after every call, the executor checks every read and write of the KV
+memory, and each request has to end with the tokens it would get alone.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.scheduler.admission import UNLIMITED, Grant
+
+MakeRig = Callable[..., Any]
+
+VOCAB_SIZE = 12
+
+HOLDS = [
+    Grant(token_cap=0),
+    Grant(token_cap=3),
+    Grant(admit_new=False),
+    Grant(run_partials=False),
+]
+
+
+def shared_prompt(family: int, length: int) -> list[int]:
+    """Prompts of one family begin alike."""
+    return [(family + i * i) % VOCAB_SIZE for i in range(length)]
+
+
+class Traffic(RuleBasedStateMachine):
+    """One rig with up to `depth` plans in flight, and the requests that have to be complete."""
+
+    def __init__(self, make_rig: MakeRig) -> None:
+        super().__init__()
+        self.make_rig = make_rig
+        self.aborted: set[int] = set()
+
+    @initialize(
+        num_kv_blocks=st.integers(4, 20),
+        block_size=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, 24),
+        caching=st.booleans(),
+        depth=st.integers(1, 3),
+    )
+    def start(
+        self,
+        num_kv_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        caching: bool,
+        depth: int,
+    ) -> None:
+        self.depth = depth
+        self.rig = self.make_rig(
+            num_kv_blocks=num_kv_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=40,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(0,),
+            enable_prefix_caching=caching,
+        )
+
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 30),
+        max_tokens=st.integers(1, 20),
+        ignore_eos=st.booleans(),
+        min_tokens=st.integers(0, 4),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        taken_over=st.integers(0, 3),
+    )
+    def add(
+        self,
+        family: int,
+        length: int,
+        max_tokens: int,
+        ignore_eos: bool,
+        min_tokens: int,
+        prompt_logprobs: int | None,
+        taken_over: int,
+    ) -> None:
+        rig, id = self.rig, len(self.rig.requests)
+        limit = rig.scheduler.max_model_len
+        if limit < 2:
+            return
+        sampling = {
+            "max_tokens": max_tokens,
+            "ignore_eos": ignore_eos,
+            "min_tokens": min(min_tokens, max_tokens),
+            "prompt_logprobs": prompt_logprobs,
+        }
+        prompt = shared_prompt(family, min(length, limit - 1))
+        # What an engine that died had sent before: never the token that ends the request.
+        rig.describe(id, prompt, front_end=id % 3, **sampling)
+        output = rig.expected(id)[0][:-1][:taken_over]
+        rig.add(id, prompt, front_end=id % 3, output=output, **sampling)
+
+    @rule(position=st.floats(0, 1, exclude_max=True))
+    def abort(self, position: float) -> None:
+        live = [id for id in self.rig.requests if id not in self.rig.last]
+        if live:
+            victim = live[int(position * len(live))]
+            self.aborted.add(victim)
+            self.rig.scheduler.abort([victim])
+            self.rig.scheduler.check_integrity()
+
+    @rule(grant=st.sampled_from([UNLIMITED, UNLIMITED, UNLIMITED, *HOLDS]))
+    def step(self, grant: Grant) -> None:
+        self.rig.schedule(grant)
+        if len(self.rig.in_flight) >= self.depth:
+            self.rig.update()
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step(UNLIMITED)
+
+    @precondition(lambda self: self.rig.in_flight)
+    @rule()
+    def update(self) -> None:
+        self.rig.update()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.rig.scheduler.reset_prefix_cache()
+        self.rig.scheduler.check_integrity()
+
+    def finish(self) -> None:
+        """Run what is left and compare."""
+        rig = self.rig
+        rig.run(depth=self.depth)
+        while rig.in_flight:
+            rig.update()
+        rig.assert_idle()
+        assert not self.aborted & set(rig.last)
+        for id, message in rig.requests.items():
+            if id in self.aborted:
+                continue
+            rig.assert_complete(id)
+            wants = message.sampling.prompt_logprobs is not None and not message.output_token_ids
+            got = rig.first[id].prompt_logprobs
+            assert (got is not None) == wants
+            assert not wants or len(got) == len(message.prompt_token_ids) - 1
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.finish()
+
+
+def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig) -> None:
+    run_state_machine_as_test(
+        lambda: Traffic(make_rig),
+        settings=settings(max_examples=150, stateful_step_count=50, deadline=None, database=None),
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("caching", [True, False])
+def test_thousands_of_busy_steps(make_rig: MakeRig, depth: int, caching: bool) -> None:
+    rng = random.Random(depth * 2 + caching)
+    traffic = Traffic(make_rig)
+    traffic.start(22, 4, 8, 24, caching, depth)
+    rig = traffic.rig
+    for _ in range(2500):
+        if rig.scheduler.gauges().waiting < 4:
+            traffic.add(
+                rng.randrange(3),
+                rng.randint(1, 39),
+                rng.randint(1, 30),
+                rng.random() < 0.8,
+                0,
+                rng.choice([None, None, None, 0]),
+                rng.randrange(4),
+            )
+        if rng.random() < 0.05:
+            traffic.abort(rng.random())
+        traffic.step(rng.choice(HOLDS) if rng.random() < 0.1 else UNLIMITED)
+    counters = rig.scheduler.counters
+    assert counters.preemptions > 50
+    assert (counters.prefix_cache_hits > 1000) == caching
+    assert len(rig.last) > 200
+    traffic.finish()

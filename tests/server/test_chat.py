@@ -1,0 +1,152 @@
+from typing import Any
+
+import pytest
+
+TEXT = "hello 你好 world 🙂"
+
+
+def prompt_of(engines: Any) -> str:
+    ids = engines.streams[-1].prompt_token_ids
+    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def test_a_chat_completion_has_a_message(http: Any, engines: Any) -> None:
+    body = http.chat()
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    (choice,) = body["choices"]
+    assert choice["message"] == {"content": "hello world", "role": "assistant", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert choice["logprobs"] is None
+    assert prompt_of(engines) == "<|user|>hello<|end|><|assistant|>"
+    length = len(engines.streams[0].prompt_token_ids)
+    assert engines.streams[0].sampling.max_tokens == 512 - length
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stream_sums_up_to_the_whole_answer(http: Any, engines: Any, seed: int) -> None:
+    fields = {"logprobs": True, "top_logprobs": 2, "max_tokens": 100}
+    engines.script = engines.answer(TEXT, cut=engines.random_cuts(seed))
+    whole = http.chat(**fields)
+    engines.script = engines.answer(TEXT, cut=engines.random_cuts(seed + 50))
+    events = http.stream(
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "hello"}],
+            "stream_options": {"include_usage": True},
+            **fields,
+        },
+    )
+    first, *chunks, last = events
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    choices = [chunk["choices"][0] for chunk in chunks]
+    expected = whole["choices"][0]
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert text == expected["message"]["content"] == TEXT
+    scores = [score for choice in choices for score in choice["logprobs"]["content"]]
+    assert scores == expected["logprobs"]["content"]
+    assert choices[-1]["finish_reason"] == expected["finish_reason"]
+
+
+def test_logprobs_name_tokens_and_their_bytes(http: Any, engines: Any) -> None:
+    engines.script = engines.answer("é 🙂")
+    content = http.chat(logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    *spelled, end = content
+    assert bytes(byte for score in spelled for byte in score["bytes"]).decode() == "é 🙂"
+    assert end["token"] == "<|eos|>"
+    assert all(len(score["top_logprobs"]) == 2 for score in content)
+    content = http.chat(logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert all(score["top_logprobs"] == [] for score in content)
+
+
+def test_every_choice_of_a_stream_begins_with_its_role(http: Any) -> None:
+    events = http.stream(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3}
+    )
+    roles = [
+        choice["index"]
+        for event in events
+        for choice in event["choices"]
+        if "role" in choice["delta"]
+    ]
+    assert sorted(roles) == [0, 1, 2]
+
+
+def test_text_parts_are_joined_and_roles_rendered(http: Any, engines: Any) -> None:
+    http.chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {"role": "assistant", "content": None, "tool_calls": []},
+            {"role": "tool", "content": "42", "tool_call_id": "call-1"},
+        ]
+    )
+    assert prompt_of(engines) == (
+        "<|system|>be brief<|end|><|user|>a\nb<|end|><|assistant|><|end|><|tool|>42<|end|>"
+        "<|assistant|>"
+    )
+
+
+def test_the_final_message_can_be_continued(http: Any, engines: Any) -> None:
+    http.chat(
+        messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure: "}],
+        continue_final_message=True,
+    )
+    assert prompt_of(engines) == "<|user|>hi<|end|><|assistant|>Sure: "
+
+
+def test_the_generation_prompt_can_be_left_out(http: Any, engines: Any) -> None:
+    http.chat(add_generation_prompt=False)
+    assert prompt_of(engines) == "<|user|>hello<|end|>"
+
+
+def test_max_completion_tokens_wins(http: Any, engines: Any) -> None:
+    http.chat(max_tokens=3, max_completion_tokens=5)
+    assert engines.streams[0].sampling.max_tokens == 5
+
+
+def test_plain_text_without_tools_may_be_asked_for(http: Any) -> None:
+    http.chat(response_format={"type": "text"}, tools=[], tool_choice="none")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 6}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 10_000}, "max_completion_tokens"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], **fields}
+    response = http.post("/v1/chat/completions", body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"

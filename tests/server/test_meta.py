@@ -1,0 +1,125 @@
+from typing import Any
+
+import pytest
+
+from server.chat_template import ChatTemplate
+from server.tokenizer import ServedTokenizer
+
+
+def test_models_are_listed_and_found(http: Any) -> None:
+    body = http.get("/v1/models").json()
+    assert body["object"] == "list"
+    assert [model["id"] for model in body["data"]] == ["tiny", "also-tiny"]
+    model = http.get("/v1/models/also-tiny").json()
+    assert (model["object"], model["max_model_len"], model["root"]) == ("model", 512, "tiny")
+
+
+def test_a_living_process_is_healthy_also_without_engines(http: Any, engines: Any) -> None:
+    assert http.get("/ready").status_code == 200
+    engines.ready = False
+    assert http.get("/health").status_code == 200
+    response = http.get("/ready")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "service_unavailable"
+    assert "retry-after" in response.headers
+    assert http.get("/v1/models").json()["data"][0]["max_model_len"] is None
+
+
+def test_the_version_is_told(http: Any) -> None:
+    assert http.get("/version").json()["version"]
+
+
+def test_text_is_tokenized_and_back(http: Any, engines: Any) -> None:
+    text = "hello 你好 🙂"
+    body = http.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["max_model_len"] == 512
+    assert http.post("/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": text}
+
+
+def test_conversations_are_tokenized(http: Any) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    body = http.post("/tokenize", {"messages": messages}).json()
+    text = http.post("/detokenize", {"tokens": body["tokens"]}).json()["prompt"]
+    assert text == "<|user|>hello<|end|><|assistant|>"
+    body = {"messages": messages, "add_generation_prompt": False}
+    tokens = http.post("/tokenize", body).json()["tokens"]
+    text = http.post("/detokenize", {"tokens": tokens, "skip_special_tokens": True}).json()
+    assert text["prompt"] == "hello"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [10**30]}),
+        ("/detokenize", {"tokens": "x"}),
+    ],
+)
+def test_wrong_tokenizer_requests_are_refused(http: Any, path: str, body: Any) -> None:
+    assert http.post(path, body).status_code == 400
+
+
+def test_the_document_describes_every_path_with_bodies_and_errors(http: Any) -> None:
+    document = http.get("/openapi.json").json()
+    assert set(document["paths"]) == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/detokenize",
+        "/v1/models",
+        "/v1/models/{model_id}",
+        "/health",
+        "/ready",
+        "/version",
+        "/metrics",
+        "/metrics/engine/{rank}",
+    }
+    create = document["paths"]["/v1/chat/completions"]["post"]
+    body = create["requestBody"]["content"]["application/json"]["schema"]
+    assert body["$ref"].endswith("/ChatCompletionRequest")
+    assert set(create["responses"]) == {"200", "400", "404", "413", "415", "500", "503"}
+    assert set(create["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    for reference in _references(document):
+        name = reference.removeprefix("#/components/schemas/")
+        assert name in document["components"]["schemas"]
+
+
+def _references(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+        return own + [found for value in node.values() for found in _references(value)]
+    if isinstance(node, list):
+        return [found for value in node for found in _references(value)]
+    return []
+
+
+class TestWithoutTemplate:
+    @pytest.fixture
+    def tokenizer(self, tokenizer: ServedTokenizer) -> ServedTokenizer:
+        return ServedTokenizer(tokenizer.backend, eos_token_ids=sorted(tokenizer.eos_token_ids))
+
+    def test_chat_says_that_there_is_no_template(self, http: Any) -> None:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        response = http.post("/v1/chat/completions", body)
+        assert response.status_code == 400
+        assert "chat template" in response.json()["error"]["message"]
+
+
+class TestWithPickyTemplate:
+    @pytest.fixture
+    def tokenizer(self, tokenizer: ServedTokenizer) -> ServedTokenizer:
+        source = "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}x"
+        return ServedTokenizer(
+            tokenizer.backend,
+            eos_token_ids=sorted(tokenizer.eos_token_ids),
+            chat_template=ChatTemplate(source, {}),
+        )
+
+    def test_chat_says_what_the_template_says(self, http: Any) -> None:
+        body = {"messages": [{"role": "user", "content": "x"}] * 2}
+        error = http.post("/v1/chat/completions", body).json()["error"]
+        assert error["param"] == "messages"
+        assert "one at a time" in error["message"]
