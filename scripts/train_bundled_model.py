@@ -144,6 +144,12 @@ class _Permute(torch.autograd.Function):
         return grads[0][inverse], None, None
 
 
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return rows[order]; ``inverse`` is the permutation that undoes ``order``."""
+    permuted: Tensor = _Permute.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    return permuted
+
+
 def rotary_table(shape: Shape) -> tuple[Tensor, Tensor]:
     """Return cosine and sine, each [positions, head_dim], in the half-split layout."""
     exponents = torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
@@ -185,7 +191,8 @@ class Attention(nn.Module):
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        joined: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return joined
 
 
 class Experts(nn.Module):
@@ -222,12 +229,12 @@ class Experts(nn.Module):
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else flat.dtype
         )
         spread = spread.unsqueeze(1).expand(-1, self.top, -1).reshape(len(slots), -1)
-        groups = _Permute.apply(spread, order, inverse).split(counts.tolist())
+        groups = permute(spread, order, inverse).split(counts.tolist())
         outputs = []
         for expert, rows in enumerate(groups):
             gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, dim=-1)
             outputs.append(F.linear(F.silu(gate) * up, self.down_proj[expert]))
-        mixed = _Permute.apply(torch.cat(outputs), inverse, order)
+        mixed = permute(torch.cat(outputs), inverse, order)
         mixed = mixed.view(len(flat), self.top, -1) * weights.unsqueeze(-1)
 
         share = counts / len(slots)
@@ -945,7 +952,7 @@ def set_up_process(threads: int) -> None:
     """
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):

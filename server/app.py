@@ -17,7 +17,14 @@ from server.config import FrontEndConfig
 from server.errors import ApiError
 from server.generation_client import GenerationClient, NoEngineAvailable
 from server.metrics import FrontEndMetrics
-from server.openapi import Responses, document, json_responses, stream_responses, text_responses
+from server.openapi import (
+    REQUEST_HEADERS,
+    Responses,
+    document,
+    json_responses,
+    stream_responses,
+    text_responses,
+)
 from server.routes.chat import create_chat_completion
 from server.routes.completions import create_completion
 from server.routes.context import Context, make_context
@@ -117,6 +124,7 @@ def _post(
         responses=responses,
         response_class=Response,
         response_model=None,
+        openapi_extra=REQUEST_HEADERS if "text/event-stream" in responses[200]["content"] else None,
     )
 
     async def serve(call: Call) -> None:

@@ -17,7 +17,7 @@ import msgspec
 import pydantic
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.errors import ApiError, internal, invalid_body, to_api_error
+from server.errors import ApiError, internal, invalid, invalid_body, to_api_error
 from server.metrics import FrontEndMetrics
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,256}")
+_RANK = re.compile(rb"[0-9]{1,6}")
 _JSON = (b"content-type", b"application/json")
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
@@ -45,13 +46,29 @@ class Call:
         """Status of the answer once it has begun."""
         self._send = send
         self._content_type = b"application/json"
+        self._pinned_rank: bytes | None = None
         self.request_id = ""
         for name, value in scope["headers"]:
             if name == b"content-type":
                 self._content_type = value
             elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
                 self.request_id = value.decode()
+            elif name == b"x-data-parallel-rank":
+                self._pinned_rank = value
         self.request_id = self.request_id or uuid.uuid4().hex
+
+    @property
+    def pinned_rank(self) -> int | None:
+        """Return the rank that the client wants its request to run on, if it says so.
+
+        Raises:
+            ApiError: the header is no rank.
+        """
+        if self._pinned_rank is None:
+            return None
+        if not _RANK.fullmatch(self._pinned_rank):
+            raise invalid("The header X-data-parallel-rank must be a rank.", "X-data-parallel-rank")
+        return int(self._pinned_rank)
 
     async def body(self, model: type[Body]) -> Body:
         """Read and validate the body.

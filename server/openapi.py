@@ -35,6 +35,25 @@ _ERRORS = {
 
 Responses = dict[int | str, dict[str, Any]]
 
+REQUEST_HEADERS = {
+    "parameters": [
+        {
+            "name": "X-Request-Id",
+            "in": "header",
+            "required": False,
+            "description": "The client's name for the request; comes back in the answer.",
+            "schema": {"type": "string"},
+        },
+        {
+            "name": "X-data-parallel-rank",
+            "in": "header",
+            "required": False,
+            "description": "Run on this engine and no other.",
+            "schema": {"type": "integer", "minimum": 0, "maximum": 999999},
+        },
+    ]
+}
+
 
 def _reference(struct: type[msgspec.Struct]) -> dict[str, str]:
     return {"$ref": _REF.format(name=struct.__name__)}

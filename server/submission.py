@@ -44,19 +44,24 @@ class Submission:
         table: TokenTable,
         metrics: FrontEndMetrics,
         spec: GenerationSpec,
+        *,
         arrived: float,
+        pinned_rank: int | None = None,
     ) -> None:
-        """Hand every sequence to an engine.
+        """Hand every sequence to an engine, the pinned one if there is one.
+
+        `arrived` is when the request came, in monotonic seconds.
 
         Raises:
             NoEngineAvailable: nothing was left running.
         """
         self._spec = spec
+        self._pinned_rank = pinned_rank
         self._streams: list[TokenStream] = []
         self._folds: list[ChoiceFold] = []
         self._timers: list[ChoiceTimer] = []
         self._pumps: list[asyncio.Task[None]] = []
-        self._arrived: list[tuple[int, RequestOutput | Exception]] = []
+        self._outputs: list[tuple[int, RequestOutput | Exception]] = []
         self._something_arrived = asyncio.Event()
         metrics.submitted(arrived, [len(prompt.token_ids) for prompt in spec.prompts])
         try:
@@ -77,7 +82,13 @@ class Submission:
             seed = _seed(sampling.seed, index)
             sampling = msgspec.structs.replace(sampling, seed=seed)
             request_id = f"{request_id}-{index}"
-        stream = client.submit(request_id, prompt.token_ids, sampling, priority=spec.priority)
+        stream = client.submit(
+            request_id,
+            prompt.token_ids,
+            sampling,
+            priority=spec.priority,
+            pinned_rank=self._pinned_rank,
+        )
         self._streams.append(stream)
 
     @property
@@ -100,7 +111,7 @@ class Submission:
             ]
         await self._something_arrived.wait()
         self._something_arrived.clear()
-        arrived, self._arrived = self._arrived, []
+        arrived, self._outputs = self._outputs, []
         deltas = []
         for index, output in arrived:
             if isinstance(output, Exception):
@@ -118,7 +129,7 @@ class Submission:
                 finished = output.finish_reason is not None
             except Exception as error:
                 output, finished = error, True
-            self._arrived.append((index, output))
+            self._outputs.append((index, output))
             self._something_arrived.set()
 
     def _fold(self, index: int, output: RequestOutput) -> Delta:

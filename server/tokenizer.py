@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 from engine.config import ModelConfig
 from server.chat_template import ChatTemplate
 
-# Longer texts take more than about a millisecond: they are tokenized beside the event loop.
+# More than this takes over a millisecond and is done beside the event loop.
 _INLINE_CHARACTERS = 4000
+_INLINE_TOKENS = 4000
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -64,6 +65,14 @@ class ServedTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids; ids that the tokenizer does not have are left out."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The same without holding up other requests when there are many."""
+        if len(token_ids) <= _INLINE_TOKENS:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await asyncio.to_thread(
+            self.decode, token_ids, skip_special_tokens=skip_special_tokens
+        )
 
     def id_to_token(self, token_id: int) -> str:
         """Return the vocabulary's string for an id, empty if there is none."""

@@ -2,8 +2,10 @@
 
 import faulthandler
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
+import zmq
 
 from benchmarks.running_stack import RunningStack
 
@@ -15,3 +17,23 @@ def stack() -> Iterator[RunningStack]:
     """`swell serve` as `make serve` starts it: bundled model, two engines, two API servers."""
     with RunningStack("--log-level", "warning") as running:
         yield running
+
+
+class KeepingContext(zmq.Context["zmq.Socket[bytes]"]):
+    """A context that holds on to its sockets until it is destroyed, as an owner would."""
+
+    kept: ClassVar[list["zmq.Socket[bytes]"]] = []
+
+    def socket(self, *arguments: Any, **options: Any) -> "zmq.Socket[bytes]":
+        made = super().socket(*arguments, **options)
+        self.kept.append(made)
+        return made
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    """A ZeroMQ context whose sockets are all closed when the test ends."""
+    made = KeepingContext()
+    yield made
+    made.destroy(linger=0)
+    KeepingContext.kept.clear()

@@ -207,7 +207,12 @@ class PagedAttention:
 
     def _attend_padded(self, queries: Tensor, flat: Tensor, group: PaddedGroup) -> Tensor:
         """Heads that share a KV head are folded into the query axis, so no key is repeated."""
-        rows, count, kv_heads, dim = group.num_rows, group.num_queries, self._kv_heads, self._head_dim
+        rows, count, kv_heads, dim = (
+            group.num_rows,
+            group.num_queries,
+            self._kv_heads,
+            self._head_dim,
+        )
         kv = flat.index_select(0, group.blocks).view(rows, -1, 2, kv_heads, dim)
         keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
         if count == 1:

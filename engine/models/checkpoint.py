@@ -145,7 +145,7 @@ class SafetensorsCheckpoint:
 
     def _open(self, path: Path) -> None:
         try:
-            file = safe_open(path, framework="pt", device="cpu")
+            file: Any = safe_open(path, framework="pt", device="cpu")
         except Exception as error:  # the library raises its own type without a public base
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         for name in file.keys():  # noqa: SIM118 - not a dict

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.models.attention import AttentionPlan, PagedAttention, write_keys_values
 from engine.models.hf_config import ModelSpec
 from engine.models.layers import Linear, rms_norm, rms_norm_heads
-from engine.models.rotary import rotate
+from engine.models.rotary import rotate, rotation
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     norm: Tensor
     lm_head: Linear
     rotary: Tensor
-    """[max_model_len, 2, 1, head_dim], see `engine.models.rotary.rotary_table`."""
+    """[max_model_len, 2, head_dim / 2], see `engine.models.rotary.rotary_table`."""
 
 
 class StepTokens(msgspec.Struct, frozen=True):
@@ -85,8 +85,7 @@ class Decoder:
     def hidden_states(self, step: StepTokens, cache: list[Tensor]) -> Tensor:
         """Run all layers, filling the cache, and return the normalized states [tokens, hidden]."""
         x = F.embedding(step.token_ids, self._weights.embedding)
-        factors = self._weights.rotary.index_select(0, step.positions)
-        cos, sin = factors[:, 0], factors[:, 1]
+        cos, sin = rotation(self._weights.rotary, step.positions)
         eps = self.spec.rms_norm_eps
         for layer, layer_cache in zip(self._weights.layers, cache, strict=True):
             normed = rms_norm(x, layer.input_norm, eps)

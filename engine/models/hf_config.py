@@ -172,7 +172,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
     named = config.get("architectures") or []
     for name in named:
         if name in SUPPORTED_ARCHITECTURES:
-            return cast(Architecture, name)
+            return cast("Architecture", name)
     found = ", ".join(named) or f"none (model_type {config.get('model_type')!r})"
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
     raise UnsupportedModel(f"architecture {found} is not supported; supported are: {supported}")
@@ -187,7 +187,9 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         )
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json: hidden_act {activation!r} is not supported, only silu")
+        raise UnsupportedModel(
+            f"config.json: hidden_act {activation!r} is not supported, only silu"
+        )
 
 
 def _default_eps(architecture: Architecture) -> float:
@@ -215,7 +217,9 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
         raise UnsupportedModel(f"config.json: rope parameters: {error}") from error
 
 
-_ROPE_FIELDS = tuple(field for field in RopeSpec.__struct_fields__ if field not in ("theta", "kind"))
+_ROPE_FIELDS = tuple(
+    field for field in RopeSpec.__struct_fields__ if field not in ("theta", "kind")
+)
 
 
 def _max_position(config: dict[str, Any], rope: RopeSpec) -> int:
@@ -279,4 +283,4 @@ def _dtype(config: dict[str, Any]) -> DtypeName | None:
         return None
     if name not in _DTYPES:
         raise UnsupportedModel(f"config.json: dtype {name!r} is not supported; use --dtype")
-    return cast(DtypeName, name)
+    return cast("DtypeName", name)

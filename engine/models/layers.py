@@ -61,9 +61,10 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Return the fastest product for these weights.
 
     Each type and shape is compared once with the plain product, which is used where the packed
-    one is missing or differs. Keep no reference to `weight`: it is freed when it was packed.
+    one is missing or differs. A packed weight is a copy: it replaces the original in memory if the
+    caller keeps no reference to that.
     """
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu":
         return DenseLinear(weight, bias)
     key = (weight.dtype, weight.shape[0], weight.shape[1])
     if _packable.get(key) is False:
@@ -72,7 +73,7 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
         packed = PackedLinear(weight, bias)
         if key not in _packable:
             _packable[key] = _agree(packed, DenseLinear(weight, bias), weight)
-    except RuntimeError as error:
+    except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type
         logger.info("weights of type %s are not packed: %s", weight.dtype, error)
         _packable[key] = False
     return packed if _packable[key] else DenseLinear(weight, bias)

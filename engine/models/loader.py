@@ -20,7 +20,7 @@ from engine.models.checkpoint import (
 )
 from engine.models.decoder import AttentionWeights, Decoder, DecoderWeights, LayerWeights
 from engine.models.hf_config import ModelSpec, UnsupportedModel
-from engine.models.layers import Linear, prepare_linear, swiglu
+from engine.models.layers import Linear, prepare_linear
 from engine.models.moe import Expert, Router, SparseMlp
 from engine.models.rotary import rotary_table
 
@@ -90,12 +90,12 @@ class DecoderLoader:
         """Read all weights and return the model."""
         spec = self._spec
         embedding = self._copy("model.embed_tokens.weight")
-        head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+        tied = spec.tie_word_embeddings
         weights = DecoderWeights(
             embedding=embedding,
             layers=[self._layer(index) for index in range(spec.num_layers)],
             norm=self._copy("model.norm.weight"),
-            lm_head=self._linear(head),
+            lm_head=prepare_linear(embedding) if tied else self._linear("lm_head.weight"),
             rotary=rotary_table(
                 spec.rope, spec.head_dim, self._max_model_len, self._dtype, self._device
             ),
@@ -168,8 +168,10 @@ class DecoderLoader:
         parts = [self._checkpoint.tensor(name) for name in names]
         rows = sum(part.shape[0] for part in parts)
         fused = torch.empty(rows, *parts[0].shape[1:], dtype=self._dtype, device=self._device)
-        for place, part in zip(fused.split([p.shape[0] for p in parts]), parts, strict=True):
-            place.copy_(part)
+        first = 0
+        for part in parts:
+            fused[first : first + part.shape[0]].copy_(part)
+            first += part.shape[0]
         return fused
 
     def _copy(self, name: str) -> Tensor:

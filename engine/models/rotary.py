@@ -11,18 +11,22 @@ from engine.models.hf_config import RopeSpec
 def rotary_table(
     rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the factors of `rotate` for positions below `length`.
+    """Return cosines and sines of the angles of all positions below `length`.
 
     Returns:
-        [length, 2, 1, head_dim] in `dtype`: cosines, then sines with the first half negated. The
-        angles are computed in float32, as the reference implementations do.
+        [length, 2, head_dim / 2] in `dtype`. The angles are computed in float32, as the reference
+        implementations do.
     """
     frequencies = _inverse_frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    scale = _attention_scale(rope)
-    table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-    return (table * scale).to(dtype).unsqueeze(2).to(device)
+    table = torch.stack((angles.cos(), angles.sin()), dim=1)
+    return (table * _attention_scale(rope)).to(dtype).to(device)
+
+
+def rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of `rotate` for these positions, each [tokens, 1, head_dim]."""
+    cos, sin = table.index_select(0, positions).unsqueeze(2).unbind(1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -30,7 +34,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         heads: [tokens, heads, head_dim]
-        cos, sin: [tokens, 1, head_dim] rows of `rotary_table`
+        cos, sin: [tokens, 1, head_dim] from `rotation`
     """
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin)
 

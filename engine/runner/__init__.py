@@ -1,1 +1,1 @@
-"""Owner of all device state: turns batch plans into tensors, runs the model, samples."""
+"""Runs batch plans on one device: per-slot state, batch preparation, sampling."""

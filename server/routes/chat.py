@@ -1,14 +1,14 @@
 """POST /v1/chat/completions."""
 
-import time
 from collections.abc import Sequence
 
-from server.asgi import Call, CancelOnDisconnect
+from server.asgi import Call
 from server.detokenizer import TokenTable
 from server.generation import Delta, ScoredToken
 from server.preprocess import prepare_chat
 from server.routes.completions import MIN_LOGPROB
 from server.routes.context import Context
+from server.routes.serve import chunk_frames, chunk_head, serve
 from server.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -21,8 +21,8 @@ from server.schemas.chat import (
     TopLogprob,
 )
 from server.schemas.common import UNSET
-from server.sse import ChunkFrames, ChunkHead, send_stream
-from server.submission import GenerationSpec, Submission
+from server.sse import ChunkFrames
+from server.submission import GenerationSpec
 
 
 async def create_chat_completion(call: Call, context: Context) -> None:
@@ -31,43 +31,31 @@ async def create_chat_completion(call: Call, context: Context) -> None:
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
     spec = await prepare_chat(request, call.request_id, context.tokenizer, context.limits())
-    name = "chat.completion.chunk" if request.stream else "chat.completion"
-    head = ChunkHead(f"chatcmpl-{call.request_id}", name, int(time.time()), model)
+    kind = "chat.completion.chunk" if request.stream else "chat.completion"
+    head = chunk_head("chatcmpl", kind, call, model)
     show_ids = bool(request.return_token_ids)
-    with CancelOnDisconnect(call.receive):
-        submission = Submission(context.client, context.table, context.metrics, spec, call.arrived)
-        try:
-            if request.stream:
-                options = request.stream_options
-                frames = ChunkFrames(
-                    head, include_usage=options is not None and bool(options.include_usage)
-                )
-                writer = ChatChunks(frames, context.table, spec, show_ids=show_ids)
-                await send_stream(call, submission, writer)
-                return
-            answers = await submission.collect()
-        finally:
-            submission.close()
-    await call.send_struct(
-        ChatCompletionResponse(
-            head.id,
-            head.created,
-            model,
-            [
-                ChatChoice(
-                    index,
-                    AssistantMessage(answer.text),
-                    _logprobs(answer.logprobs, context.table, spec),
-                    answer.finish_reason,
-                    answer.stop_reason,
-                    answer.token_ids if show_ids else UNSET,
-                )
-                for index, answer in enumerate(answers)
-            ],
-            submission.usage(),
-            prompt_token_ids=spec.prompts[0].token_ids if show_ids else UNSET,
+    writer = None
+    if request.stream:
+        frames = chunk_frames(request, head)
+        writer = ChatChunks(frames, context.table, spec, show_ids=show_ids)
+    whole = await serve(call, context, spec, writer)
+    if whole is None:
+        return
+    choices = [
+        ChatChoice(
+            index,
+            AssistantMessage(answer.text),
+            _logprobs(answer.logprobs, context.table, spec),
+            answer.finish_reason,
+            answer.stop_reason,
+            answer.token_ids if show_ids else UNSET,
         )
-    )
+        for index, answer in enumerate(whole.answers)
+    ]
+    response = ChatCompletionResponse(head.id, head.created, model, choices, whole.usage)
+    if show_ids:
+        response.prompt_token_ids = spec.prompts[0].token_ids
+    await call.send_struct(response)
 
 
 class ChatChunks:

@@ -1,13 +1,13 @@
 """POST /v1/completions."""
 
-import time
 from collections.abc import Sequence
 
-from server.asgi import Call, CancelOnDisconnect
+from server.asgi import Call
 from server.detokenizer import TokenTable
 from server.generation import Answer, Delta, ScoredToken
 from server.preprocess import prepare_completion
 from server.routes.context import Context
+from server.routes.serve import chunk_frames, chunk_head, serve
 from server.schemas.common import UNSET
 from server.schemas.completions import (
     CompletionChoice,
@@ -15,8 +15,8 @@ from server.schemas.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from server.sse import ChunkFrames, ChunkHead, send_stream
-from server.submission import GenerationSpec, Submission
+from server.sse import ChunkFrames
+from server.submission import GenerationSpec
 
 # JSON has no infinity; this is what clients of such servers know as "impossible".
 MIN_LOGPROB = -9999.0
@@ -28,29 +28,20 @@ async def create_completion(call: Call, context: Context) -> None:
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
     spec = await prepare_completion(request, call.request_id, context.tokenizer, context.limits())
-    head = ChunkHead(f"cmpl-{call.request_id}", "text_completion", int(time.time()), model)
+    head = chunk_head("cmpl", "text_completion", call, model)
     show_ids = bool(request.return_token_ids)
-    with CancelOnDisconnect(call.receive):
-        submission = Submission(context.client, context.table, context.metrics, spec, call.arrived)
-        try:
-            if request.stream:
-                options = request.stream_options
-                frames = ChunkFrames(
-                    head, include_usage=options is not None and bool(options.include_usage)
-                )
-                writer = CompletionChunks(frames, context.table, spec, show_ids=show_ids)
-                await send_stream(call, submission, writer)
-                return
-            answers = await submission.collect()
-        finally:
-            submission.close()
+    writer = None
+    if request.stream:
+        frames = chunk_frames(request, head)
+        writer = CompletionChunks(frames, context.table, spec, show_ids=show_ids)
+    whole = await serve(call, context, spec, writer)
+    if whole is None:
+        return
     choices = [
         _choice(index, answer, context.table, spec, show_ids=show_ids)
-        for index, answer in enumerate(answers)
+        for index, answer in enumerate(whole.answers)
     ]
-    await call.send_struct(
-        CompletionResponse(head.id, head.created, model, choices, submission.usage())
-    )
+    await call.send_struct(CompletionResponse(head.id, head.created, model, choices, whole.usage))
 
 
 class CompletionChunks:

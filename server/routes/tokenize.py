@@ -39,13 +39,15 @@ async def tokenize(call: Call, context: Context) -> None:
         )
         add_special_tokens = bool(request.add_special_tokens)
     token_ids = await context.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-    names = [context.tokenizer.id_to_token(token_id) for token_id in token_ids]
+    names = None
+    if request.return_token_strs:
+        names = [context.tokenizer.id_to_token(token_id) for token_id in token_ids]
     await call.send_struct(
         TokenizeResponse(
             len(token_ids),
             known_max_model_len(context),
             token_ids,
-            names if request.return_token_strs else None,
+            names,
         )
     )
 
@@ -55,7 +57,7 @@ async def detokenize(call: Call, context: Context) -> None:
     request = await call.body(DetokenizeRequest)
     context.model_name(request.model)
     check_vocabulary(request.tokens, context.tokenizer, "tokens")
-    text = context.tokenizer.decode(
+    text = await context.tokenizer.decode_async(
         request.tokens, skip_special_tokens=bool(request.skip_special_tokens)
     )
     await call.send_struct(DetokenizeResponse(text))

@@ -57,12 +57,13 @@ class FakeStream:
     """A token stream that is fed by its test or by the client's script."""
 
     def __init__(
-        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, priority: int
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
-        self.priority = priority
+        self.priority = 0
+        self.pinned_rank: int | None = None
         self.closed = asyncio.Event()
         self.waiting = asyncio.Event()
         self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
@@ -116,7 +117,8 @@ class FakeGenerationClient:
     ) -> FakeStream:
         if len(self.streams) >= self.refuse_from:
             raise NoEngineAvailable
-        stream = FakeStream(request_id, prompt_token_ids, sampling, priority)
+        stream = FakeStream(request_id, prompt_token_ids, sampling)
+        stream.priority, stream.pinned_rank = priority, pinned_rank
         self.streams.append(stream)
         stream.feed(*self.script(stream))
         self.submitted.set()

@@ -234,3 +234,12 @@ def test_requests_can_be_named(http: Any, engines: Any) -> None:
 def test_the_first_served_name_answers_when_none_is_given(http: Any) -> None:
     assert http.post("/v1/completions", {"prompt": "x"}).json()["model"] == "tiny"
     assert http.complete(model="also-tiny")["model"] == "also-tiny"
+
+
+def test_requests_can_be_pinned_to_an_engine(http: Any, engines: Any) -> None:
+    http.complete()
+    response = http.post("/v1/completions", {"prompt": "x"}, headers={"X-data-parallel-rank": "3"})
+    assert response.status_code == 200
+    assert [stream.pinned_rank for stream in engines.streams] == [None, 3]
+    response = http.post("/v1/completions", {"prompt": "x"}, headers={"X-data-parallel-rank": "-1"})
+    assert response.json()["error"]["param"] == "X-data-parallel-rank"

@@ -147,7 +147,8 @@ _COUNTING_PROCESS = """
 from server.config import FrontEndConfig, ModelConfig
 from server.metrics import ChoiceTimer, FrontEndMetrics
 
-metrics = FrontEndMetrics(FrontEndConfig(model=ModelConfig(model="org/m", served_model_name=("tiny",))))
+model = ModelConfig(model="org/m", served_model_name=("tiny",))
+metrics = FrontEndMetrics(FrontEndConfig(model=model))
 metrics.submitted(0.0, [5])
 timer = ChoiceTimer(metrics, 0.0)
 timer.tokens(1)
@@ -158,12 +159,7 @@ class Client:
     view = None
     stats_age = {}
 
-import sys, time
-started = time.perf_counter()
-text = metrics.render(Client())
-elapsed = time.perf_counter() - started
-sys.stdout.write(text.decode())
-sys.stderr.write(str(elapsed))
+print(metrics.render(Client()).decode())
 """
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from engine.executor.simulated import simulated_token
+from engine.scheduler.admission import Grant
 from engine.scheduler.batch import BatchPlan
 
 MakeRig = Callable[..., Any]
@@ -103,16 +104,19 @@ def test_a_preempted_request_keeps_the_token_that_was_being_drawn(make_rig: Make
 def test_a_preempted_request_does_not_start_again_while_a_step_uses_its_blocks(
     make_rig: MakeRig,
 ) -> None:
-    rig = make_rig(num_kv_blocks=4, max_model_len=16, enable_prefix_caching=False)
+    rig = make_rig(num_kv_blocks=8, max_num_batched_tokens=12, enable_prefix_caching=False)
+    rig.add(0, list(range(16)))
+    rig.step()
     rig.add(1, [1, 2, 3, 4, 5, 6, 7], max_tokens=6)
     rig.add(2, [11, 12, 13, 14, 15], max_tokens=3)
-    rig.schedule()
-    rig.schedule()
-    rig.schedule()  # preempts the second
-    rig.scheduler.abort([1])
-    assert rows(rig.schedule()) == []
+    hold = Grant(run_partials=False)
+    rig.schedule(hold)
+    rig.schedule(hold)
+    assert rows(rig.schedule(hold)) == []  # no block for position 8: the third is preempted
+    rig.scheduler.abort([0])  # its blocks are idle and free at once
+    assert rows(rig.schedule(hold)) == [(1, 8, 1, True)]
     rig.run(depth=4)
-    rig.assert_complete(2)
+    rig.assert_complete(1, 2)
     rig.assert_idle()
 
 

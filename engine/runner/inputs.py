@@ -1,0 +1,76 @@
+"""From a batch plan to the arrays that the model takes."""
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from engine.models.attention import AttentionRows
+from engine.runner.slots import SlotTable
+from engine.scheduler.batch import BatchPlan
+
+IntArray = npt.NDArray[np.int64]
+
+
+class BatchRows(msgspec.Struct, frozen=True):
+    """The rows of a plan and their tokens, one row after the other."""
+
+    slots: IntArray
+    starts: IntArray
+    counts: IntArray
+    first_token: IntArray
+    """Index of each row's first token."""
+    samples: IntArray
+    """The rows that draw a token."""
+    token_ids: IntArray
+    positions: IntArray
+    cache_slots: IntArray
+    """Flat place of each token in a layer's cache."""
+
+    @property
+    def last_tokens(self) -> IntArray:
+        """Index of each row's last token."""
+        return self.first_token + self.counts - 1
+
+    @property
+    def next_positions(self) -> IntArray:
+        """Position of the token that follows each row."""
+        return self.starts + self.counts
+
+
+def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
+    """Look up everything that the plan's rows refer to."""
+    slots = np.array(plan.slots, np.int64)
+    starts = np.array(plan.starts, np.int64)
+    counts = np.array(plan.counts, np.int64)
+    rows = np.arange(len(slots))
+    first_token, token_slots, positions = rows, slots, starts
+    if plan.num_tokens != len(slots):
+        ends = np.cumsum(counts)
+        first_token = ends - counts
+        row_of_token = np.repeat(rows, counts)
+        token_slots = slots[row_of_token]
+        positions = np.arange(ends[-1]) - (first_token - starts)[row_of_token]
+    block = table.block_tables[token_slots, positions // table.block_size]
+    return BatchRows(
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        first_token=first_token,
+        samples=np.flatnonzero(np.array(plan.samples, np.bool_)),
+        token_ids=table.token_ids[token_slots, positions].astype(np.int64),
+        positions=positions,
+        cache_slots=block.astype(np.int64) * table.block_size + positions % table.block_size,
+    )
+
+
+def attention_rows(rows: BatchRows, table: SlotTable) -> AttentionRows:
+    """Return the part of the batch that attention plans by."""
+    longest = int(rows.next_positions.max())
+    width = -(-longest // table.block_size)
+    return AttentionRows(
+        starts=rows.starts,
+        counts=rows.counts,
+        first_token=rows.first_token,
+        block_tables=table.block_tables[rows.slots, :width],
+        block_size=table.block_size,
+    )

@@ -1,0 +1,107 @@
+"""How many KV blocks an engine gets, and their memory."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import CacheConfig
+from engine.models.hf_config import ModelSpec
+
+_MEMORY_SHARE = 0.5
+"""Share of the free memory that all engines of a node take together by default. The rest is for
+activations, for the other processes and for the page cache that holds the checkpoint."""
+_CUDA_SHARE = 0.85
+
+
+class NotEnoughMemory(ValueError):
+    """The KV cache cannot hold even one sequence of the longest length."""
+
+
+def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Return the memory of one block over all layers, keys and values."""
+    return spec.num_layers * block_size * 2 * spec.kv_size * dtype.itemsize
+
+
+def count_blocks(
+    config: CacheConfig,
+    *,
+    block_bytes: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    available_bytes: int,
+) -> int:
+    """Return the number of KV blocks of one engine.
+
+    Args:
+        available_bytes: memory for the cache when the settings name neither blocks nor bytes.
+
+    Raises:
+        NotEnoughMemory: the blocks do not hold one sequence of `max_model_len`.
+    """
+    per_sequence = -(-max_model_len // config.block_size)
+    if config.num_kv_blocks is not None:
+        blocks = config.num_kv_blocks
+        source = "--num-kv-blocks"
+    else:
+        budget = config.kv_cache_memory_bytes or available_bytes
+        blocks = min(budget // block_bytes, per_sequence * max_num_seqs)
+        source = "--kv-cache-memory-bytes" if config.kv_cache_memory_bytes else "free memory"
+    if blocks < per_sequence:
+        needed = per_sequence * block_bytes / 2**20
+        raise NotEnoughMemory(
+            f"{blocks} KV blocks of {config.block_size} tokens (from {source}) do not hold one "
+            f"sequence of {max_model_len} tokens, which needs {per_sequence} blocks "
+            f"({needed:.0f} MiB): lower --max-model-len or give the cache more memory"
+        )
+    return blocks
+
+
+def available_memory(device: torch.device, engines_on_node: int) -> int:
+    """Return the bytes that one of so many engines may take for its KV cache."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _CUDA_SHARE)
+    return int(_free_host_memory() * _MEMORY_SHARE) // engines_on_node
+
+
+def _free_host_memory() -> int:
+    """Free and reclaimable bytes, within the control group's limit if there is one."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    limit = _control_group_free()
+    return free if limit is None else min(free, limit)
+
+
+def _control_group_free() -> int | None:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group of version 2 bounds this process
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def allocate_cache(
+    spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Return one zeroed [num_blocks, block_size, 2, kv_heads, head_dim] tensor per layer.
+
+    On the CPU pages are zeroed by the operating system when they are first touched, so that
+    resident memory grows only as blocks are used.
+    """
+    shape = (num_blocks, block_size, 2, spec.num_kv_heads, spec.head_dim)
+    if device.type != "cpu":
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+    host_type = np.float32 if dtype == torch.float32 else np.int16
+    return [
+        torch.from_numpy(np.zeros(shape, dtype=host_type)).view(dtype)
+        for _ in range(spec.num_layers)
+    ]

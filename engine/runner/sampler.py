@@ -1,0 +1,229 @@
+"""From logits to tokens, for all rows of a batch at once.
+
+The draw is the inverse of the cumulative distribution at one uniform number per row, which is a
+function of (seed, position) alone. Every operation treats rows independently, so a row's token
+does not depend on its neighbours or on its place in the batch.
+"""
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.messages import TokenLogprob
+from engine.runner.draws import uniform
+from engine.runner.logprobs import token_logprobs
+from engine.runner.penalties import adjust, adjusted_rows
+from engine.runner.slots import NO_LOGPROBS, FloatArray, SamplingTable, SlotTable
+
+IntArray = npt.NDArray[np.int64]
+
+_CHUNK = 128
+"""Tokens per chunk of the two-level search; divides the vocabularies of most models."""
+_CANDIDATES = 256
+"""Largest probabilities that are looked at before a whole row is sorted."""
+_COLDEST = 1e-6
+"""Temperatures below are raised to this, where the most likely token is certain anyway."""
+_BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """Tokens in row order, and the log probabilities that were asked for."""
+
+    token_ids: IntArray
+    logprobs: list[TokenLogprob | None] | None
+
+
+def sample(logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray) -> Sampled:
+    """Draw one token per row.
+
+    Args:
+        logits: [rows, vocab]
+        slots: [rows] whose parameters apply
+        positions: [rows] position in its sequence of the token to draw
+    """
+    params = table.sampling
+    if bool(params.plain_greedy[slots].all()):
+        return Sampled(_on_host(most_likely(logits)), None)
+    num_output = positions - table.num_prompt_tokens[slots]
+    rows = adjusted_rows(params, slots, num_output)
+    adjusted = logits
+    if len(rows):
+        adjusted = logits.to(torch.float32, copy=True)
+        adjust(adjusted, table, slots, positions, rows)
+    token_ids = _choose(adjusted, params, slots, positions)
+    return Sampled(token_ids, _logprobs(logits, params, slots, token_ids))
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """Return the id of the largest logit of each row, the lowest of equals.
+
+    Two levels, as finding a maximum is many times cheaper than finding where it is.
+    """
+    if logits.shape[1] % _CHUNK:
+        return logits.float().argmax(dim=-1)
+    chunks = logits.view(len(logits), -1, _CHUNK)
+    best = chunks.amax(dim=-1).float().argmax(dim=-1)
+    rows = torch.arange(len(logits), device=logits.device)
+    return best * _CHUNK + chunks[rows, best].float().argmax(dim=-1)
+
+
+def _choose(
+    logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray
+) -> IntArray:
+    temperature = params.temperature[slots]
+    drawn = np.flatnonzero(temperature > 0)
+    if len(drawn) == len(slots):
+        return _draw(logits, params, slots, positions)
+    token_ids = _on_host(most_likely(logits))
+    if len(drawn):
+        index = torch.from_numpy(drawn).to(logits.device)
+        some = logits.index_select(0, index)
+        token_ids[drawn] = _draw(some, params, slots[drawn], positions[drawn])
+    return token_ids
+
+
+def _draw(logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
+    weights = _probabilities(logits, params.temperature[slots])
+    filtered = np.flatnonzero(params.filtered[slots])
+    if len(filtered):
+        which = slots[filtered]
+        cut = np.full(len(slots), _SMALLEST)
+        index = torch.from_numpy(filtered).to(weights.device)
+        cut[filtered] = smallest_kept(
+            weights.index_select(0, index),
+            params.top_k[which],
+            params.top_p[which],
+            params.min_p[which],
+        )
+        # A threshold at one is a single pass without a mask, and x / x is exactly one. The
+        # scale that is left on the row does not matter to the draw.
+        weights /= _column(np.maximum(cut, _SMALLEST), weights)
+        weights = F.threshold(weights, _BELOW_ONE, 0.0, inplace=True)
+    return _on_host(invert_cumulative(weights, uniform(params.seed[slots], positions)))
+
+
+def _probabilities(logits: Tensor, temperature: FloatArray) -> Tensor:
+    """Return new float32 probabilities [rows, vocab]."""
+    if bool((temperature == 1.0).all()):
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    scaled = logits.float() / _column(np.maximum(temperature, _COLDEST), logits)
+    return torch.softmax(scaled, dim=-1)
+
+
+def smallest_kept(
+    probabilities: Tensor, top_k: IntArray, top_p: FloatArray, min_p: FloatArray
+) -> FloatArray:
+    """Return each row's smallest probability that the filters keep; equal ones are all kept.
+
+    Min-p keeps tokens of at least that share of the largest probability, then top-k the k
+    largest (0: all), then top-p the fewest that together have that share of what is left.
+    """
+    vocab = probabilities.shape[1]
+    count = min(vocab, max(_CANDIDATES, int(top_k.max())))
+    largest = _descending(probabilities, count)
+    cut, known = _cut(largest, top_k, top_p, min_p, whole=count == vocab)
+    if not known.all():
+        rest = np.flatnonzero(~known)
+        index = torch.from_numpy(rest).to(probabilities.device)
+        largest = _descending(probabilities.index_select(0, index), vocab)
+        cut[rest], _ = _cut(largest, top_k[rest], top_p[rest], min_p[rest], whole=True)
+    return cut
+
+
+def _cut(
+    largest: npt.NDArray[np.float32],
+    top_k: IntArray,
+    top_p: FloatArray,
+    min_p: FloatArray,
+    *,
+    whole: bool,
+) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+    """Find the cut among the largest probabilities, and whether they are enough to know it."""
+    rows, count = largest.shape
+    limit = np.where((top_k == 0) | (top_k > count), count, top_k)
+    base = np.where(top_k > 0, largest[np.arange(rows), limit - 1], 0.0)
+    base = np.maximum(base, largest[:, 0] * min_p).astype(np.float32)
+    kept = np.where(largest >= base[:, None], largest, 0.0).astype(np.float64)
+    mass = np.cumsum(kept, axis=1)
+    # The mass of all tokens is one by construction; of a part it has to be seen to its end.
+    total = np.where(base > 0, mass[:, -1], 1.0)
+    nucleus = top_p < 1.0
+    inside = mass - kept < (top_p * total)[:, None]
+    last = np.maximum(np.count_nonzero(inside & (kept > 0), axis=1), 1) - 1
+    cut = np.where(nucleus, np.maximum(largest[np.arange(rows), last], base), base)
+    if whole:
+        return cut.astype(np.float64), np.ones(rows, np.bool_)
+    base_inside = (base > 0) & (largest[:, -1] < base)
+    reached = (base == 0) & (mass[:, -1] >= top_p)
+    return cut.astype(np.float64), ~nucleus | base_inside | reached
+
+
+def _descending(values: Tensor, count: int) -> npt.NDArray[np.float32]:
+    """Return the `count` largest values of each row, largest first.
+
+    numpy's vectorized partition and sort are several times faster than torch's on a CPU.
+    """
+    if values.device.type != "cpu":
+        return values.topk(count, dim=-1).values.cpu().numpy()
+    array: npt.NDArray[np.float32] = values.numpy()
+    if count < array.shape[1]:
+        array = np.partition(array, array.shape[1] - count, axis=1)[:, -count:]
+    return np.sort(array, axis=1)[:, ::-1]
+
+
+def invert_cumulative(weights: Tensor, uniforms: FloatArray) -> Tensor:
+    """Return for each row the token where the cumulative weight passes u times the total.
+
+    Args:
+        weights: [rows, vocab] float32, not negative, any positive sum
+        uniforms: [rows] in [0, 1)
+
+    First the chunk, then the token in it, both with sums in float64.
+    """
+    if weights.shape[1] % _CHUNK:
+        weights = F.pad(weights, (0, _CHUNK - weights.shape[1] % _CHUNK))
+    chunks = weights.view(len(weights), -1, _CHUNK)
+    mass = chunks.sum(dim=-1).double()
+    upto = mass.cumsum(dim=-1)
+    target = upto[:, -1:] * torch.from_numpy(uniforms).to(weights.device).unsqueeze(1)
+    chunk = _first_above(upto, target, mass)
+    before = (upto - mass).gather(1, chunk)
+    rows = torch.arange(len(weights), device=weights.device)
+    inner = chunks[rows, chunk[:, 0]].double()
+    token = _first_above(inner.cumsum(dim=-1), target - before, inner)
+    return (chunk * _CHUNK + token)[:, 0]
+
+
+def _first_above(upto: Tensor, target: Tensor, mass: Tensor) -> Tensor:
+    """Return [rows, 1]: the first index whose sum is above, else the last one with any mass."""
+    columns = torch.arange(mass.shape[1], device=mass.device)
+    last = torch.where(mass > 0, columns, 0).amax(dim=-1, keepdim=True)
+    return torch.minimum((upto <= target).sum(dim=-1, keepdim=True), last)
+
+
+def _logprobs(
+    logits: Tensor, params: SamplingTable, slots: IntArray, token_ids: IntArray
+) -> list[TokenLogprob | None] | None:
+    wanted = params.logprobs[slots]
+    rows = np.flatnonzero(wanted != NO_LOGPROBS)
+    if not len(rows):
+        return None
+    index = torch.from_numpy(rows).to(logits.device)
+    entries = token_logprobs(logits.index_select(0, index), token_ids[rows], wanted[rows])
+    result: list[TokenLogprob | None] = [None] * len(slots)
+    for row, entry in zip(rows.tolist(), entries, strict=True):
+        result[row] = entry
+    return result
+
+
+def _column(values: FloatArray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32)).to(like.device).unsqueeze(1)
+
+
+def _on_host(token_ids: Tensor) -> IntArray:
+    result: IntArray = token_ids.cpu().numpy()
+    return result

@@ -1,0 +1,123 @@
+"""What a runner remembers about each slot between steps, in arrays indexed by slot."""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.messages import SamplingParams
+from engine.scheduler.batch import SlotBlocks, SlotStart
+
+NO_LOGPROBS = -1
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+class SamplingTable:
+    """Sampling parameters of every slot, laid out so that a batch reads them by fancy index."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self.seed = np.zeros(max_num_seqs, np.uint64)
+        self.temperature = np.ones(max_num_seqs, np.float64)
+        self.top_k = np.zeros(max_num_seqs, np.int64)
+        self.top_p = np.ones(max_num_seqs, np.float64)
+        self.min_p = np.zeros(max_num_seqs, np.float64)
+        self.repetition_penalty = np.ones(max_num_seqs, np.float64)
+        self.presence_penalty = np.zeros(max_num_seqs, np.float64)
+        self.frequency_penalty = np.zeros(max_num_seqs, np.float64)
+        self.min_tokens = np.zeros(max_num_seqs, np.int64)
+        self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        self.prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        self.penalized = np.zeros(max_num_seqs, np.bool_)
+        self.biased = np.zeros(max_num_seqs, np.bool_)
+        self.filtered = np.zeros(max_num_seqs, np.bool_)
+        """Whether top-k, top-p or min-p leave anything out."""
+        self.plain_greedy = np.zeros(max_num_seqs, np.bool_)
+        """Whether the most likely token is all that is asked for."""
+        self.bias: list[tuple[IntArray, npt.NDArray[np.float32]]] = [_NO_BIAS] * max_num_seqs
+        self.ending: list[IntArray] = [_NO_TOKENS] * max_num_seqs
+        """Tokens that may not be drawn before `min_tokens`."""
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        """Replace the parameters of a slot. Token ids outside the vocabulary are left out."""
+        self.seed[slot] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = params.top_k
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self.min_tokens[slot] = params.min_tokens
+        self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[slot] = (
+            NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+        )
+        penalties = (params.presence_penalty, params.frequency_penalty)
+        self.penalized[slot] = params.repetition_penalty != 1.0 or any(penalties)
+        bias = {t: b for t, b in params.logit_bias.items() if 0 <= t < self._vocab_size}
+        self.biased[slot] = bool(bias)
+        self.bias[slot] = (
+            np.fromiter(bias.keys(), np.int64, len(bias)),
+            np.fromiter(bias.values(), np.float32, len(bias)),
+        )
+        self.filtered[slot] = (
+            0 < params.top_k < self._vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+        )
+        ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
+        self.ending[slot] = np.array(sorted(t for t in ending if 0 <= t < self._vocab_size), int)
+        self.plain_greedy[slot] = params.temperature == 0.0 and not (
+            self.penalized[slot]
+            or self.biased[slot]
+            or params.min_tokens > 0
+            or params.logprobs is not None
+        )
+
+
+_NO_TOKENS: IntArray = np.zeros(0, np.int64)
+_NO_BIAS = (_NO_TOKENS, np.zeros(0, np.float32))
+
+
+class SlotTable:
+    """Tokens, block tables and sampling parameters of all slots."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        blocks = -(-(max_model_len + 1) // block_size)
+        self.block_tables = np.zeros((max_num_seqs, blocks), np.int32)
+        self.sampling = SamplingTable(max_num_seqs, vocab_size, eos_token_ids)
+
+    def start(self, start: SlotStart) -> None:
+        """Give a slot to a sequence.
+
+        Raises:
+            ValueError: a token id is not in the vocabulary, or there are too many tokens.
+        """
+        tokens = np.array(start.token_ids, np.int64)
+        if len(tokens) >= self.token_ids.shape[1]:
+            raise ValueError(
+                f"a sequence of {len(tokens)} tokens is longer than the "
+                f"{self.token_ids.shape[1] - 1} that the model takes"
+            )
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {self.vocab_size}")
+        self.token_ids[start.slot, : len(tokens)] = tokens
+        self.num_prompt_tokens[start.slot] = start.num_prompt_tokens
+        self.sampling.set(start.slot, start.sampling)
+
+    def append_blocks(self, blocks: SlotBlocks) -> None:
+        """Extend the block table of a slot."""
+        end = blocks.first + len(blocks.block_ids)
+        self.block_tables[blocks.slot, blocks.first : end] = blocks.block_ids

@@ -1,0 +1,136 @@
+"""The coordinator process over real sockets."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from coordinator.process import socket_addresses
+from engine.config import ClusterConfig
+from engine.messages import (
+    ClusterView,
+    CoordinatorReply,
+    EngineStats,
+    FrontEndAddresses,
+    FrontEnds,
+    GroupOrder,
+    HeartbeatAck,
+    Hello,
+    Message,
+    Ready,
+    StartDpWave,
+    WakeUp,
+    Welcome,
+    encode,
+)
+from engine.transport import Transport
+
+TIMEOUT_MS = 10_000
+
+
+class Peer:
+    """Sockets of one member, played by the test."""
+
+    def __init__(self, directory: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self.transport = Transport(ClusterConfig(), context)
+        self.address = f"ipc://{directory}/coordinator"
+        self.registration = self.transport.connect(zmq.DEALER, self.address, identity=b"me")
+
+    def subscribe(self, address: str) -> "zmq.Socket[bytes]":
+        socket = self.transport.connect(zmq.XSUB, address)
+        socket.send(b"\x01")
+        return socket
+
+    def ask(self, message: Message) -> object:
+        self.registration.send(encode(message))
+        return receive(self.registration, CoordinatorReply)
+
+
+def receive(socket: "zmq.Socket[bytes]", kind: object) -> object:
+    assert socket.poll(TIMEOUT_MS), "nothing came"
+    return msgspec.msgpack.decode(socket.recv(), type=kind)
+
+
+@pytest.fixture
+def peer(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[Peer]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())",
+         "coordinator", "--coordinator", f"ipc://{tmp_path}/coordinator"],
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield Peer(tmp_path, context)
+    finally:
+        process.terminate()
+        _, errors = process.communicate(timeout=10)
+        assert process.returncode == 0, errors.decode()
+        assert b"Traceback" not in errors, errors.decode()
+
+
+def test_a_member_joins_and_everybody_hears_of_it(peer: Peer) -> None:
+    front = peer.subscribe(socket_addresses(peer.address)[0])
+    empty = receive(front, ClusterView)
+    assert isinstance(empty, ClusterView)
+    assert empty.engines == []
+    welcome = peer.ask(Hello("engine", -1, 10, "h", 1))
+    assert isinstance(welcome, Welcome)
+    assert peer.ask(Ready("engine", welcome.index, 10)) == HeartbeatAck(welcome.epoch, known=True)
+    while True:
+        view = receive(front, ClusterView)
+        assert isinstance(view, ClusterView)
+        if view.engines and view.engines[0].ready:
+            break
+
+
+def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
+    welcome = peer.ask(Hello("engine", 0, 10, "h", 1))
+    assert isinstance(welcome, Welcome)
+    front = peer.subscribe(socket_addresses(peer.address)[0])
+    back = peer.subscribe(welcome.publish_address)
+    assert receive(back, GroupOrder) == FrontEnds(welcome.epoch, [])
+    receive(front, ClusterView)
+    front.send(encode(WakeUp(0, 0, 0)))
+    assert receive(back, GroupOrder) == StartDpWave(0, 0)
+    output = peer.transport.connect(zmq.PUSH, welcome.output_address)
+    output.send(
+        encode(
+            EngineStats(
+                rank=0, incarnation=10, version=1, wave=0, step=1, waiting=2, running=3,
+                kv_usage=0.5, queued_prefill_tokens=7,
+            )
+        )
+    )  # fmt: skip
+    while True:
+        view = receive(front, ClusterView)
+        assert isinstance(view, ClusterView)
+        if view.running:
+            break
+    stats = view.engines[0].stats
+    assert stats is not None
+    assert (stats.waiting, stats.running, stats.queued_prefill_tokens) == (2, 3, 7)
+
+
+def test_engines_are_told_of_a_front_end_at_once(peer: Peer) -> None:
+    welcome = peer.ask(Hello("engine", 0, 10, "h", 1))
+    assert isinstance(welcome, Welcome)
+    back = peer.subscribe(welcome.publish_address)
+    receive(back, GroupOrder)
+    addresses = FrontEndAddresses("ipc://r", "ipc://o")
+    peer.ask(Hello("front_end", 0, 50, "h", 2, {}, addresses))
+    order = receive(back, GroupOrder)
+    assert isinstance(order, FrontEnds)
+    assert [entry.addresses for entry in order.front_ends] == [addresses]
+
+
+def test_junk_on_every_socket_harms_nobody(peer: Peer) -> None:
+    front_address, output_address, back_address = socket_addresses(peer.address)
+    front, back = peer.subscribe(front_address), peer.subscribe(back_address)
+    output = peer.transport.connect(zmq.PUSH, output_address)
+    for junk in (b"", b"\xff" * 100, b"\x93\xa3Foo", encode(StartDpWave(1, 2))):
+        for socket in (front, back, output, peer.registration):
+            socket.send(junk)
+    assert isinstance(peer.ask(Hello("engine", 0, 10, "h", 1)), Welcome)

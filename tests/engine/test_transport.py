@@ -1,0 +1,120 @@
+"""Sockets: security between nodes, addresses, and typed receiving."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.config import ClusterConfig
+from engine.messages import AbortRequests, EngineInput, Refused, encode
+from engine.transport import (
+    Inbox,
+    InsecureCluster,
+    Transport,
+    bound_address,
+    cluster_key_pair,
+    normalize_address,
+)
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def keyed(context: Context, directory: Path, secret: str) -> Transport:
+    path = directory / secret
+    path.write_text(f"{secret}\n")
+    return Transport(ClusterConfig(cluster_key_file=str(path)), context)
+
+
+def test_the_same_secret_opens_an_encrypted_link(context: Context, tmp_path: Path) -> None:
+    pull = keyed(context, tmp_path, "alpha").bind(zmq.PULL, "tcp://127.0.0.1:*")
+    address = bound_address(pull, "127.0.0.1")
+    push = keyed(context, tmp_path, "alpha").connect(zmq.PUSH, address)
+    push.send(b"hello")
+    assert pull.poll(5000)
+    assert pull.recv() == b"hello"
+
+
+@pytest.mark.parametrize("intruder", ["wrong key", "no key"])
+def test_another_secret_or_none_gets_nothing_through(
+    context: Context, tmp_path: Path, intruder: str
+) -> None:
+    pull = keyed(context, tmp_path, "alpha").bind(zmq.PULL, "tcp://127.0.0.1:*")
+    address = bound_address(pull, "127.0.0.1")
+    if intruder == "wrong key":
+        outsider = keyed(context, tmp_path, "beta")
+    else:
+        outsider = Transport(ClusterConfig(insecure_cluster=True), context)
+    push = outsider.connect(zmq.PUSH, address)
+    monitor = push.get_monitor_socket()
+    push.send(b"let me in")
+    assert monitor.poll(5000), "the handshake is attempted"
+    assert not pull.poll(300)
+    push.disable_monitor()
+
+
+def test_tcp_without_a_key_needs_explicit_leave(context: Context) -> None:
+    with pytest.raises(InsecureCluster, match="--cluster-key-file"):
+        Transport(ClusterConfig(), context).bind(zmq.PULL, "tcp://127.0.0.1:*")
+    Transport(ClusterConfig(insecure_cluster=True), context).bind(zmq.PULL, "tcp://127.0.0.1:*")
+
+
+def test_the_key_follows_from_the_secret_alone() -> None:
+    assert cluster_key_pair(b"abc") == cluster_key_pair(b" abc\n")
+    assert cluster_key_pair(b"abc") != cluster_key_pair(b"abd")
+
+
+def test_addresses_are_completed_and_advertised(context: Context) -> None:
+    assert normalize_address("head:7550") == "tcp://head:7550"
+    assert normalize_address("ipc:///x") == "ipc:///x"
+    transport = Transport(ClusterConfig(insecure_cluster=True), context)
+    socket = transport.bind(zmq.PULL, "tcp://*:*")
+    assert bound_address(socket, "node-7").startswith("tcp://node-7:")
+
+
+def test_a_path_too_long_for_a_socket_is_named(context: Context) -> None:
+    with pytest.raises(ValueError, match="--socket-dir"):
+        Transport(ClusterConfig(), context).bind(zmq.PULL, f"ipc:///tmp/{'x' * 120}")
+
+
+def pair(context: Context, directory: Path) -> tuple[Inbox, "zmq.Socket[bytes]"]:
+    transport = Transport(ClusterConfig(), context)
+    pull = transport.bind(zmq.PULL, f"ipc://{directory}/s")
+    return Inbox(pull, EngineInput, "test"), transport.connect(zmq.PUSH, f"ipc://{directory}/s")
+
+
+def test_foreign_and_malformed_messages_are_counted_and_skipped(
+    context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox, push = pair(context, tmp_path)
+    for frame in (b"\xc1", encode(Refused("x")), b"", encode(AbortRequests([4]))):
+        push.send(frame)
+    inbox.socket.poll(5000)
+    received = None
+    while received is None:
+        received = inbox.receive()
+    assert received == (b"", AbortRequests([4]))
+    assert inbox.dropped == 3
+    assert len(caplog.records) == 1, "logged once, not per message"
+
+
+def test_an_event_loop_gets_every_message_of_a_burst(context: Context, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        inbox, push = pair(context, tmp_path)
+        got: list[int] = []
+        done = asyncio.Event()
+
+        def handle(_sender: bytes, message: AbortRequests) -> None:
+            got.extend(message.ids)
+            if len(got) == 1000:
+                done.set()
+
+        inbox.attach(asyncio.get_running_loop(), handle)
+        for i in range(1000):
+            push.send(encode(AbortRequests([i])))
+        async with asyncio.timeout(10):
+            await done.wait()
+        assert got == list(range(1000))
+        inbox.close()
+
+    asyncio.run(scenario())
