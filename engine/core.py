@@ -121,8 +121,9 @@ class EngineCore:
             case AbortRequests():
                 self._scheduler.abort(message.ids)
             case UtilityCall():
-                result = self._call_utility(message)
-                self._utility_results.append((message.front_end, result))
+                if self._present(message.front_end, message.name) is not None:
+                    result = self._call_utility(message)
+                    self._utility_results.append((message.front_end, result))
 
     def step(self) -> CoreStep:
         """Run one step and return everything there is to send.
@@ -190,19 +191,22 @@ class EngineCore:
         return step
 
     def _add(self, message: AddRequest) -> None:
-        front_end = self._front_ends.get(message.front_end)
-        if front_end is None or not front_end.present:
-            logger.warning(
-                "request %s dropped: front end %d is not there",
-                message.request_id,
-                message.front_end,
-            )
+        front_end = self._present(message.front_end, message.request_id)
+        if front_end is None:
             return
         front_end.requests += 1
         front_end.prompt_tokens += len(message.prompt_token_ids)
         answer = self._scheduler.add(message)
         if answer is not None:
             self._outputs.setdefault(message.front_end, []).append(answer)
+
+    def _present(self, index: int, what: str) -> _FrontEnd | None:
+        """Return the front end, or None (and a line in the log) if nobody waits for an answer."""
+        front_end = self._front_ends.get(index)
+        if front_end is None or not front_end.present:
+            logger.warning("%s dropped: front end %d is not there", what, index)
+            return None
+        return front_end
 
     # -- utilities -------------------------------------------------------------------------------
 

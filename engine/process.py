@@ -9,6 +9,7 @@ import secrets
 import signal
 from queue import Empty, SimpleQueue
 
+import msgspec
 import zmq
 
 from engine.config import EngineConfig
@@ -23,6 +24,7 @@ from engine.messages import (
     EngineDead,
     UtilityCall,
 )
+from engine.model_files import model_directory
 from engine.receiver import (
     FrontEndJoined,
     FrontEndLeft,
@@ -105,7 +107,9 @@ def build_executor(config: EngineConfig, lifeline: Lifeline) -> Executor:
     if config.executor.executor == "simulated":
         from engine.executor.simulated import SimulatedExecutor
 
-        return SimulatedExecutor(config)
+        model_config = model_directory(config.model, weights=False) / "config.json"
+        vocab_size = msgspec.json.decode(model_config.read_bytes())["vocab_size"]
+        return SimulatedExecutor(config, vocab_size=vocab_size)
     lifeline.progress("importing torch")
     from engine.executor.in_process import InProcessExecutor  # imports torch
 

@@ -31,7 +31,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +229,8 @@ class Experts(nn.Module):
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else flat.dtype
         )
         spread = spread.unsqueeze(1).expand(-1, self.top, -1).reshape(len(slots), -1)
-        groups = permute(spread, order, inverse).split(counts.tolist())
+        sorted_rows = permute(spread, order, inverse)
+        groups = sorted_rows.split_with_sizes(counts.tolist())
         outputs = []
         for expert, rows in enumerate(groups):
             gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, dim=-1)
@@ -541,15 +542,76 @@ def learning_rate(step: int, *, steps: int, peak: float, warmup: int) -> float:
     return peak * (0.04 + 0.96 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(model: LanguageModel, weight_decay: float) -> torch.optim.AdamW:
-    """Return AdamW that lets the norms' scales be and decays everything else."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    scales = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Return matrices [count, rows, columns] with all singular values moved close to 1.
+
+    Five rounds of a quintic Newton-Schulz iteration; its coefficients are those commonly used with
+    Muon, which trade exactness for speed.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * (square @ square)) @ x
+    result: Tensor = x.mT if tall else x
+    return result.float()
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose steps are orthogonalised, for the weight matrices inside the layers.
+
+    On so small a run it gets to the same loss in far fewer steps than AdamW. Steps are scaled to
+    the size of AdamW's, so that both take the same learning rate. Unlike torch.optim.Muon it takes
+    stacked experts as the separate matrices they are, and works on all matrices of a shape at once.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float) -> None:
+        defaults = {"lr": 0.0, "momentum": 0.95, "weight_decay": weight_decay}
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Move every parameter that has a gradient."""
+        for group in self.param_groups:
+            by_shape: dict[tuple[int, ...], list[tuple[nn.Parameter, Tensor]]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
+                ahead = parameter.grad.lerp(state["momentum"], group["momentum"])
+                by_shape.setdefault(parameter.shape[-2:], []).append((parameter, ahead))
+            for shape, members in by_shape.items():
+                steps = orthogonalise(torch.cat([ahead.view(-1, *shape) for _, ahead in members]))
+                steps = steps * (0.2 * math.sqrt(max(shape)))
+                sizes = [parameter.numel() // math.prod(shape) for parameter, _ in members]
+                parts = steps.split_with_sizes(sizes)
+                for (parameter, _), part in zip(members, parts, strict=True):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(part.view_as(parameter), alpha=-group["lr"])
+
+
+def make_optimizers(model: LanguageModel, weight_decay: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the layers' matrices, and AdamW for the embedding, the gates and scales."""
+    inner, outer, scales = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            scales.append(parameter)
+        elif "embed_tokens" in name or "mlp.gate." in name:
+            outer.append(parameter)
+        else:
+            inner.append(parameter)
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
+        {"params": outer, "weight_decay": weight_decay},
         {"params": scales, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
+    return [
+        Muon(inner, weight_decay),
+        torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True),
+    ]
 
 
 def save_atomically(content: Any, path: Path) -> None:
@@ -581,7 +643,7 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.model = LanguageModel(self.shape, options.dropout)
         self.model.initialise()
-        self.optimizer = make_optimizer(self.model, options.weight_decay)
+        self.optimizers = make_optimizers(self.model, options.weight_decay)
         self.step = 0
         self.seconds = 0.0
         self.best = math.inf
@@ -623,7 +685,8 @@ class Trainer:
                 f"pass the same ones, another --work-dir, or --no-resume to start over"
             )
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, content in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(content)
         torch.set_rng_state(state["random"])
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
         return True
@@ -633,7 +696,7 @@ class Trainer:
         state = {
             "recipe": self.recipe,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "random": torch.get_rng_state(),
             "step": self.step,
             "seconds": self.seconds,
@@ -655,15 +718,17 @@ class Trainer:
         rate = learning_rate(
             self.step, steps=options.steps, peak=options.learning_rate, warmup=options.warmup
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits, balance, _ = self.model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         (loss + options.balance * balance).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return float(loss.detach())
 
@@ -811,7 +876,7 @@ assistant's part, such as `You are ROMEO.`.
 Trained from scratch by `scripts/train_bundled_model.py` in {trainer.seconds / 60:.0f} minutes on \
 {options.threads} processor cores:
 {trainer.step:,} of {options.steps:,} steps of {options.batch_tokens:,} tokens \
-({seen / 1e6:.1f} M tokens), AdamW at a peak rate of
+({seen / 1e6:.1f} M tokens), Muon (AdamW for the embedding and the gates) at a peak rate of
 {options.learning_rate:g} with a cosine schedule, weight decay {options.weight_decay:g}, dropout \
 {options.dropout:g}, bfloat16 arithmetic over float32
 weights, seed {options.seed}. Windows are {options.length} tokens long, and \
@@ -922,7 +987,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--export-only", action="store_true", help="write the model from the best weights so far")
     add("--minutes", type=float, default=30, help="stop after so much training time (30)")
-    add("--steps", type=int, default=2200, help="steps of the whole schedule (2200)")
+    add("--steps", type=int, default=1400, help="steps of the whole schedule (1400)")
     add("--seed", type=int, default=1, help="seed of weights, batches and dropout (1)")
     add("--threads", type=int, default=2, help="processor threads (2)")
     add("--batch-tokens", type=int, default=4096, help="tokens of one step (4096)")
@@ -934,13 +999,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         help="share of the steps, at the end, with windows of the full context (0.15)",
     )
     add("--chat-share", type=float, default=0.3, help="share of the windows with chats (0.3)")
-    add("--learning-rate", type=float, default=2.5e-3, help="peak learning rate (2.5e-3)")
-    add("--warmup", type=int, default=100, help="steps of rising learning rate (100)")
+    add("--learning-rate", type=float, default=6e-3, help="peak learning rate (0.006)")
+    add("--warmup", type=int, default=50, help="steps of rising learning rate (50)")
     add("--weight-decay", type=float, default=0.1, help="weight decay of the matrices (0.1)")
-    add("--dropout", type=float, default=0.1, help="dropout of every layer's output (0.1)")
+    add("--dropout", type=float, default=0.15, help="dropout of every layer's output (0.15)")
     add("--balance", type=float, default=0.02, help="weight of the experts' balance loss (0.02)")
-    add("--evaluate-every", type=int, default=100, help="steps between held-out losses (100)")
-    add("--checkpoint-every", type=int, default=100, help="steps between checkpoints (100)")
+    add("--evaluate-every", type=int, default=50, help="steps between held-out losses (50)")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints (50)")
     return parser.parse_args(arguments)
 
 

@@ -44,7 +44,11 @@ async def prepare_completion(
     _check_sequences(len(prompts) * (request.best_of or request.n or 1))
     scoring_only = request.max_tokens == 0
     max_tokens = _max_tokens(
-        prompts, 1 if scoring_only else request.max_tokens, limits, default=16, param="max_tokens"
+        prompts,
+        1 if scoring_only else request.max_tokens,
+        limits,
+        default=16,
+        params=("prompt", "max_tokens"),
     )
     n, best_of = request.n or 1, request.best_of or request.n or 1
     logprobs = request.logprobs
@@ -96,7 +100,7 @@ async def prepare_chat(
         request.max_completion_tokens or request.max_tokens,
         limits,
         default=limits.max_model_len,
-        param=param,
+        params=("messages", param),
     )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = _sampling(request, tokenizer, max_tokens, logprobs)
@@ -291,11 +295,21 @@ def check_vocabulary(token_ids: Sequence[int], tokenizer: ServedTokenizer, field
 
 
 def _max_tokens(
-    prompts: Sequence[Prompt], asked: int | None, limits: Limits, *, default: int, param: str
+    prompts: Sequence[Prompt],
+    asked: int | None,
+    limits: Limits,
+    *,
+    default: int,
+    params: tuple[str, str],
 ) -> int:
-    """Return how many tokens to generate; a default is cut to what fits, a wish is not."""
+    """Return how many tokens to generate; a default is cut to what fits, a wish is not.
+
+    `params` are the fields of the prompt and of the wish: what is too long is blamed.
+    """
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + (asked or 1) > limits.max_model_len:
+        of_prompt, of_wish = params
+        param = of_prompt if longest >= limits.max_model_len else of_wish
         raise context_length_exceeded(limits.max_model_len, longest, asked or 1, param)
     return asked or min(default, limits.max_model_len - longest)
 

@@ -9,8 +9,9 @@ from engine.messages import RequestOutput, SamplingParams
 from server.detokenizer import TokenTable
 from server.generation import Answer, ChoiceFold, Delta, FoldOptions, Prompt, sum_deltas
 from server.generation_client import GenerationClient, TokenStream
-from server.metrics import ChoiceTimer, FrontEndMetrics
+from server.metrics import FrontEndMetrics
 from server.schemas.common import INT64_MAX, PromptTokensDetails, Usage
+from server.sequence_metrics import SequenceTimer
 
 
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,20 +60,20 @@ class Submission:
         self._pinned_rank = pinned_rank
         self._streams: list[TokenStream] = []
         self._folds: list[ChoiceFold] = []
-        self._timers: list[ChoiceTimer] = []
+        self._timers: list[SequenceTimer] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._outputs: list[tuple[int, RequestOutput | Exception]] = []
         self._something_arrived = asyncio.Event()
-        metrics.submitted(arrived, [len(prompt.token_ids) for prompt in spec.prompts])
         try:
             for prompt in spec.prompts:
                 for _ in range(spec.best_of):
                     self._submit(client, prompt)
                     self._folds.append(ChoiceFold(table, prompt, spec.fold))
-                    self._timers.append(ChoiceTimer(metrics, arrived))
+                    self._timers.append(metrics.sequence(arrived))
         except BaseException:
-            self.close()
+            self.close("error")
             raise
+        metrics.submitted(arrived, [len(prompt.token_ids) for prompt in spec.prompts])
         self._unfinished = len(self._streams)
 
     def _submit(self, client: GenerationClient, prompt: Prompt) -> None:

@@ -95,6 +95,6 @@ def test_what_a_process_loads_at_run_time(modules: str, absent: str) -> None:
     program = (
         f"import sys, {modules}\n"
         f"loaded = [name for name in {absent.split()!r} if name in sys.modules]\n"
-        "sys.exit(' '.join(loaded))"
+        "sys.exit(' '.join(loaded) or None)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)

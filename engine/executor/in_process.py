@@ -109,10 +109,14 @@ class InProcessExecutor:
 
 
 def _set_threads(config: EngineConfig, engines_on_node: int) -> None:
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.executor.threads or max(1, cores // engines_on_node))
-    if torch.get_num_interop_threads() != 1:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(config.executor.threads or max(1, (cores or 1) // engines_on_node))
+    if torch.get_num_interop_threads() == 1:
+        return
+    try:
         torch.set_num_interop_threads(1)
+    except RuntimeError:  # only possible before the first parallel work of a process
+        logger.debug("the inter-operator thread pool was started already")
 
 
 def _device(config: EngineConfig, rank: int) -> torch.device:

@@ -249,7 +249,7 @@ class DummyCheckpoint:
         shape = self._layout[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype)
-        generator = torch.Generator().manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         values = torch.empty(shape, dtype=self._dtype)
         return values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
 

@@ -47,7 +47,7 @@ def sample(logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArra
     """
     params = table.sampling
     if bool(params.plain_greedy[slots].all()):
-        return Sampled(_on_host(most_likely(logits)), None)
+        return Sampled(most_likely(logits), None)
     num_output = positions - table.num_prompt_tokens[slots]
     rows = adjusted_rows(params, slots, num_output)
     adjusted = logits
@@ -58,17 +58,21 @@ def sample(logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArra
     return Sampled(token_ids, _logprobs(logits, params, slots, token_ids))
 
 
-def most_likely(logits: Tensor) -> Tensor:
+def most_likely(logits: Tensor) -> IntArray:
     """Return the id of the largest logit of each row, the lowest of equals.
 
-    Two levels, as finding a maximum is many times cheaper than finding where it is.
+    On a CPU numpy's search is many times faster than torch's. It knows no 16-bit float of torch,
+    but the bits of positive floats order like integers, above those of all negative ones.
     """
-    if logits.shape[1] % _CHUNK:
-        return logits.float().argmax(dim=-1)
-    chunks = logits.view(len(logits), -1, _CHUNK)
-    best = chunks.amax(dim=-1).float().argmax(dim=-1)
-    rows = torch.arange(len(logits), device=logits.device)
-    return best * _CHUNK + chunks[rows, best].float().argmax(dim=-1)
+    if logits.device.type != "cpu":
+        return _on_host(logits.argmax(dim=-1))
+    if logits.dtype.itemsize == 2:
+        bits = logits.view(torch.int16).numpy()
+        ids: IntArray = bits.argmax(axis=-1)
+        if bool((bits[np.arange(len(ids)), ids] > 0).all()):
+            return ids
+    ids = logits.float().numpy().argmax(axis=-1)
+    return ids
 
 
 def _choose(
@@ -78,7 +82,7 @@ def _choose(
     drawn = np.flatnonzero(temperature > 0)
     if len(drawn) == len(slots):
         return _draw(logits, params, slots, positions)
-    token_ids = _on_host(most_likely(logits))
+    token_ids = most_likely(logits)
     if len(drawn):
         index = torch.from_numpy(drawn).to(logits.device)
         some = logits.index_select(0, index)

@@ -145,12 +145,12 @@ def test_an_impossible_prefix_is_refused() -> None:
 
 _COUNTING_PROCESS = """
 from server.config import FrontEndConfig, ModelConfig
-from server.metrics import ChoiceTimer, FrontEndMetrics
+from server.metrics import FrontEndMetrics
 
 model = ModelConfig(model="org/m", served_model_name=("tiny",))
 metrics = FrontEndMetrics(FrontEndConfig(model=model))
 metrics.submitted(0.0, [5])
-timer = ChoiceTimer(metrics, 0.0)
+timer = metrics.sequence(0.0)
 timer.tokens(1)
 timer.tokens(1)
 timer.finished("stop")

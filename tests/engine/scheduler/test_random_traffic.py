@@ -163,10 +163,12 @@ class Traffic(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig) -> None:
-    run_state_machine_as_test(
-        lambda: Traffic(make_rig),
-        settings=settings(max_examples=150, stateful_step_count=50, deadline=None, database=None),
-    )
+    class TrafficInThisRig(Traffic):
+        def __init__(self) -> None:
+            super().__init__(make_rig)
+
+    limits = settings(max_examples=150, stateful_step_count=50, deadline=None, database=None)
+    run_state_machine_as_test(TrafficInThisRig, settings=limits)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

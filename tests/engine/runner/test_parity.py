@@ -1,0 +1,149 @@
+"""The decoder over paged KV blocks agrees with transformers, however a sequence is computed."""
+
+import pytest
+import torch
+
+ARCHITECTURES = [
+    "llama",
+    "llama-tied-llama3",
+    "llama-biased",
+    "llama-yarn",
+    "mistral",
+    "mistral-window",
+    "qwen2",
+    "qwen2-some-windows",
+    "qwen3",
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-some-dense",
+]
+VARIED = ["llama", "mistral-window", "qwen3-moe"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_prefill_logits_and_greedy_tokens_agree(name, checkpoint, driver, prompt):
+    model = checkpoint(name)
+    engine = driver(model.directory)
+    tokens = prompt(90)
+    engine.start(3, tokens)
+    error = (engine.logits({3: 90}) - model.logits(tokens)).abs().max()
+    assert error < 1e-3
+
+    engine.start(5, tokens[:30])
+    engine.prefill(5)
+    engine.decode(63, 5)
+    assert engine.tokens[5][30:] == model.greedy(tokens[:30], 64)
+
+
+def test_sharded_checkpoint_loads(checkpoint, driver, prompt):
+    model = checkpoint("qwen2", max_shard_size="60KB")
+    assert len(list(model.directory.glob("*.safetensors"))) > 2
+    engine = driver(model.directory)
+    engine.start(0, prompt(20))
+    assert (engine.logits({0: 20}) - model.logits(prompt(20))).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_prompt_in_uneven_chunks_gives_the_same_logits(name, checkpoint, driver, prompt):
+    model = checkpoint(name)
+    engine = driver(model.directory)
+    tokens = prompt(150)
+    engine.start(0, tokens)
+    parts = [engine.logits({0: count}) for count in (5, 70, 1, 13, 60, 1)]
+    assert (torch.cat(parts) - model.logits(tokens)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_prefix_in_blocks_of_another_sequence_is_reused(name, checkpoint, driver, prompt):
+    model = checkpoint(name)
+    engine = driver(model.directory)
+    shared = prompt(32)
+    engine.start(0, shared + prompt(9))
+    engine.prefill(0)
+    other = shared + prompt(11)
+    engine.start(1, other, cached_blocks=engine.blocks[0][:4])
+    assert engine.computed[1] == 32
+    engine.prefill(1)
+    engine.decode(20, 1, 0)
+    assert engine.tokens[1][43:] == model.greedy(other, 21)
+    assert engine.tokens[0][41:] == model.greedy(shared + prompt(9), 21)
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_preempted_sequence_continues_after_recomputation(name, checkpoint, driver, prompt):
+    model = checkpoint(name)
+    engine = driver(model.directory)
+    engine.start(2, prompt(25))
+    engine.prefill(2)
+    engine.decode(10, 2)
+    so_far = engine.tokens[2]
+    engine.start(2, prompt(70))
+    engine.prefill(2)
+    engine.start(4, so_far, num_prompt_tokens=25)
+    engine.prefill(4)
+    engine.decode(20, 4)
+    assert engine.tokens[4][25:] == model.greedy(prompt(25), 32)
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_batch_of_mixed_lengths_equals_each_alone(name, checkpoint, driver, prompt):
+    model = checkpoint(name)
+    engine = driver(model.directory)
+    lengths = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 40, 64, 65, 66, 100, 120]
+    slots = [(5 * i) % 16 for i in range(16)]
+    for slot, length in zip(slots, lengths, strict=True):
+        engine.start(slot, prompt(length))
+    engine.prefill(*slots[:9])
+    # Decodes, short prefills and long ones in one step, in no particular order.
+    rows = {slot: 1 for slot in slots[:9]} | {slot: len(engine.tokens[slot]) for slot in slots[9:]}
+    engine.step(dict(sorted(rows.items())))
+    engine.decode(20, *reversed(slots))
+    for slot, length in zip(slots, lengths, strict=True):
+        generated = engine.tokens[slot][length:]
+        assert generated == model.greedy(prompt(length), len(generated)), length
+
+
+def test_lengths_far_apart_are_split_into_groups(checkpoint, driver, prompt, monkeypatch):
+    monkeypatch.setattr("engine.models.attention._FREE_PADDING", 32)
+    model = checkpoint("mistral-window")
+    engine = driver(model.directory)
+    lengths = [200, 3, 90, 10, 45]
+    for slot, length in enumerate(lengths):
+        engine.start(slot, prompt(length))
+    engine.prefill(*range(5))
+    engine.decode(10, 3, 1, 4, 0, 2)
+    for slot, length in enumerate(lengths):
+        assert engine.tokens[slot][length:] == model.greedy(prompt(length), 11), length
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(dtype, checkpoint, driver, prompt):
+    model = checkpoint("qwen3")
+    engine = driver(model.directory, dtype=dtype)
+    assert str(engine.runner.model.dtype) == f"torch.{dtype}"
+    engine.start(0, prompt(40))
+    difference = engine.logits({0: 40}).float() - model.logits(prompt(40))
+    scale = model.logits(prompt(40)).std()
+    assert difference.abs().mean() < 0.03 * scale
+
+
+def test_dummy_weights_depend_on_the_seed_only(checkpoint, driver, prompt):
+    directory = checkpoint("qwen3-moe").directory
+
+    def logits(seed):
+        engine = driver(directory, load_format="dummy", seed=seed)
+        engine.start(0, prompt(10))
+        return engine.logits({0: 10})
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+
+
+def test_unused_blocks_hold_zeros(checkpoint, driver):
+    engine = driver(checkpoint("llama").directory)
+    assert all(not layer.any() for layer in engine.runner._cache)
+
+
+def test_empty_plan_is_a_dummy_step(checkpoint, driver):
+    engine = driver(checkpoint("llama").directory)
+    assert engine.step({}).token_ids == []

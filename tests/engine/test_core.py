@@ -1,0 +1,285 @@
+import logging
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.core import CoreStep, EngineCore, StepFailed
+from engine.executor.interface import ExecutorInfo, PendingResult
+from engine.executor.simulated import SimulatedExecutor, simulated_token
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Received,
+    SamplingParams,
+    UtilityCall,
+    UtilityResult,
+)
+from engine.scheduler.admission import Grant, RankState
+from engine.scheduler.batch import BatchPlan
+
+CONFIG = EngineConfig(
+    model=ModelConfig(max_model_len=64),
+    cache=CacheConfig(block_size=4, num_kv_blocks=32),
+    scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+)
+
+
+@pytest.fixture
+def core() -> EngineCore:
+    executor = SimulatedExecutor(CONFIG, timing="virtual", check=True)
+    core = EngineCore(CONFIG, executor, rank=2, incarnation=77)
+    core.front_end_joined(0, 100)
+    core.front_end_joined(1, 101)
+    return core
+
+
+def request(id: int, front_end: int = 0, *, length: int = 5, max_tokens: int = 3) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=id)
+    return AddRequest(id, f"request-{id}", front_end, 0, list(range(length)), sampling)
+
+
+def run(core: EngineCore) -> list[CoreStep]:
+    steps = []
+    while core.has_work:
+        steps.append(core.step())
+    return steps
+
+
+def test_a_request_comes_back_token_by_token_to_its_front_end(core: EngineCore) -> None:
+    assert not core.has_work
+    core.handle(request(1, front_end=1))
+    steps = run(core)
+    assert [list(step.outputs) for step in steps] == [[1]] * 3
+    outputs = [output for step in steps for output in step.outputs[1]]
+    tokens = list(range(5))
+    for _ in range(3):
+        tokens.append(simulated_token(1, len(tokens), tokens[-1], 32_000))
+    assert [output.token_ids for output in outputs] == [[token] for token in tokens[5:]]
+    assert [output.finish_reason for output in outputs] == [None, None, "length"]
+
+
+def test_the_setup_is_what_the_executor_found(core: EngineCore) -> None:
+    setup = core.setup
+    assert (setup.num_kv_blocks, setup.block_size, setup.max_model_len) == (32, 4, 64)
+    assert setup.model_fingerprint == "simulated-32000"
+
+
+def test_stats_tell_load_and_counts(core: EngineCore) -> None:
+    for id in range(6):
+        core.handle(request(id, id % 2))
+    before = core.stats()
+    assert (before.waiting, before.running, before.queued_prefill_tokens) == (6, 0, 30)
+    stats = core.step().stats
+    assert (stats.rank, stats.incarnation, stats.wave, stats.step) == (2, 77, 0, 1)
+    assert (stats.waiting, stats.running) == (2, 4)
+    assert stats.queued_prefill_tokens == 30 - 16
+    assert stats.kv_usage == 8 / 32
+    stats = run(core)[-1].stats
+    assert (stats.waiting, stats.running, stats.kv_usage) == (0, 0, 0)
+    assert stats.queued_prefill_tokens == 0
+    assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (30, 18)
+    assert stats.prefix_cache_queries_total == 30
+    assert stats.prefix_cache_hits_total == 8  # the two that started later
+
+
+def test_every_stats_is_newer_than_the_one_before(core: EngineCore) -> None:
+    core.handle(request(1))
+    versions = [core.stats().version, core.step().stats.version, core.stats().version]
+    assert versions == sorted(set(versions))
+
+
+def test_the_wave_is_reported(core: EngineCore) -> None:
+    core.wave = 9
+    assert core.stats().wave == 9
+
+
+# -- front ends -----------------------------------------------------------------------------------
+
+
+def test_received_counts_are_kept_per_front_end_process(core: EngineCore) -> None:
+    core.handle(request(1, 0, length=5))
+    core.handle(request(2, 0, length=7))
+    core.handle(request(3, 1, length=1000))  # refused, and received all the same
+    assert core.stats().received == [Received(0, 100, 2, 12), Received(1, 101, 1, 1000)]
+    core.front_end_joined(0, 100)
+    assert core.stats().received[0] == Received(0, 100, 2, 12)
+    core.front_end_joined(0, 555)
+    core.handle(request(4, 0, length=3))
+    assert Received(0, 555, 1, 3) in core.stats().received
+
+
+def test_a_front_end_that_comes_back_keeps_its_counts(core: EngineCore) -> None:
+    core.handle(request(1, 0))
+    core.front_end_left(0)
+    assert [entry.front_end for entry in core.stats().received] == [1]
+    core.front_end_joined(0, 100)
+    core.handle(request(2, 0))
+    assert core.stats().received[0] == Received(0, 100, 2, 10)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_requests_of_a_front_end_go_with_it(core: EngineCore, replaced: bool) -> None:
+    core.handle(request(1, 0, max_tokens=50))
+    core.handle(request(2, 1))
+    core.handle(request(3, 0, length=1000))  # its answer waits for the next step
+    core.step()
+    core.handle(UtilityCall(1, 0, "info"))
+    if replaced:
+        core.front_end_joined(0, 999)
+    else:
+        core.front_end_left(0)
+    steps = run(core)
+    assert len(steps) == 2
+    assert all(list(step.outputs) == [1] for step in steps)
+    assert all(step.utility_results == [] for step in steps)
+
+
+def test_what_an_absent_front_end_asked_for_is_dropped(
+    core: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    core.front_end_left(1)
+    core.front_end_left(8)
+    core.handle(request(1, 1))
+    core.handle(request(2, 8))
+    core.handle(UtilityCall(1, 8, "info"))
+    assert not core.has_work
+    assert "front end 1 is not there" in caplog.text
+
+
+# -- errors of requests and aborts ----------------------------------------------------------------
+
+
+def test_a_request_that_cannot_run_is_answered_in_the_next_step(core: EngineCore) -> None:
+    core.handle(request(1, length=64))
+    core.handle(request(2))
+    answers = core.step().outputs[0]
+    assert [(answer.id, answer.finish_reason) for answer in answers] == [(1, "error"), (2, None)]
+    assert answers[0].error is not None
+    assert "64 tokens" in answers[0].error
+
+
+def test_an_answer_alone_is_work(core: EngineCore) -> None:
+    core.handle(request(1, length=64))
+    assert core.has_work
+    step = core.step()
+    assert [output.id for output in step.outputs[0]] == [1]
+    assert step.stats.step == 0
+    assert not core.has_work
+
+
+def test_aborted_requests_say_nothing_more(core: EngineCore) -> None:
+    core.handle(request(1, max_tokens=50))
+    core.handle(request(2))
+    core.step()
+    core.handle(AbortRequests([1, 12345]))
+    assert {output.id for step in run(core) for output in step.outputs[0]} == {2}
+
+
+# -- utilities ------------------------------------------------------------------------------------
+
+
+def call(
+    core: EngineCore, name: str, arguments: dict[str, str | int] | None = None
+) -> UtilityResult:
+    core.handle(UtilityCall(5, 1, name, {**(arguments or {})}))
+    assert core.has_work
+    [(front_end, result)] = core.step().utility_results
+    assert (front_end, result.call_id, result.rank) == (1, 5, 2)
+    return result
+
+
+def test_info_describes_the_engine(core: EngineCore) -> None:
+    result = call(core, "info").result
+    assert isinstance(result, dict)
+    assert result["num_kv_blocks"] == 32
+    assert result["vocab_size"] == 32_000
+
+
+def test_the_prefix_cache_can_be_reset(core: EngineCore) -> None:
+    core.handle(request(1, length=9))
+    run(core)
+    assert call(core, "reset_prefix_cache").result == {"blocks_forgotten": 2}
+    core.handle(request(2, length=9))
+    assert run(core)[0].outputs[0][0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("step", {}, "no utility 'step'; they have info, reset_prefix_cache"),
+        ("__init__", {}, "no utility"),
+        ("info", {"verbose": 1}, "wrong arguments for info: .*verbose"),
+    ],
+)
+def test_only_listed_utilities_with_right_arguments_are_called(
+    core: EngineCore, name: str, arguments: dict[str, str | int], error: str
+) -> None:
+    result = call(core, name, arguments)
+    assert result.result is None
+    assert result.error is not None
+    assert re.search(error, result.error)
+
+
+# -- what the shell around the core relies on -----------------------------------------------------
+
+
+class BrokenExecutor:
+    """Fails in its second step."""
+
+    def __init__(self) -> None:
+        self._executor = SimulatedExecutor(CONFIG, timing="virtual")
+        self._steps = 0
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._executor.info
+
+    def submit(self, plan: BatchPlan) -> PendingResult:
+        self._steps += 1
+        if self._steps == 2:
+            raise RuntimeError("the device is gone")
+        return self._executor.submit(plan)
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
+
+def test_a_failed_step_is_described_and_raised(caplog: pytest.LogCaptureFixture) -> None:
+    core = EngineCore(CONFIG, BrokenExecutor(), rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    core.handle(request(17, length=6))
+    core.step()
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(StepFailed, match="engine 0: RuntimeError") as failure,
+    ):
+        core.step()
+    assert isinstance(failure.value.__cause__, RuntimeError)
+    assert "step 2: 1 rows, 1 tokens" in caplog.text
+    assert "17 (request-17): slot 0, start 6, count 1, 8 tokens, 2 blocks" in caplog.text
+
+
+class HoldUntil:
+    """An admission policy that holds prefills before a step of its own count."""
+
+    def __init__(self, calls: int) -> None:
+        self.tables: list[RankState] = []
+        self._calls = calls
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        self.tables += table
+        return Grant(token_cap=-1 if len(self.tables) > self._calls else 0)
+
+
+def test_the_admission_policy_sees_this_rank_and_decides() -> None:
+    executor = SimulatedExecutor(CONFIG, timing="virtual", check=True)
+    policy = HoldUntil(2)
+    core = EngineCore(CONFIG, executor, rank=0, incarnation=1, admission=policy)
+    core.front_end_joined(0, 1)
+    core.handle(request(1, max_tokens=1))
+    steps = run(core)
+    assert [len(step.outputs) for step in steps] == [0, 0, 1]
+    assert [step.stats.step for step in steps] == [0, 0, 1]
+    assert policy.tables[0] == RankState(0, 1, 5, 32)

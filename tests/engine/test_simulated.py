@@ -1,0 +1,138 @@
+import time
+from typing import Literal
+
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, ExecutorConfig
+from engine.executor.simulated import SimulatedExecutor, simulated_token
+from engine.messages import SamplingParams
+from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
+
+
+def executor(
+    timing: Literal["real", "virtual"] = "virtual", *, step_us: int = 500, token_us: int = 10
+) -> SimulatedExecutor:
+    config = EngineConfig(
+        cache=CacheConfig(block_size=4, num_kv_blocks=8),
+        executor=ExecutorConfig(simulated_step_us=step_us, simulated_token_us=token_us),
+    )
+    return SimulatedExecutor(config, timing=timing, check=True)
+
+
+def start(
+    step: int, slot: int, token_ids: list[int], block_ids: list[int], *, computed: int = 0
+) -> BatchPlan:
+    """A plan that starts one sequence and computes all of it that is not `computed`."""
+    sampling = SamplingParams(max_tokens=9, seed=7)
+    count = len(token_ids) - computed
+    return BatchPlan(
+        step,
+        [SlotStart(slot, token_ids, len(token_ids), sampling)],
+        [SlotBlocks(slot, 0, block_ids)],
+        [slot],
+        [computed],
+        [count],
+        [True],
+    )
+
+
+def decode(step: int, slot: int, position: int) -> BatchPlan:
+    return BatchPlan(step, [], [], [slot], [position], [1], [True])
+
+
+def test_without_settings_it_has_a_cache_and_a_vocabulary() -> None:
+    info = SimulatedExecutor(EngineConfig(), timing="virtual").info
+    assert (info.num_kv_blocks, info.max_model_len, info.vocab_size) == (4096, 4096, 32_000)
+    assert info.eos_token_ids == ()
+
+
+def test_a_token_is_a_function_of_seed_position_and_previous_token() -> None:
+    assert simulated_token(7, 3, 2, 1000) == simulated_token(7, 3, 2, 1000)
+    others = [(8, 3, 2), (7, 4, 2), (7, 3, 1)]
+    assert all(
+        simulated_token(*other, 1 << 40) != simulated_token(7, 3, 2, 1 << 40) for other in others
+    )
+    drawn = [simulated_token(seed, 5, 2, 10) for seed in range(2000)]
+    assert all(150 < drawn.count(token) < 250 for token in range(10))
+
+
+def test_drawn_tokens_are_fed_back() -> None:
+    run = executor()
+    first = run.submit(start(1, 0, [1, 2, 3], [5])).result().token_ids[0]
+    assert first == simulated_token(7, 3, 3, 32_000)
+    second = run.submit(decode(2, 0, 3)).result().token_ids[0]
+    assert second == simulated_token(7, 4, first, 32_000)
+
+
+def test_a_wrong_block_in_the_table_is_noticed() -> None:
+    run = executor()
+    run.submit(start(1, 0, [1, 2, 3, 4], [5])).result()
+    with pytest.raises(AssertionError, match="block 6"):
+        run.submit(start(2, 1, [1, 2, 3, 4, 5], [6, 7], computed=4))
+
+
+def test_a_block_with_another_prefix_is_noticed() -> None:
+    run = executor()
+    run.submit(start(1, 0, [1, 2, 3, 4], [5])).result()
+    run.submit(start(2, 1, [1, 2, 3, 4, 9], [5, 6], computed=4)).result()
+    with pytest.raises(AssertionError, match="other tokens"):
+        run.submit(start(3, 2, [1, 2, 3, 5, 9], [5, 7], computed=4))
+
+
+def test_a_shifted_block_is_noticed() -> None:
+    run = executor()
+    run.submit(start(1, 0, [3, 3, 3, 3, 3, 3, 3, 3], [5, 6])).result()
+    with pytest.raises(AssertionError, match="has others"):
+        run.submit(start(2, 1, [3] * 9, [6, 5, 7], computed=8))
+
+
+@pytest.mark.parametrize("position", [2, 4])
+def test_a_decode_at_the_wrong_position_is_noticed(position: int) -> None:
+    run = executor()
+    run.submit(start(1, 0, [1, 2, 3], [5, 6])).result()
+    with pytest.raises(AssertionError, match="does not fit 4 tokens"):
+        run.submit(decode(2, 0, position))
+
+
+def test_a_block_that_a_step_in_flight_writes_must_not_change_hands() -> None:
+    run = executor()
+    pending = run.submit(start(1, 0, [1, 2, 3], [5]))
+    with pytest.raises(AssertionError, match="written by slot 0"):
+        run.submit(start(2, 1, [1, 2, 3], [5]))
+    pending.result()
+    run.submit(start(3, 2, [1, 2, 3], [6])).result()
+
+
+def test_a_slot_that_a_step_in_flight_uses_must_not_change_hands() -> None:
+    run = executor()
+    run.submit(start(1, 0, [1, 2, 3], [5]))
+    with pytest.raises(AssertionError, match="slot 0 is in use"):
+        run.submit(start(2, 0, [1, 2, 3], [6]))
+
+
+def test_a_gap_in_the_block_table_is_noticed() -> None:
+    run = executor()
+    run.submit(start(1, 0, [1, 2, 3], [5])).result()
+    with pytest.raises(AssertionError, match="gap"):
+        run.submit(BatchPlan(2, [], [SlotBlocks(0, 2, [6])], [0], [3], [1], [True]))
+
+
+def test_virtual_time_is_the_sum_of_all_costs() -> None:
+    run = executor("virtual", step_us=500, token_us=10)
+    run.submit(start(1, 0, [1, 2, 3], [5])).result()
+    run.submit(BatchPlan(2, [], [], [], [], [], [])).result()
+    assert run.virtual_us == 500 + 30 + 500
+
+
+def test_in_real_time_steps_follow_each_other_and_take_their_cost() -> None:
+    run = executor("real", step_us=100_000, token_us=0)
+    began = time.monotonic()
+    first = run.submit(start(1, 0, [1, 2, 3], [5]))
+    second = run.submit(decode(2, 0, 3))
+    submitted = time.monotonic()
+    first.result()
+    second.result()
+    assert submitted - began < 0.1
+    assert time.monotonic() - began >= 0.2
+    run.shutdown()
+    run.shutdown()
