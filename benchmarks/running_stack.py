@@ -125,3 +125,4 @@ class RunningStack:
     ) -> None:
         if self.process.poll() is None:
             self.stop()
+        self._close()

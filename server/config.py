@@ -28,6 +28,10 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int, Meta(ge=0, description="Most alternatives that a request may ask for per token.")
     ] = 20
+    shutdown_timeout: Annotated[
+        float,
+        Meta(ge=0, description="Seconds that requests in flight get to end after SIGTERM."),
+    ] = 2.0
     metrics_prefix: Annotated[
         str, Meta(description="Prefix of all metric names, e.g. `vllm:` for existing dashboards.")
     ] = "swell_"

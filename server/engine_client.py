@@ -6,6 +6,7 @@ in flight.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -85,6 +86,8 @@ class EngineClient:
         self._outputs.attach(self._loop, self._output)
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
         self._became_ready = asyncio.Event()
+        self._draining = False
+        self._idle = asyncio.Event()
 
     def connect_coordinator(self, notify: "_Notify") -> None:
         """Set the way for wake-up notices."""
@@ -94,7 +97,7 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        return self._state.ready
+        return self._state.ready and not self._draining
 
     @property
     def max_model_len(self) -> int:
@@ -126,6 +129,8 @@ class EngineClient:
         pinned_rank: int | None = None,
     ) -> RequestStream:
         """Route one sequence to an engine and return its stream."""
+        if self._draining:
+            raise NoEngineAvailable("this server is shutting down")
         choice = self._choose(pinned_rank)
         self._next_id += 1
         request = AddRequest(
@@ -141,6 +146,18 @@ class EngineClient:
         self._send(stream, choice)
         self._in_flight[request.id] = stream
         return stream
+
+    async def drain(self, within: float) -> int:
+        """Take no new requests and wait until those in flight have ended.
+
+        Returns how many had not ended after `within` seconds.
+        """
+        self._draining = True
+        self._idle.clear()
+        if self._in_flight:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), within)
+        return len(self._in_flight)
 
     async def wait_until_ready(self) -> None:
         """Wait until at least one engine can serve."""
@@ -189,9 +206,8 @@ class EngineClient:
 
     def _close(self, stream: RequestStream) -> None:
         id_ = stream.request.id
-        if self._in_flight.pop(id_, None) is None:
+        if self._forget(id_) is None:
             return
-        self._homeless.pop(id_, None)
         address = self._state.address_of(stream.rank)
         if stream.finished or address is None or address[0] != stream.incarnation:
             return
@@ -199,6 +215,14 @@ class EngineClient:
             self._requests.send(address[1], encode(AbortRequests([id_])))
         except zmq.ZMQError:
             logger.debug("engine %d went before an abort reached it", stream.rank)
+
+    def _forget(self, id_: int) -> RequestStream | None:
+        """Drop a request that has ended, for whatever reason; None if it is not known."""
+        stream = self._in_flight.pop(id_, None)
+        self._homeless.pop(id_, None)
+        if not self._in_flight:
+            self._idle.set()
+        return stream
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -223,7 +247,7 @@ class EngineClient:
         if stream is None or not stream.runs_on(rank, incarnation):
             return
         if output.finish_reason is not None:
-            del self._in_flight[output.id]
+            self._forget(output.id)
         stream.put(output)
 
     def view_changed(self, view: ClusterView) -> None:
@@ -263,7 +287,7 @@ class EngineClient:
         stream.resumes += 1
         stream.rank = -1
         if stream.resumes > self._max_resumes:
-            del self._in_flight[stream.request.id]
+            self._forget(stream.request.id)
             logger.error(
                 "request %s was in flight on %d engines that died: not tried again",
                 stream.request.request_id,
@@ -292,8 +316,9 @@ class EngineClient:
         self._engines_lost(self._state.tick(now))
         for id_, since in list(self._homeless.items()):
             if now - since > self._resume_timeout:
-                del self._homeless[id_]
-                self._in_flight.pop(id_).fail(
+                stream = self._forget(id_)
+                assert stream is not None, f"request {id_} waits for an engine but is not known"
+                stream.fail(
                     NoEngineAvailable("the engine died and no other could take the request over")
                 )
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)

@@ -36,8 +36,8 @@ from server.tokenizer import ServedTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
-GRACEFUL_SECONDS = 3
-"""How long open connections may take to end after a signal."""
+GRACEFUL_SECONDS = 1
+"""How long connections may take to be closed after the last request has ended."""
 
 
 class FrontEndLaunch(msgspec.Struct, frozen=True):
@@ -163,20 +163,35 @@ class FrontEnd:
             )
         )
         loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, setattr, server, "should_exit", True)
+            loop.add_signal_handler(signum, _stop_or_force, stop)
         sockets = None
         if self._launch.listen_fd is not None:
             sockets = [socket.socket(fileno=self._launch.listen_fd)]
         serving = asyncio.create_task(server.serve(sockets))
+        stopping = asyncio.create_task(stop.wait())
         ready = asyncio.create_task(client.wait_until_ready())
         self._lifeline.progress("waiting for an engine")
-        await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, stopping, ready], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             link.ready()
             self._lifeline.ready(f"serving on http://{http.host}:{http.port}")
-        await serving
         ready.cancel()
+        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        cut_off = await client.drain(http.shutdown_timeout)
+        if cut_off:
+            logger.warning("%d requests did not end within --shutdown-timeout", cut_off)
+        server.should_exit = True
+        await serving
+
+
+def _stop_or_force(stop: asyncio.Event) -> None:
+    """Drain at the first signal, end at once at the second."""
+    if stop.is_set():
+        os._exit(1)
+    stop.set()
 
 
 def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:

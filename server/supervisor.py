@@ -32,8 +32,8 @@ from server.role import FIRST_BACKOFF, Role, coordinator_role, member_roles
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT = 4.0
-"""Seconds that children get between SIGTERM and SIGKILL."""
+STOP_TIMEOUT = 1.0
+"""Seconds that a child gets to end, beyond what it was promised, before it is killed."""
 
 LONGEST_BACKOFF = 30.0
 """Most seconds before a child that keeps dying is started again."""
@@ -249,24 +249,23 @@ class Supervisor:
     # -- stopping --------------------------------------------------------------------------------
 
     async def _stop_all(self, roles: list[Role]) -> None:
-        """Stop front ends and engines, then the coordinator; kill what does not end in time."""
-        last = [role for role in roles if role.member is None]
-        first = [role for role in roles if role.member is not None]
-        deadline = time.monotonic() + STOP_TIMEOUT
-        for group in (first, last):
-            children = [role.child for role in group if role.child is not None]
+        """Let front ends drain, then stop engines, then the coordinator; kill what hangs."""
+        kinds = [role.member[0] if role.member is not None else "coordinator" for role in roles]
+        for kind in ("front_end", "engine", "coordinator"):
+            of_kind = [role for role, each in zip(roles, kinds, strict=True) if each == kind]
+            children = [role.child for role in of_kind if role.child is not None]
             for child in children:
                 child.terminate()
-            await self._wait_for(children, deadline)
+            promised = self._config.http.shutdown_timeout if kind == "front_end" else 0.0
+            await self._wait_for(children, promised + STOP_TIMEOUT)
 
-    async def _wait_for(self, children: list[Child], deadline: float) -> None:
+    async def _wait_for(self, children: list[Child], within: float) -> None:
         if not children:
             return
         endings = asyncio.ensure_future(asyncio.gather(*(child.wait() for child in children)))
         force = asyncio.ensure_future(self._force.wait())
         waiting: set[asyncio.Future[Any]] = {endings, force}
-        timeout = max(0.5, deadline - time.monotonic())
-        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, timeout=within, return_when=asyncio.FIRST_COMPLETED)
         for child in children:
             if child.alive:
                 logger.warning("%s did not stop in time: killed", child.name)

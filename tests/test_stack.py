@@ -230,6 +230,54 @@ def test_a_dead_front_end_is_replaced_without_a_refused_connection() -> None:
         until(lambda: metric(running.url, "front_ends")[""] == 2, "two front ends again")
 
 
+def test_requests_in_flight_end_after_sigterm_and_new_ones_are_refused() -> None:
+    flags = ("--executor", "simulated", "--simulated-step-us", "10000", "--shutdown-timeout", "20")
+    with RunningStack(*flags) as running, ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(post, f"{running.url}/v1/completions", completion("Farewell", 200))
+        until(
+            lambda: sum(metric(running.url, "num_requests_running").values()) == 1,
+            "the request runs",
+        )
+        running.process.terminate()
+        refusals: list[urllib.error.HTTPError] = []
+
+        def refused() -> bool:
+            try:
+                post(f"{running.url}/v1/completions", completion("Too late", 1))
+            except urllib.error.HTTPError as error:
+                error.close()
+                refusals.append(error)
+            return bool(refusals)
+
+        until(refused, "new requests are refused")
+        assert refusals[0].code == 503
+        assert refusals[0].headers["Retry-After"]
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            get(f"{running.url}/ready")
+        caught.value.close()
+        assert caught.value.code == 503
+        assert get(f"{running.url}/health")
+        assert answer.result(timeout=20)["usage"]["completion_tokens"] == 200  # type: ignore[index]
+        running.process.wait(10)
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    flags = ("--executor", "simulated", "--simulated-step-us", "50000", "--shutdown-timeout", "60")
+    with RunningStack(*flags) as running, ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(post, f"{running.url}/v1/completions", completion("Long", 2000))
+        until(
+            lambda: sum(metric(running.url, "num_requests_running").values()) == 1,
+            "the request runs",
+        )
+        processes = list(running.processes().values())
+        running.process.terminate()
+        until(lambda: "stopping" in running.output, "it drains")
+        running.process.terminate()
+        running.process.wait(5)
+        assert not any(each.is_running() for each in processes)
+        assert answer.exception(timeout=5) is not None
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -272,3 +320,4 @@ def test_unreachable_paths_answer_like_openai(stack: RunningStack) -> None:
         get(f"{stack.url}/v1/nothing")
     assert caught.value.code == 404
     assert json.loads(caught.value.read())["error"]["message"]
+    caught.value.close()

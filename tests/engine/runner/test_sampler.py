@@ -130,7 +130,8 @@ def test_greedy_and_drawn_rows_mix(start, draw):
 def test_draw_depends_on_seed_and_position_only(vocab, start, draw):
     logits = random_logits(1, vocab=vocab).expand(SLOTS, -1).contiguous()
     filters = [{}, {"top_p": 0.9}, {"top_k": 300, "temperature": 2.0}, {"min_p": 0.01}]
-    position = [start(slot, seed=slot % 50, **filters[slot % 4]) for slot in range(400)][0]
+    positions = [start(slot, seed=slot % 50, **filters[slot % 4]) for slot in range(400)]
+    position = positions[0]
     first = draw(logits[:400], range(400), [position] * 400).token_ids
     order = np.random.default_rng(0).permutation(400)[:37]
     again = draw(logits[:37], order, [position] * 37).token_ids

@@ -1,0 +1,1 @@
+"""`swell bench`: a load generator for OpenAI-compatible servers that also measures itself."""

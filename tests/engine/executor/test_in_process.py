@@ -1,0 +1,114 @@
+"""The in-process executor: from settings to a model that runs plans."""
+
+import json
+
+import pytest
+import torch
+
+from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from engine.executor.in_process import InProcessExecutor
+from engine.messages import SamplingParams
+from engine.model_files import ModelNotFound
+from engine.models.checkpoint import CheckpointError
+from engine.models.hf_config import UnsupportedModel
+from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "eos_token_id": [5, 6],
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def settings(model):
+    def settings(cache=None, **changes):
+        options = {"model": str(model), "load_format": "dummy", "device": "cpu", **changes}
+        return EngineConfig(
+            model=ModelConfig(**options),
+            cache=cache or CacheConfig(),
+            scheduler=SchedulerConfig(max_num_seqs=4),
+            executor=ExecutorConfig(threads=1),
+        )
+
+    return settings
+
+
+def plan(tokens, start=0, count=None):
+    starting = [SlotStart(1, tokens, len(tokens), SamplingParams(max_tokens=9, seed=4))]
+    blocks = [SlotBlocks(1, 0, [3, 1])]
+    return BatchPlan(0, starting, blocks, [1], [start], [count or len(tokens)], [True])
+
+
+def test_info_tells_what_was_found(settings):
+    said = []
+    executor = InProcessExecutor(settings(), progress=said.append)
+    info = executor.info
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (128, 99, (5, 6))
+    assert info.num_kv_blocks == 4 * 128 // 16
+    assert len(info.model_fingerprint) == 32
+    assert [phrase.split()[0] for phrase in said] == ["loading", "allocating"]
+    assert torch.get_num_threads() == 1
+
+
+def test_equal_settings_give_equal_tokens_and_fingerprints(settings):
+    one, same = InProcessExecutor(settings()), InProcessExecutor(settings())
+    other = InProcessExecutor(settings(seed=8))
+    tokens = [one.submit(plan([7, 8, 9])).result(), same.submit(plan([7, 8, 9])).result()]
+    assert tokens[0] == tokens[1]
+    assert one.info.model_fingerprint == same.info.model_fingerprint
+    assert one.info.model_fingerprint != other.info.model_fingerprint
+
+
+def test_shorter_length_is_honoured_and_longer_refused(settings):
+    assert InProcessExecutor(settings(max_model_len=64)).info.max_model_len == 64
+    with pytest.raises(UnsupportedModel, match=r"129 is more than the 128"):
+        InProcessExecutor(settings(max_model_len=129))
+
+
+def test_failure_in_a_step_is_raised_by_its_result(settings):
+    executor = InProcessExecutor(settings())
+    pending = executor.submit(plan([98, 99]))
+    with pytest.raises(ValueError, match="vocabulary"):
+        pending.result()
+    assert len(executor.submit(plan([7, 8])).result().token_ids) == 1
+
+
+def test_start_that_cannot_work_says_why(settings, model):
+    with pytest.raises(ModelNotFound):
+        InProcessExecutor(settings(model=str(model / "absent")))
+    with pytest.raises(CheckpointError, match="lacks"):
+        InProcessExecutor(settings(load_format="auto"))
+    with pytest.raises(ValueError, match="KV blocks"):
+        InProcessExecutor(settings(cache=CacheConfig(num_kv_blocks=2)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_absent_device_is_refused(settings):
+    with pytest.raises(ValueError, match="no CUDA device"):
+        InProcessExecutor(settings(device="cuda"))
+
+
+def test_shutdown_is_idempotent_and_final(settings):
+    executor = InProcessExecutor(settings())
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.submit(plan([1]))

@@ -1,0 +1,123 @@
+"""A checkpoint that does not fit its config is refused with everything that is wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.models.checkpoint import (
+    CheckpointError,
+    DummyCheckpoint,
+    SafetensorsCheckpoint,
+    expected_tensors,
+)
+from engine.models.hf_config import read_spec
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def spec(directory):
+    return read_spec(directory)
+
+
+@pytest.fixture
+def tensors(spec):
+    return {name: torch.randn(shape) for name, shape in expected_tensors(spec).items()}
+
+
+def test_complete_checkpoint_opens(directory, spec, tensors):
+    save_file(tensors, directory / "model.safetensors")
+    checkpoint = SafetensorsCheckpoint(directory, spec)
+    assert checkpoint.dtype == torch.float32
+    name = "model.layers.1.self_attn.k_norm.weight"
+    assert torch.equal(checkpoint.tensor(name), tensors[name])
+
+
+def test_all_misfits_are_named(directory, spec, tensors):
+    del tensors["model.norm.weight"]
+    tensors["model.layers.7.extra"] = torch.zeros(1)
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(16, 24)
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(CheckpointError) as refusal:
+        SafetensorsCheckpoint(directory, spec)
+    assert "missing model.norm.weight" in str(refusal.value)
+    assert "unexpected model.layers.7.extra" in str(refusal.value)
+    assert "up_proj.weight has shape [16, 24] instead of [24, 16]" in str(refusal.value)
+
+
+def test_long_lists_are_cut(directory, spec):
+    save_file({"foreign": torch.zeros(1)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"and \d+ more"):
+        SafetensorsCheckpoint(directory, spec)
+
+
+def test_redundant_tensors_are_ignored(directory, spec, tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+    save_file(tensors, directory / "model.safetensors")
+    SafetensorsCheckpoint(directory, spec)
+
+
+def test_absent_and_broken_files_are_named(directory, spec):
+    with pytest.raises(CheckpointError, match=r"lacks model\.safetensors"):
+        SafetensorsCheckpoint(directory, spec)
+    (directory / "model.safetensors").write_bytes(b"no safetensors")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        SafetensorsCheckpoint(directory, spec)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="model-00001-of-00002"):
+        SafetensorsCheckpoint(directory, spec)
+
+
+def test_integer_weights_are_refused(directory, spec, tensors):
+    integers = {name: tensor.to(torch.int8) for name, tensor in tensors.items()}
+    save_file(integers, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match="I8"):
+        _ = SafetensorsCheckpoint(directory, spec).dtype
+
+
+def test_fingerprint_tells_weights_apart(directory, spec, tensors):
+    def fingerprint():
+        save_file(tensors, directory / "model.safetensors")
+        return SafetensorsCheckpoint(directory, spec).fingerprint()
+
+    first = fingerprint()
+    assert fingerprint() == first
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1
+    second = fingerprint()
+    assert second != first
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 1.0}))
+    assert fingerprint() != second
+
+
+def test_fingerprint_of_dummy_weights_depends_on_the_seed(directory, spec):
+    def fingerprint(seed, dtype=torch.float32):
+        return DummyCheckpoint(directory, spec, seed, dtype).fingerprint()
+
+    assert fingerprint(1) == fingerprint(1)
+    assert len({fingerprint(1), fingerprint(2), fingerprint(1, torch.bfloat16)}) == 3
+
+
+def test_dummy_weights_have_the_usual_spread(directory, spec):
+    dummy = DummyCheckpoint(directory, spec, 0, torch.float32)
+    assert dummy.tensor("model.embed_tokens.weight").std() == pytest.approx(0.02, rel=0.1)
+    assert (dummy.tensor("model.norm.weight") == 1).all()

@@ -1,0 +1,122 @@
+"""Building blocks against plain formulas."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from engine.models.hf_config import RopeSpec
+from engine.models.layers import DenseLinear, PackedLinear, prepare_linear, rms_norm, swiglu
+from engine.models.moe import Expert, Router, SparseMlp
+from engine.models.rotary import rotary_table, rotate, rotation
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize("biased", [False, True])
+def test_prepared_linear_equals_the_plain_product(dtype, rows, biased):
+    weight, x = torch.randn(48, 40).to(dtype), torch.randn(rows, 40).to(dtype)
+    bias = torch.randn(48).to(dtype) if biased else None
+    result = prepare_linear(weight, bias)(x)
+    assert result.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    assert torch.allclose(result, F.linear(x, weight, bias), rtol=tolerance, atol=tolerance)
+
+
+def test_linear_that_cannot_be_packed_stays_dense(monkeypatch):
+    def refuse(weight, bias):
+        raise RuntimeError("this processor cannot")
+
+    monkeypatch.setattr("engine.models.layers.PackedLinear", refuse)
+    monkeypatch.setattr("engine.models.layers._packable", {})
+    assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
+
+
+def test_linear_whose_packed_product_differs_stays_dense(monkeypatch):
+    monkeypatch.setattr("engine.models.layers._packable", {})
+    monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: torch.zeros(x.shape[0], 8))
+    assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
+
+
+def test_rms_norm_and_swiglu():
+    x, weight = torch.randn(5, 32), torch.randn(32)
+    expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * weight
+    assert torch.allclose(rms_norm(x, weight, 1e-6), expected, atol=1e-5)
+    gate, up = x[:, :16], x[:, 16:]
+    assert torch.allclose(swiglu(x), gate * torch.sigmoid(gate) * up, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 16.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.0,
+            "truncate": False,
+        },
+    ],
+    ids=str,
+)
+def test_rotation_equals_the_reference(scaling):
+    parameters = {"rope_theta": 10000.0, **scaling}
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        rope_parameters=parameters,
+    )
+    positions = torch.tensor([0, 1, 17, 500, 1023])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    x = torch.randn(5, 3, 128)
+    turned = torch.cat((-x[..., 64:], x[..., :64]), dim=-1)
+    expected = x * cos[0].unsqueeze(1) + turned * sin[0].unsqueeze(1)
+
+    fields = {name: value for name, value in scaling.items() if name != "rope_type"}
+    rope = RopeSpec(theta=10000.0, kind=scaling["rope_type"], **fields)
+    table = rotary_table(rope, 128, 1024, torch.float32, CPU)
+    assert torch.allclose(rotate(x, *rotation(table, positions)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_sparse_mlp_is_the_weighted_sum_of_chosen_experts(normalize):
+    x, score = torch.randn(20, 16), torch.randn(7, 16)
+    score[3] = -score.sum(0) * 50  # an expert that hardly anyone chooses
+    gate_up, down = torch.randn(7, 24, 16), torch.randn(7, 16, 12)
+    experts = [Expert(DenseLinear(gate_up[e], None), DenseLinear(down[e], None)) for e in range(7)]
+    router = Router(DenseLinear(score, None), 3, normalize=normalize)
+
+    probabilities = torch.softmax(x @ score.T, dim=-1)
+    expected = torch.zeros_like(x)
+    for token in range(20):
+        weights, chosen = probabilities[token].topk(3)
+        weights = weights / weights.sum() if normalize else weights
+        for weight, expert in zip(weights, chosen, strict=True):
+            inner = gate_up[expert] @ x[token]
+            inner = F.silu(inner[:12]) * inner[12:]
+            expected[token] += weight * (down[expert] @ inner)
+    assert torch.allclose(SparseMlp(router, experts)(x), expected, atol=1e-3)
+    assert torch.allclose(SparseMlp(router, experts)(x[:1]), expected[:1], atol=1e-3)

@@ -1,0 +1,110 @@
+"""What a step returns beside plain tokens, and what a slot keeps between steps."""
+
+import pytest
+import torch
+
+from engine.messages import SamplingParams
+from engine.scheduler.batch import BatchPlan, SlotStart
+
+
+@pytest.fixture
+def model(checkpoint):
+    return checkpoint("llama")
+
+
+@pytest.fixture
+def engine(driver, model):
+    return driver(model.directory)
+
+
+def sampling(**settings):
+    return SamplingParams(**{"max_tokens": 50, "seed": 1, "temperature": 0.0, **settings})
+
+
+def test_logprobs_come_in_row_order(engine, model, prompt):
+    engine.start(0, prompt(12), sampling())
+    engine.start(1, prompt(20), sampling(logprobs=3))
+    result = engine.prefill(1, 0)
+    expected = torch.log_softmax(model.logits(prompt(20))[-1], dim=-1)
+    entry, none = result.logprobs
+    assert none is None
+    assert entry.top_ids == expected.topk(3).indices.tolist()
+    assert entry.logprob == pytest.approx(float(expected.max()), abs=1e-3)
+
+
+@pytest.mark.parametrize("chunks", [(30,), (1, 20, 9)])
+def test_prompt_logprobs_cover_every_token_but_the_first(chunks, engine, model, prompt):
+    tokens = prompt(30)
+    engine.start(4, prompt(9))
+    engine.start(2, tokens, sampling(prompt_logprobs=2))
+    engine.prefill(4)
+    entries = []
+    for size in chunks:
+        result = engine.step({4: 1, 2: size})
+        assert set(result.prompt_logprobs) <= {1}
+        entries += result.prompt_logprobs.get(1, [])
+    assert engine.step({4: 1, 2: 1}).prompt_logprobs == {}
+    expected = torch.log_softmax(model.logits(tokens), dim=-1)
+    assert len(entries) == 29
+    for position, entry in enumerate(entries, start=1):
+        row = expected[position - 1]
+        assert entry.logprob == pytest.approx(float(row[tokens[position]]), abs=1e-3)
+        assert entry.rank == int((row > row[tokens[position]]).sum()) + 1
+        assert entry.top_ids == row.topk(2).indices.tolist()
+
+
+def test_unfinished_prompt_draws_nothing(engine, prompt):
+    engine.start(0, prompt(30))
+    assert engine.step({0: 29}).token_ids == []
+    assert len(engine.step({0: 1}).token_ids) == 1
+
+
+def test_seeded_tokens_do_not_depend_on_batch_or_restart(engine, prompt):
+    drawn = sampling(temperature=1.0, top_p=0.95, seed=99, presence_penalty=0.4)
+    engine.start(0, prompt(15), drawn)
+    engine.prefill(0)
+    engine.decode(19, 0)
+    alone = engine.tokens[0][15:]
+
+    for slot in range(1, 6):
+        engine.start(slot, prompt(10 + slot), sampling(temperature=2.0, seed=slot))
+    engine.prefill(*range(1, 6))
+    engine.start(7, prompt(15), drawn)
+    engine.prefill(7)
+    engine.decode(9, 3, 7, 1, 5)
+    engine.start(9, engine.tokens[7], drawn, num_prompt_tokens=15)
+    engine.prefill(9)
+    engine.decode(9, 2, 9)
+    assert engine.tokens[9][15:] == alone
+
+
+def test_new_sequence_in_a_slot_inherits_nothing(engine, model, prompt):
+    heavy = sampling(logit_bias={3: 100.0}, logprobs=1, repetition_penalty=1.5, min_tokens=40)
+    engine.start(0, prompt(60), heavy)
+    engine.prefill(0)
+    engine.decode(3, 0)
+    assert 3 in engine.tokens[0][60:]
+    engine.start(0, prompt(14))
+    assert engine.prefill(0).logprobs is None
+    engine.decode(9, 0)
+    assert engine.tokens[0][14:] == model.greedy(prompt(14), 10)
+
+
+def test_sequence_may_fill_the_model_to_its_last_position(engine, prompt):
+    engine.start(0, prompt(255))
+    engine.prefill(0)
+    engine.decode(1, 0)
+    assert len(engine.tokens[0]) == 257
+
+
+@pytest.mark.parametrize(("tokens", "named"), [([1, 256], "vocabulary"), ([-1], "vocabulary")])
+def test_foreign_token_ids_are_refused(tokens, named, engine):
+    start = SlotStart(0, tokens, len(tokens), sampling())
+    with pytest.raises(ValueError, match=named):
+        engine.runner.run(BatchPlan(0, [start], [], [], [], [], []))
+
+
+def test_sequence_longer_than_the_model_is_refused(engine):
+    start = SlotStart(0, [1] * 257, 257, sampling())
+    with pytest.raises(ValueError, match="257 tokens"):
+        engine.runner.run(BatchPlan(0, [start], [], [], [], [], []))
