@@ -113,15 +113,22 @@ class _StreamReader:
 
 
 async def complete(
-    client: HttpClient, path: str, body: bytes, *, stream: bool, timeout: float
+    client: HttpClient,
+    path: str,
+    body: bytes,
+    *,
+    stream: bool,
+    timeout: float,
+    result: StreamResult | None = None,
 ) -> StreamResult:
     """Send one completion and read its answer; failures are part of the result.
 
     Args:
         body: JSON body, which asks for a stream with usage if `stream`.
         timeout: seconds for all of it.
+        result: filled while the answer arrives and returned; a new one if absent.
     """
-    result = StreamResult()
+    result = result or StreamResult()
     began = time.monotonic()
     reader = _StreamReader(result, began, stream)
     try:

@@ -1,0 +1,263 @@
+"""One sending process: takes its share of the requests, sends each when due, reports as it goes."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
+
+import msgspec
+import uvloop
+
+from benchmarks.load.client import StreamResult, complete
+from benchmarks.load.connection import HttpClient
+from benchmarks.load.summary import ClientCost, Record, percentile
+
+_REPORT_SECONDS = 0.25
+_TICK_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What one sending process has to do."""
+
+    url: str
+    path: str
+    headers: dict[str, str]
+    stream: bool
+    keep_alive: bool
+    request_timeout: float
+    time_limit: float
+    bodies: list[bytes]
+    """Bodies of all requests of the run, whichever process sends them."""
+    schedule: list[float]
+    """Seconds after the start at which each is due."""
+    warmups: list[bytes]
+    """Bodies that this process sends before."""
+    share: slice
+    """Which requests this process sends if there is no limit of concurrency."""
+    slots: int | None
+    """How many requests it may have in flight; None for no limit."""
+
+
+class Report(msgspec.Struct, tag=True):
+    """What happened in one process since its last report."""
+
+    records: list[Record]
+    details: dict[str, str]
+    """Of new kinds of failure, what was said."""
+    running: int
+    tokens: int
+    """Output tokens so far; those of running requests by their deltas."""
+
+
+class WarmedUp(msgspec.Struct, tag=True):
+    """The warm-up is over; the process waits for the start."""
+
+    succeeded: int
+    errors: dict[str, str]
+
+
+class Finished(msgspec.Struct, tag=True):
+    """All is sent and answered, or was cut off."""
+
+    cost: ClientCost
+
+
+WorkerMessage = Report | WarmedUp | Finished
+
+
+class LoopLag:
+    """Measures by how much the timers of the event loop are late."""
+
+    def __init__(self) -> None:
+        self.samples: list[float] = []
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + _TICK_SECONDS
+        self._timer = loop.call_at(self._due, self._tick)
+
+    def _tick(self) -> None:
+        self.samples.append(max(0.0, asyncio.get_running_loop().time() - self._due))
+        self.start()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class Sender:
+    """Sends this process's requests and keeps what is to be reported."""
+
+    def __init__(self, plan: WorkerPlan, counter: "Synchronized[int]", start: float) -> None:
+        self._plan = plan
+        self._counter = counter
+        self._start = start
+        self._client = HttpClient(plan.url, plan.headers, keep_alive=plan.keep_alive)
+        self._records: list[Record] = []
+        self._details: dict[str, str] = {}
+        self._running: dict[int, StreamResult] = {}
+        self._ended_tokens = 0
+        self.deltas = 0
+
+    def report(self) -> Report:
+        """Return what is new, and forget it."""
+        records, self._records = self._records, []
+        details, self._details = self._details, {}
+        running = sum(result.deltas for result in self._running.values())
+        return Report(records, details, len(self._running), self._ended_tokens + running)
+
+    async def run(self) -> None:
+        """Send all; requests that still run at the time limit are cut off and recorded as such."""
+        plan = self._plan
+        limit = asyncio.get_running_loop().time() + (self._start - time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(limit + plan.time_limit):
+                if plan.slots is None:
+                    await self._send_when_due()
+                else:
+                    await _together([self._work for _ in range(plan.slots)])
+        self._client.close()
+
+    async def _send_when_due(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for index in range(*self._plan.share.indices(len(self._plan.bodies))):
+                await self._until_due(index)
+                group.create_task(self._send(index))
+
+    async def _work(self) -> None:
+        for index in self._claimed():
+            await self._until_due(index)
+            await self._send(index)
+
+    def _claimed(self) -> Iterator[int]:
+        """Yield requests that no other process sends, until there are no more."""
+        while True:
+            with self._counter.get_lock():
+                index = self._counter.value
+                self._counter.value = index + 1
+            if index >= len(self._plan.bodies):
+                return
+            yield index
+
+    async def _until_due(self, index: int) -> None:
+        # A kernel timer is at most about a millisecond late; sleep(0) lets answers be read.
+        await asyncio.sleep(max(0.0, self._start + self._plan.schedule[index] - time.monotonic()))
+
+    async def _send(self, index: int) -> None:
+        plan = self._plan
+        started = time.monotonic()
+        result = self._running[index] = StreamResult()
+        try:
+            await complete(
+                self._client,
+                plan.path,
+                plan.bodies[index],
+                stream=plan.stream,
+                timeout=plan.request_timeout,
+                result=result,
+            )
+        except asyncio.CancelledError:
+            result.error, result.total = "cut_off", time.monotonic() - started
+            raise
+        finally:
+            del self._running[index]
+            self._keep(index, started, result)
+
+    def _keep(self, index: int, started: float, result: StreamResult) -> None:
+        self._ended_tokens += max(result.tokens, result.deltas)
+        self.deltas += result.deltas
+        if result.error is not None:
+            self._details[result.error] = result.detail
+        self._records.append(
+            Record(
+                index=index,
+                scheduled=self._plan.schedule[index],
+                started=started - self._start,
+                total=result.total,
+                first_token=result.first_token or None,
+                gaps=array("f", result.gaps).tobytes(),
+                prompt_tokens=result.prompt_tokens,
+                output_tokens=result.tokens,
+                status=result.status,
+                finish_reason=result.finish_reason,
+                error=result.error,
+            )
+        )
+
+
+async def _together(workers: list[Callable[[], Awaitable[None]]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for worker in workers:
+            group.create_task(_awaited(worker))
+
+
+async def _awaited(worker: Callable[[], Awaitable[None]]) -> None:
+    await worker()
+
+
+async def _warm_up(plan: WorkerPlan) -> WarmedUp:
+    client = HttpClient(plan.url, plan.headers, keep_alive=plan.keep_alive)
+    slots = asyncio.Semaphore(plan.slots or len(plan.warmups) or 1)
+
+    async def one(body: bytes) -> StreamResult:
+        async with slots:
+            return await complete(
+                client, plan.path, body, stream=plan.stream, timeout=plan.request_timeout
+            )
+
+    results = await asyncio.gather(*(one(body) for body in plan.warmups))
+    client.close()
+    errors = {result.error: result.detail for result in results if result.error is not None}
+    return WarmedUp(sum(result.error is None for result in results), errors)
+
+
+async def _measure(plan: WorkerPlan, counter: "Synchronized[int]", pipe: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    await _tell(pipe, await _warm_up(plan))
+    start = await asyncio.to_thread(pipe.recv)
+    if start is None:
+        return
+    sender = Sender(plan, counter, start)
+    sending = asyncio.create_task(sender.run())
+    # Anything that comes now, also the end of the pipe, means to stop.
+    loop.add_reader(pipe.fileno(), sending.cancel)
+    lag = LoopLag()
+    await asyncio.sleep(max(0.0, start - time.monotonic()))
+    cpu, began = time.process_time(), time.monotonic()
+    lag.start()
+    while not sending.done():
+        await asyncio.wait([sending], timeout=_REPORT_SECONDS)
+        await _tell(pipe, sender.report())
+    lag.stop()
+    loop.remove_reader(pipe.fileno())
+    if not sending.cancelled():
+        sending.result()
+    late = sorted(lag.samples) or [0.0]
+    cost = ClientCost(
+        cpu_seconds=time.process_time() - cpu,
+        wall_seconds=time.monotonic() - began,
+        deltas=sender.deltas,
+        loop_lag_p99=percentile(late, 99),
+        loop_lag_max=late[-1],
+    )
+    await _tell(pipe, Finished(cost))
+
+
+async def _tell(pipe: Connection, message: WorkerMessage) -> None:
+    # The pipe is small: in a thread, a reader that is slow for once delays no answer.
+    await asyncio.to_thread(pipe.send_bytes, msgspec.msgpack.encode(message))
+
+
+def main(plan: WorkerPlan, counter: "Synchronized[int]", pipe: Connection) -> None:
+    """Body of a sending process; its parent ends it through the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(BrokenPipeError, EOFError), pipe:
+        uvloop.run(_measure(plan, counter, pipe))
