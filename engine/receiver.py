@@ -195,7 +195,7 @@ class Receiver:
     def _joined(self, event: Joined) -> None:
         welcome = event.welcome
         if event.again:
-            logger.warning("registered again: the coordinator restarted")
+            logger.warning("registered again: the coordinator had forgotten this process")
             self._inbox.put(WaveStarted(welcome.wave))
         else:
             logger.info("joined as rank %d", welcome.index)

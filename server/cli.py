@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.load.config import BenchConfig
 from coordinator.config import CoordinatorConfig
 from engine import settings
 from engine.config import EngineConfig, Section
@@ -57,6 +58,12 @@ def _api_server(config: FrontEndConfig) -> int:
     return front_end.run_standalone(config)
 
 
+def _bench(config: BenchConfig) -> int:
+    from benchmarks.load import command
+
+    return command.bench(config)
+
+
 COMMANDS = {
     "serve": Command(
         "run a coordinator, engines and API servers on this node",
@@ -91,6 +98,15 @@ COMMANDS = {
         frozenset(),
         _api_server,
     ),
+    "bench": Command(
+        "load a server and report latencies and throughput",
+        "swell bench --max-concurrency 64 --random-input-len 100 --ignore-eos\n"
+        "swell bench --url http://head:8000 --request-rate 20 --goodput ttft:500 tpot:50",
+        BenchConfig,
+        False,
+        frozenset(),
+        _bench,
+    ),
 }
 
 
@@ -120,7 +136,8 @@ def build_parser() -> argparse.ArgumentParser:
             sub.add_argument(
                 "model", nargs="?", help="model directory or hub id; the bundled model if absent"
             )
-        settings.add_arguments(sub, command.config, command.hidden | {"model"})
+        hidden = command.hidden | {"model"} if command.takes_model else command.hidden
+        settings.add_arguments(sub, command.config, hidden)
     return parser
 
 

@@ -102,7 +102,7 @@ class ClusterLink:
 
     def _joined(self, event: Joined) -> None:
         if event.again:
-            logger.warning("registered again: the coordinator restarted")
+            logger.warning("registered again: the coordinator had forgotten this process")
             self._send_due()
             return
         self._publish_address = event.welcome.publish_address

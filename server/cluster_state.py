@@ -47,6 +47,7 @@ class ClusterState:
         self._table = table
         self._roster: Roster[EngineEntry] = Roster(grace)
         self._routes: dict[int, _Route] = {}
+        self._departed: dict[int, _Route] = {}
         self._greetings: dict[tuple[int, int], bytes] = {}
 
     # -- events ----------------------------------------------------------------------------------
@@ -61,10 +62,7 @@ class ClusterState:
         change = self._roster.update(view.epoch, listed, now)
         lost = self._drop(change.left)
         for rank in change.joined:
-            entry = listed[rank]
-            identity = self._greetings.get((rank, entry.incarnation))
-            sent = Sent(self._incarnation, entry.incarnation, 0, 0)
-            self._routes[rank] = _Route(entry, identity, sent=sent)
+            self._routes[rank] = self._route_to(listed[rank])
         for entry in view.engines:
             route = self._routes.get(entry.rank)
             if route is None or route.entry.incarnation != entry.incarnation:
@@ -73,6 +71,18 @@ class ClusterState:
             if entry.stats is not None:
                 self.observe(entry.stats, now)
         return lost
+
+    def _route_to(self, entry: EngineEntry) -> _Route:
+        departed = self._departed.pop(entry.rank, None)
+        if departed is not None and departed.entry.incarnation == entry.incarnation:
+            # It was only silent: what was sent to it and its open route are still there.
+            departed.entry = entry
+            return departed
+        for rank, incarnation in list(self._greetings):
+            if rank == entry.rank and incarnation != entry.incarnation:
+                del self._greetings[rank, incarnation]
+        identity = self._greetings.get((entry.rank, entry.incarnation))
+        return _Route(entry, identity, sent=Sent(self._incarnation, entry.incarnation, 0, 0))
 
     def tick(self, now: float) -> list[EngineLost]:
         """Return the engines that a restarted coordinator has not listed for too long."""
@@ -87,12 +97,18 @@ class ClusterState:
             route.stats = stats
             route.stats_at = now
 
-    def greeted(self, rank: int, incarnation: int, identity: bytes) -> None:
-        """An engine opened its request route to this front end."""
+    def greeted(self, rank: int, incarnation: int, identity: bytes) -> bool:
+        """An engine opened its request route to this front end.
+
+        Returns whether the same process had done so before: then it had given this front end up
+        for dead, and has dropped everything that it was sent.
+        """
+        again = (rank, incarnation) in self._greetings
         self._greetings[rank, incarnation] = identity
         route = self._routes.get(rank)
         if route is not None and route.entry.incarnation == incarnation:
             route.identity = identity
+        return again
 
     def lost(self, rank: int, incarnation: int) -> list[EngineLost]:
         """An engine is known to be dead before the coordinator says so."""
@@ -120,7 +136,7 @@ class ClusterState:
         for rank in ranks:
             route = self._routes.pop(rank, None)
             if route is not None:
-                self._greetings.pop((rank, route.entry.incarnation), None)
+                self._departed[rank] = route
                 lost.append(EngineLost(rank, route.entry.incarnation))
         return lost
 

@@ -74,8 +74,10 @@ class EngineClient:
         self._outputs = Inbox(outputs, EngineOutput, "outputs")
         self._max_resumes = max_resumes
         self._resume_timeout = resume_timeout
-        # Unknown peers must raise instead of swallowing a request.
+        # Unknown peers must raise instead of swallowing a request, and an engine that connects
+        # again must not be shut out by its own old connection.
         requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        requests.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._in_flight: dict[int, RequestStream] = {}
         self._homeless: dict[int, float] = {}
         self._next_id = secrets.randbits(42) << 20
@@ -183,7 +185,7 @@ class EngineClient:
             incarnation, identity = address
             stream.rank, stream.incarnation = choice.rank, incarnation
             was_paused = self._state.paused
-            message = stream.continuation(self._state.wave) if stream.resumes else stream.request
+            message = stream.message(self._state.wave)
             try:
                 self._requests.send(identity, encode(message))
             except zmq.ZMQError as error:
@@ -208,13 +210,17 @@ class EngineClient:
         id_ = stream.request.id
         if self._forget(id_) is None:
             return
-        address = self._state.address_of(stream.rank)
-        if stream.finished or address is None or address[0] != stream.incarnation:
+        if not stream.finished:
+            self._abort(id_, stream.rank, stream.incarnation)
+
+    def _abort(self, id_: int, rank: int, incarnation: int) -> None:
+        address = self._state.address_of(rank)
+        if address is None or address[0] != incarnation:
             return
         try:
             self._requests.send(address[1], encode(AbortRequests([id_])))
         except zmq.ZMQError:
-            logger.debug("engine %d went before an abort reached it", stream.rank)
+            logger.debug("engine %d went before an abort reached it", rank)
 
     def _forget(self, id_: int) -> RequestStream | None:
         """Drop a request that has ended, for whatever reason; None if it is not known."""
@@ -227,7 +233,11 @@ class EngineClient:
     # -- receiving -------------------------------------------------------------------------------
 
     def _greeting(self, sender: bytes, greeting: EngineGreeting) -> None:
-        self._state.greeted(greeting.rank, greeting.incarnation, sender)
+        rank, incarnation = greeting.rank, greeting.incarnation
+        if self._state.greeted(rank, incarnation, sender):
+            for stream in list(self._in_flight.values()):
+                if stream.runs_on(rank, incarnation):
+                    self._send(stream, Choice(rank, "sent_again"))
         self._engines_changed()
 
     def _output(self, _sender: bytes, message: StepOutputs | UtilityResult | EngineDead) -> None:
@@ -243,8 +253,11 @@ class EngineClient:
 
     def _deliver(self, output: RequestOutput, rank: int, incarnation: int) -> None:
         stream = self._in_flight.get(output.id)
-        # What an engine sent before it was given up for dead belongs to nobody any more.
-        if stream is None or not stream.runs_on(rank, incarnation):
+        if stream is None:
+            return
+        if not stream.runs_on(rank, incarnation):
+            # The engine had been given up for dead and is not: the request has moved on.
+            self._abort(output.id, rank, incarnation)
             return
         if output.finish_reason is not None:
             self._forget(output.id)

@@ -49,10 +49,12 @@ class RequestStream:
         self._error = error
         self._wake()
 
-    def continuation(self, wave: int) -> AddRequest:
-        """Return the request as another engine has to take it over."""
+    def message(self, wave: int) -> AddRequest:
+        """Return the request as an engine has to take it (over): with the tokens so far."""
+        if not self.output_token_ids:
+            return msgspec.structs.replace(self.request, wave=wave)
         sampling = self.request.sampling
-        if self.output_token_ids and sampling.prompt_logprobs is not None:
+        if sampling.prompt_logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return msgspec.structs.replace(
             self.request,

@@ -136,6 +136,25 @@ def test_a_restarted_engine_is_a_loss_and_starts_from_nothing() -> None:
     assert state.address_of(0) == (20, b"new")
 
 
+def test_an_engine_that_was_only_silent_comes_back_with_its_route_and_counts() -> None:
+    state = with_engines(10)
+    for _ in range(5):
+        state.sent(0, prompt_tokens=10)
+    assert state.update_view(view(2), now=1.0) == [EngineLost(0, 10)]
+    state.update_view(view(3, entry(0, 10)), now=2.0)
+    assert state.address_of(0) == (10, b"10")
+    state.sent(0, prompt_tokens=10)
+    seen = Received(ME, MY_INCARNATION, requests=5, prompt_tokens=50)
+    state.observe(stats(0, 10, 9, received=(seen,)), now=3.0)
+    assert requests(state) == [1]
+
+
+def test_a_second_greeting_of_the_same_process_is_told_apart() -> None:
+    state = with_engines(10)
+    assert state.greeted(0, 10, b"10")
+    assert not state.greeted(0, 20, b"20")
+
+
 def test_an_engine_found_dead_stays_dead_until_it_is_replaced() -> None:
     state = with_engines(10)
     assert state.lost(0, 10) == [EngineLost(0, 10)]

@@ -268,6 +268,46 @@ def test_late_outputs_of_an_engine_given_up_for_dead_are_dropped(tmp_path: Path)
     asyncio.run(scenario())
 
 
+def test_an_engine_that_wrongly_passed_for_dead_is_told_to_drop_what_moved_on(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            stream = w.client.submit("a", [1], GREEDY)
+            silent, other = engines[stream.rank], engines[1 - stream.rank]
+            request = await silent.receive()
+            assert isinstance(request, AddRequest)
+            w.publish(other)
+            await other.receive()
+            w.publish(*engines)
+            silent.send(RequestOutput(request.id, [666]))
+            assert await silent.receive() == AbortRequests([request.id])
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engine = w.engine(0, 10)
+            w.publish(engine)
+            await w.until(lambda: w.client.ready)
+            w.client.submit("a", [1], GREEDY)
+            request = await engine.receive()
+            assert isinstance(request, AddRequest)
+            stream = w.client._in_flight[request.id]
+            engine.send(RequestOutput(request.id, [7]))
+            await w.until(lambda: stream.output_token_ids == [7])
+            engine.requests.close(linger=0)
+            reconnected = w.engine(0, 10)
+            again = await reconnected.receive()
+            assert isinstance(again, AddRequest)
+            assert (again.id, again.output_token_ids) == (request.id, [7])
+
+    asyncio.run(scenario())
+
+
 def test_a_request_whose_engines_keep_dying_is_suspected_and_given_up(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
