@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.http_load import StreamResult, stream_many
+from benchmarks.load.client import StreamResult, stream_many
 from benchmarks.running_stack import RunningStack
 
 MEMORY_BUDGET_MB = {"coordinator": 40, "api": 130, "engine": 500}

@@ -13,6 +13,7 @@ from benchmarks.load.connection import BadAnswer, HttpClient
 from benchmarks.load.events import DONE, Chunk, EventParser, decode_chunk
 
 _DETAIL_LENGTH = 300
+_STREAM_SECONDS = 600
 
 
 @dataclass
@@ -96,7 +97,8 @@ class _StreamReader:
     def end(self) -> None:
         """The answer is complete."""
         result = self._result
-        result.total = self._last - self._began
+        last = self._last if self._last > self._began else time.monotonic()  # no body
+        result.total = last - self._began
         if result.status != 200:
             result.error = f"http_{result.status}"
             result.detail = b"".join(self._whole)[:_DETAIL_LENGTH].decode(errors="replace")
@@ -118,21 +120,21 @@ async def complete(
     body: bytes,
     *,
     stream: bool,
-    timeout: float,
+    give_up_after: float,
     result: StreamResult | None = None,
 ) -> StreamResult:
     """Send one completion and read its answer; failures are part of the result.
 
     Args:
         body: JSON body, which asks for a stream with usage if `stream`.
-        timeout: seconds for all of it.
+        give_up_after: seconds for all of it.
         result: filled while the answer arrives and returned; a new one if absent.
     """
     result = result or StreamResult()
     began = time.monotonic()
     reader = _StreamReader(result, began, stream)
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(give_up_after):
             await client.request("POST", path, body, reader)
     except (OSError, BadAnswer) as error:
         result.error, result.detail = _kind_of(error), str(error)
@@ -155,7 +157,7 @@ def _kind_of(error: Exception) -> str:
     return "malformed_answer"
 
 
-async def stream_completion(url: str, body: dict[str, Any], timeout: float = 600) -> StreamResult:
+async def stream_completion(url: str, body: dict[str, Any]) -> StreamResult:
     """POST a streaming completion on a connection of its own and read it to its end.
 
     Raises:
@@ -165,7 +167,7 @@ async def stream_completion(url: str, body: dict[str, Any], timeout: float = 600
     client = HttpClient(f"{parts.scheme}://{parts.netloc}", keep_alive=False)
     payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
     result = await complete(
-        client, parts.path, json.dumps(payload).encode(), stream=True, timeout=timeout
+        client, parts.path, json.dumps(payload).encode(), stream=True, give_up_after=_STREAM_SECONDS
     )
     if result.error is not None and result.status in (0, 200):
         raise ConnectionError(result.error)

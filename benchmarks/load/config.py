@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from engine.config import LogConfig, Section
+from engine.config import Section
 
 
 class TargetConfig(Section, frozen=True, kw_only=True):
@@ -95,9 +95,9 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     extra_body: Annotated[
         str | None, Meta(description="JSON object that is merged into every request body.")
     ] = None
-    stream: Annotated[
-        bool, Meta(description="Stream; without, only whole answers are timed.")
-    ] = True
+    stream: Annotated[bool, Meta(description="Stream; without, only whole answers are timed.")] = (
+        True
+    )
     seed: Annotated[int, Meta(description="Seed of prompts, lengths and arrivals.")] = 0
 
 
@@ -120,9 +120,7 @@ class TrafficConfig(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=65536)] | None,
         Meta(description="Most requests in flight; default: no limit."),
     ] = None
-    processes: Annotated[
-        int, Meta(ge=1, le=256, description="Processes that send requests.")
-    ] = 1
+    processes: Annotated[int, Meta(ge=1, le=256, description="Processes that send requests.")] = 1
     time_limit: Annotated[
         float, Meta(gt=0, description="Seconds after which what still runs is cut off.")
     ] = 600.0
@@ -146,9 +144,7 @@ class ReportConfig(Section, frozen=True, kw_only=True):
         Meta(description="Percentiles to show for every latency."),
     ] = (50.0, 90.0, 95.0, 99.0)
     output: Annotated[str | None, Meta(description="JSON file for the result.")] = None
-    save_detailed: Annotated[
-        bool, Meta(description="Add every request to the JSON file.")
-    ] = False
+    save_detailed: Annotated[bool, Meta(description="Add every request to the JSON file.")] = False
     plot: Annotated[
         str | None, Meta(description="PNG file for a plot (needs the `plot` extra).")
     ] = None
@@ -162,4 +158,3 @@ class BenchConfig(Section, frozen=True, kw_only=True):
     workload: WorkloadConfig = WorkloadConfig()
     traffic: TrafficConfig = TrafficConfig()
     report: ReportConfig = ReportConfig()
-    log: LogConfig = LogConfig()

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections for load: raw transports, a C parser, no work per byte that can be spared."""
+"""HTTP/1.1 connections for load: raw transports, a C parser, little work per byte."""
 
 import asyncio
 import ssl
@@ -66,7 +66,7 @@ class _Connection(asyncio.Protocol):
     # -- called by the event loop ----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._now = time.monotonic()

@@ -30,17 +30,13 @@ class Prompt(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-def draw_lengths(
-    count: int, length: int, ratio: float, generator: random.Random
-) -> list[int]:
+def draw_lengths(count: int, length: int, ratio: float, generator: random.Random) -> list[int]:
     """Return `count` lengths drawn evenly from length * (1 - ratio) to length * (1 + ratio)."""
     low = max(1, round(length * (1 - ratio)))
     return [generator.randint(low, max(low, round(length * (1 + ratio)))) for _ in range(count)]
 
 
-def draw_token_prompts(
-    workload: WorkloadConfig, count: int, pool: Sequence[int]
-) -> list[Prompt]:
+def draw_token_prompts(workload: WorkloadConfig, count: int, pool: Sequence[int]) -> list[Prompt]:
     """Return prompts of token ids from `pool`, of exactly the lengths that the settings say."""
     generator = random.Random(workload.seed)
     prefix = generator.choices(pool, k=workload.random_prefix_len)
@@ -57,8 +53,7 @@ def pool_text(seed: int) -> str:
     """Return made-up words, whose tokens are harmless to any model."""
     generator = random.Random(seed)
     words = (
-        "".join(generator.choices(_LETTERS, k=generator.randint(1, 8)))
-        for _ in range(_POOL_WORDS)
+        "".join(generator.choices(_LETTERS, k=generator.randint(1, 8))) for _ in range(_POOL_WORDS)
     )
     return " ".join(words)
 
@@ -105,7 +100,7 @@ def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
             content = fields["prompt"]
             wanted = int(fields.get("output_tokens", output_tokens))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DatasetError(f"{path}:{number}: expected {{\"prompt\": ...}}") from error
+            raise DatasetError(f'{path}:{number}: expected {{"prompt": ...}}') from error
         is_ids = isinstance(content, list) and all(isinstance(each, int) for each in content)
         if not (isinstance(content, str) or is_ids) or wanted < 1:
             raise DatasetError(f"{path}:{number}: prompt must be a text or token ids")

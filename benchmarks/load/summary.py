@@ -38,7 +38,7 @@ class Record(msgspec.Struct):
             return None
         return (self.total - self.first_token) / (self.output_tokens - 1)
 
-    def inter_token_latencies(self) -> array[float]:
+    def inter_token_latencies(self) -> "array[float]":
         """Return the times between consecutive deltas."""
         return array("f", self.gaps)
 
@@ -133,7 +133,7 @@ class Summary(msgspec.Struct):
     latencies: dict[str, Distribution]
     """By name: ttft, tpot, itl, e2el; only those that were measured."""
     schedule_delay: Distribution | None
-    """How much later than due requests were sent."""
+    """How much later than due requests were sent; None if all were due at once."""
 
 
 def summarize(
@@ -167,10 +167,14 @@ def summarize(
         max_concurrent_requests=most_at_once(records),
         errors=dict(Counter(each.error for each in records if each.error is not None)),
         latencies={name: found for name, found in latencies.items() if found is not None},
-        schedule_delay=distribution(
-            (max(0.0, record.started - record.scheduled) for record in records), percents
-        ),
+        schedule_delay=_schedule_delay(records, percents),
     )
+
+
+def _schedule_delay(records: Sequence[Record], percents: Sequence[float]) -> Distribution | None:
+    if not any(record.scheduled for record in records):
+        return None
+    return distribution((max(0.0, each.started - each.scheduled) for each in records), percents)
 
 
 def most_at_once(records: Iterable[Record]) -> int:

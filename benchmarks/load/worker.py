@@ -5,7 +5,7 @@ import contextlib
 import signal
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
@@ -80,12 +80,12 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._due = loop.time() + _TICK_SECONDS
-        self._timer = loop.call_at(self._due, self._tick)
+        # Not the loop's own clock, which stands still while callbacks run.
+        self._due = time.monotonic() + _TICK_SECONDS
+        self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
 
     def _tick(self) -> None:
-        self.samples.append(max(0.0, asyncio.get_running_loop().time() - self._due))
+        self.samples.append(max(0.0, time.monotonic() - self._due))
         self.start()
 
     def stop(self) -> None:
@@ -123,7 +123,9 @@ class Sender:
                 if plan.slots is None:
                     await self._send_when_due()
                 else:
-                    await _together([self._work for _ in range(plan.slots)])
+                    async with asyncio.TaskGroup() as group:
+                        for _ in range(plan.slots):
+                            group.create_task(self._work())
         self._client.close()
 
     async def _send_when_due(self) -> None:
@@ -148,7 +150,7 @@ class Sender:
             yield index
 
     async def _until_due(self, index: int) -> None:
-        # A kernel timer is at most about a millisecond late; sleep(0) lets answers be read.
+        # The loop's timers count milliseconds; sleep(0) lets answers be read.
         await asyncio.sleep(max(0.0, self._start + self._plan.schedule[index] - time.monotonic()))
 
     async def _send(self, index: int) -> None:
@@ -161,7 +163,7 @@ class Sender:
                 plan.path,
                 plan.bodies[index],
                 stream=plan.stream,
-                timeout=plan.request_timeout,
+                give_up_after=plan.request_timeout,
                 result=result,
             )
         except asyncio.CancelledError:
@@ -193,16 +195,6 @@ class Sender:
         )
 
 
-async def _together(workers: list[Callable[[], Awaitable[None]]]) -> None:
-    async with asyncio.TaskGroup() as group:
-        for worker in workers:
-            group.create_task(_awaited(worker))
-
-
-async def _awaited(worker: Callable[[], Awaitable[None]]) -> None:
-    await worker()
-
-
 async def _warm_up(plan: WorkerPlan) -> WarmedUp:
     client = HttpClient(plan.url, plan.headers, keep_alive=plan.keep_alive)
     slots = asyncio.Semaphore(plan.slots or len(plan.warmups) or 1)
@@ -210,7 +202,7 @@ async def _warm_up(plan: WorkerPlan) -> WarmedUp:
     async def one(body: bytes) -> StreamResult:
         async with slots:
             return await complete(
-                client, plan.path, body, stream=plan.stream, timeout=plan.request_timeout
+                client, plan.path, body, stream=plan.stream, give_up_after=plan.request_timeout
             )
 
     results = await asyncio.gather(*(one(body) for body in plan.warmups))

@@ -1,0 +1,261 @@
+"""Kills and stops random processes of a running stack under load and prints the tally.
+
+Every request's answer is compared with that of an undisturbed run. A request may fail only if a
+front end was killed while it was under way, because its connection may have ended there.
+
+    python -m benchmarks.chaos --minutes 5
+    python -m benchmarks.chaos --minutes 1 --kinds engine coordinator -- --executor simulated
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.running_stack import RunningStack
+
+MODEL = "swell-shakespeare"
+STOP_SECONDS = 8.0
+"""How long a stopped process sleeps: longer than the default --engine-timeout."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of request whose answer is always the same."""
+
+    path: str
+    body: dict[str, object]
+    stream: bool
+
+
+@dataclass
+class Tally:
+    """What happened to the processes and to the requests."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    ok: int = 0
+    excused: int = 0
+    """Failed while a front end was killed."""
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    longest_gap: float = 0.0
+    """Longest pause between two pieces of one stream, in seconds."""
+
+
+def tasks(tokens: int) -> list[Task]:
+    """Return requests of every kind: greedy and seeded, streamed or not, n, logprobs, chat."""
+    base: dict[str, object] = {"model": MODEL, "max_tokens": tokens, "ignore_eos": True}
+    made = []
+    for i, name in enumerate(["ROMEO", "JULIET", "KING", "First Citizen", "GLOUCESTER", "HENRY"]):
+        prompt = f"{name}: what say"
+        for extra in (
+            {"temperature": 0, "seed": i},
+            {"temperature": 1.0, "seed": 100 + i},
+            {"temperature": 0.8, "seed": 7, "n": 2},
+            {"temperature": 0, "seed": i, "logprobs": 2},
+        ):
+            body = {**base, "prompt": prompt, **extra}
+            made += [Task("/v1/completions", body, stream) for stream in (False, True)]
+        chat = {**base, "messages": [{"role": "user", "content": prompt}], "seed": i}
+        made += [Task("/v1/chat/completions", chat, stream) for stream in (False, True)]
+    return made
+
+
+async def ask(client: httpx.AsyncClient, task: Task, tally: Tally) -> str:
+    """Send one request and return what is the same in every run of it."""
+    if not task.stream:
+        answer = await client.post(task.path, json=task.body)
+        answer.raise_for_status()
+        body = answer.json()
+        return json.dumps([body["choices"], body["usage"]["completion_tokens"]])
+    texts: Counter[int] = Counter()
+    pieces: dict[int, str] = {}
+    done = False
+    last = time.monotonic()
+    async with client.stream("POST", task.path, json={**task.body, "stream": True}) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            now = time.monotonic()
+            tally.longest_gap = max(tally.longest_gap, now - last)
+            last = now
+            if line == "data: [DONE]":
+                done = True
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise ValueError(chunk["error"]["message"])
+            for choice in chunk["choices"]:
+                text = choice["text"] if "text" in choice else choice["delta"].get("content")
+                pieces[choice["index"]] = pieces.get(choice["index"], "") + (text or "")
+                texts[choice["index"]] += 1
+    if not done:
+        raise ConnectionError("the stream ended without [DONE]")
+    return json.dumps(sorted(pieces.items()))
+
+
+class Disturber:
+    """Kills or stops one process at a time, remembering when front ends went."""
+
+    def __init__(self, stack: RunningStack, kinds: list[str], seed: int, tally: Tally) -> None:
+        self._stack = stack
+        self._kinds = kinds
+        self._random = random.Random(seed)
+        self._tally = tally
+        self.front_end_deaths: list[float] = []
+
+    async def run(self, interval: float, until: float) -> None:
+        """Disturb every `interval` seconds or so, until `until` (monotonic)."""
+        while time.monotonic() < until - interval:
+            await asyncio.sleep(interval * self._random.uniform(0.5, 1.5))
+            await self._disturb(self._random.choice(self._kinds))
+
+    async def _disturb(self, kind: str) -> None:
+        name = "engine" if kind == "stop" else kind
+        victims = [p for n, p in self._stack.processes().items() if n.split()[0] == name]
+        if len(victims) < (1 if name == "coordinator" else 2):
+            return  # the last of its kind is still starting again: nobody could take over
+        victim = self._random.choice(victims)
+        self._tally.kills[kind] += 1
+        if kind == "api":
+            self.front_end_deaths.append(time.monotonic())
+        with_signal = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
+        victim.send_signal(with_signal)
+        if kind == "stop":
+            await asyncio.sleep(STOP_SECONDS)
+            if victim.is_running():
+                victim.send_signal(signal.SIGCONT)
+
+
+async def one_client(
+    url: str, todo: list[Task], expected: dict[int, str], chooser: random.Random, until: float,
+    tally: Tally, disturber: Disturber,
+) -> None:  # fmt: skip
+    """Send requests one after the other until the time is over."""
+    while time.monotonic() < until:
+        which = chooser.randrange(len(todo))
+        began = time.monotonic()
+        try:
+            # A connection of its own: the next request must not inherit a dead front end's.
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                answer = await ask(client, todo[which], tally)
+        except (httpx.HTTPError, ConnectionError, ValueError) as error:
+            if any(death > began - 0.5 for death in disturber.front_end_deaths):
+                tally.excused += 1
+            else:
+                tally.failed.append(f"{type(error).__name__}: {error}")
+            continue
+        if answer == expected[which]:
+            tally.ok += 1
+        else:
+            tally.wrong.append(f"{todo[which]}: {answer[:200]} instead of {expected[which][:200]}")
+
+
+async def storm(stack: RunningStack, options: argparse.Namespace, progress: Progress) -> Tally:
+    """Run the whole thing against a started stack."""
+    todo = tasks(options.tokens)
+    expected = {}
+    calm = Tally()
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+        for i, task in enumerate(todo):
+            expected[i] = await ask(client, task, calm)
+    tally = Tally()
+    until = time.monotonic() + options.minutes * 60
+    disturber = Disturber(stack, options.kinds, options.seed, tally)
+    jobs = [asyncio.create_task(disturber.run(options.interval, until))] + [
+        asyncio.create_task(
+            one_client(
+                stack.url, todo, expected, random.Random(options.seed * 1000 + i), until, tally,
+                disturber,
+            )
+        )
+        for i in range(options.clients)
+    ]  # fmt: skip
+    shown = progress.add_task("storm", total=options.minutes * 60)
+    while not all(job.done() for job in jobs):
+        await asyncio.wait(jobs, timeout=0.5)
+        left = max(0.0, until - time.monotonic())
+        progress.update(
+            shown,
+            completed=options.minutes * 60 - left,
+            description=f"{tally.ok} right, {len(tally.failed)} failed, {tally.kills.total()} hits",
+        )
+    await asyncio.gather(*jobs)
+    return tally
+
+
+def resources(stack: RunningStack) -> dict[str, tuple[float, int, int]]:
+    """Return (resident MB, open files, threads) per process."""
+    found = {}
+    for name, process in stack.processes().items():
+        try:
+            resident = process.memory_info().rss / 1e6
+            found[name] = (resident, process.num_fds(), process.num_threads())
+        except psutil.Error:
+            continue
+    return found
+
+
+def report(
+    console: Console, tally: Tally, before: dict[str, tuple[float, int, int]],
+    after: dict[str, tuple[float, int, int]],
+) -> None:  # fmt: skip
+    """Print what happened."""
+    console.print(f"disturbances: {dict(tally.kills)}")
+    console.print(
+        f"requests: {tally.ok} right, {len(tally.wrong)} wrong, {len(tally.failed)} failed, "
+        f"{tally.excused} lost with a killed front end"
+    )
+    console.print(f"longest pause within a stream: {tally.longest_gap:.2f} s")
+    for what, examples in (("wrong", tally.wrong), ("failed", tally.failed)):
+        for example, count in Counter(examples).most_common(5):
+            console.print(f"[red]{what} x{count}[/] {example}", soft_wrap=True)
+    table = Table("process", "resident MB", "open files", "threads", title="before -> after")
+    for name in sorted(after):
+        old, new = before.get(name, (0.0, 0, 0)), after[name]
+        table.add_row(
+            name, f"{old[0]:.0f} -> {new[0]:.0f}", f"{old[1]} -> {new[1]}", f"{old[2]} -> {new[2]}"
+        )
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long the storm lasts")
+    parser.add_argument("--interval", type=float, default=8.0, help="seconds between disturbances")
+    parser.add_argument("--clients", type=int, default=24, help="requests under way at once")
+    parser.add_argument("--tokens", type=int, default=60, help="tokens per choice")
+    parser.add_argument("--seed", type=int, default=1, help="seed of everything random")
+    parser.add_argument(
+        "--kinds", nargs="+", default=["engine", "stop", "coordinator", "api"],
+        choices=["engine", "stop", "coordinator", "api"], help="what may happen",
+    )  # fmt: skip
+    parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
+    options = parser.parse_args()
+    console = Console()
+    flags = ["--data-parallel-size", "3", "--log-level", "error", *options.serve]
+    with RunningStack(*flags, timeout=300) as stack:
+        before = resources(stack)
+        with Progress(console=console) as progress:
+            tally = asyncio.run(storm(stack, options, progress))
+        report(console, tally, before, resources(stack))
+        stack.stop()
+    return 1 if tally.failed or tally.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""`swell bench`: from settings to a report."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.load import report
+from benchmarks.load.config import BenchConfig
+from benchmarks.load.datasets import DatasetError
+from benchmarks.load.plot import PlotUnavailable, check_plotting, save_plot
+from benchmarks.load.run import BenchError, Progress, run
+from benchmarks.load.server_tokens import TargetError
+from benchmarks.load.summary import client_warnings, parse_goodput, summarize
+
+
+def bench(config: BenchConfig) -> int:
+    """Run a benchmark, print and save its result; return the exit code."""
+    console = Console(stderr=True)
+    try:
+        limits = parse_goodput(config.report.goodput)
+        if config.report.plot is not None:
+            check_plotting()
+        _check_writable(config.report.output, config.report.plot)
+        progress = _run(config, console)
+    except TargetError as error:
+        print(f"swell bench: {config.target.url}: {error}", file=sys.stderr)
+        return 1
+    except (BenchError, DatasetError, PlotUnavailable, ValueError, OSError) as error:
+        print(f"swell bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    summary = summarize(progress.records, config.report.metric_percentiles, limits)
+    delay = summary.schedule_delay
+    warnings = client_warnings(
+        list(progress.costs.values()),
+        delay.percentiles.get(99, delay.max) if delay else 0.0,
+        open_loop=config.traffic.max_concurrency is None
+        and config.traffic.request_rate != float("inf"),
+    )
+    out = Console()
+    out.print(f"[bold]{progress.model}[/] at {config.target.url}, {config.target.backend}")
+    for table in report.summary_tables(summary, progress.planned):
+        out.print(table)
+    if summary.errors:
+        out.print(report.error_table(summary, progress.details))
+    out.print(report.client_line(progress), highlight=False)
+    for warning in warnings:
+        out.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
+    if config.report.output is not None:
+        result = report.result_json(config, progress, summary, warnings)
+        Path(config.report.output).write_text(report.dump(result), encoding="utf-8")
+    if config.report.plot is not None:
+        save_plot(Path(config.report.plot), progress.records, config.target.url)
+    return 0 if summary.completed else 1
+
+
+def _run(config: BenchConfig, console: Console) -> Progress:
+    display = report.LiveDisplay(console, config.workload.num_prompts)
+    watch: Callable[[Progress], None] = display.update
+    if not config.report.progress:
+        return run(config, _ignore)
+    with display if console.is_terminal else nullcontext():
+        return run(config, watch if console.is_terminal else _ignore)
+
+
+def _ignore(progress: Progress) -> None:
+    pass
+
+
+def _check_writable(*paths: str | None) -> None:
+    for path in paths:
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no such directory")

@@ -1,0 +1,264 @@
+"""One run of `swell bench`: prepare, start the sending processes, watch them, sum up."""
+
+import asyncio
+import multiprocessing
+import multiprocessing.connection
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import msgspec
+
+from benchmarks.load import worker
+from benchmarks.load.arrivals import arrival_times
+from benchmarks.load.config import BenchConfig
+from benchmarks.load.connection import HttpClient
+from benchmarks.load.datasets import make_prompts, request_body
+from benchmarks.load.server_tokens import ServerTokens
+from benchmarks.load.summary import ClientCost, Record
+from benchmarks.load.worker import Finished, Report, WarmedUp, WorkerMessage, WorkerPlan
+
+_START_SECONDS = 0.2
+_REFRESH_SECONDS = 0.1
+_STOP_SECONDS = 5.0
+
+_decode = msgspec.msgpack.Decoder(WorkerMessage).decode
+
+
+class BenchError(Exception):
+    """The run cannot begin or go on; the message says why."""
+
+
+@dataclass
+class Progress:
+    """What is known of a run so far."""
+
+    planned: int
+    started_at: float = 0.0
+    """Monotonic time of the start of the measurement; 0 before."""
+    records: list[Record] = field(default_factory=list)
+    details: dict[str, str] = field(default_factory=dict)
+    """Of every kind of failure, what was said once."""
+    running: dict[int, int] = field(default_factory=dict)
+    """Requests in flight, by process."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Output tokens so far, by process."""
+    costs: dict[int, ClientCost] = field(default_factory=dict)
+    model: str = ""
+    parent_cpu_seconds: float = 0.0
+    """CPU time of this process, the live display's, during the measurement."""
+
+
+Watcher = Callable[[Progress], None]
+
+
+def base_address(url: str) -> str:
+    """Return an address to which paths like /v1/completions can be appended."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def request_headers(config: BenchConfig) -> dict[str, str]:
+    """Return the headers of every request.
+
+    Raises:
+        BenchError: a header is not NAME=VALUE.
+    """
+    headers = {}
+    if config.target.api_key:
+        headers["Authorization"] = f"Bearer {config.target.api_key}"
+    for word in config.target.header:
+        name, separator, value = word.partition("=")
+        if not (name and separator):
+            raise BenchError(f"--header {word}: expected NAME=VALUE")
+        headers[name] = value
+    return headers
+
+
+def extra_fields(config: BenchConfig) -> dict[str, Any]:
+    """Return what is merged into every request body.
+
+    Raises:
+        BenchError: it is no JSON object, or sets what has a setting of its own.
+    """
+    text = config.workload.extra_body
+    try:
+        extra = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+    except msgspec.DecodeError as error:
+        raise BenchError(f"--extra-body: {error}") from error
+    if owned := extra.keys() & {"stream", "stream_options", "n"}:
+        raise BenchError(f"--extra-body cannot set {', '.join(sorted(owned))}")
+    return extra
+
+
+async def make_bodies(config: BenchConfig) -> tuple[str, list[bytes]]:
+    """Return the model's name and the bodies of all requests, those of the warm-up at the end.
+
+    Raises:
+        BenchError: see `request_headers` and `extra_fields`.
+        DatasetError, TargetError: see `datasets.make_prompts`.
+    """
+    extra = extra_fields(config)
+    client = HttpClient(base_address(config.target.url), request_headers(config))
+    try:
+        tokens = ServerTokens(client, config.target.model)
+        model = await tokens.find_model()
+        chat = config.target.backend == "openai-chat"
+        prompts = await make_prompts(config.workload, tokens, as_text=chat)
+    finally:
+        client.close()
+    return model, [
+        request_body(config.workload, prompt, model, chat=chat, extra=extra) for prompt in prompts
+    ]
+
+
+def make_plans(config: BenchConfig, bodies: list[bytes]) -> list[WorkerPlan]:
+    """Return what each sending process has to do."""
+    workload, traffic = config.workload, config.traffic
+    measured, warmups = bodies[: workload.num_prompts], bodies[workload.num_prompts :]
+    schedule = arrival_times(len(measured), traffic.request_rate, traffic.burstiness, workload.seed)
+    limit = traffic.max_concurrency
+    count = min(traffic.processes, limit or traffic.processes)
+    return [
+        WorkerPlan(
+            url=base_address(config.target.url),
+            path=(
+                "/v1/chat/completions"
+                if config.target.backend == "openai-chat"
+                else "/v1/completions"
+            ),
+            headers=request_headers(config),
+            stream=workload.stream,
+            keep_alive=traffic.keep_alive,
+            request_timeout=config.target.request_timeout,
+            time_limit=traffic.time_limit,
+            bodies=measured,
+            schedule=schedule,
+            warmups=warmups[index::count],
+            share=slice(index, None, count),
+            slots=None if limit is None else limit // count + (index < limit % count),
+        )
+        for index in range(count)
+    ]
+
+
+class _Workers:
+    """The sending processes and the pipes to them."""
+
+    def __init__(self, plans: list[WorkerPlan]) -> None:
+        context = multiprocessing.get_context("spawn")
+        # Kept here: with its last owner in this process, the children could not open it.
+        self._counter = context.Value("q", 0)
+        self.pipes: dict[Connection, int] = {}
+        self._processes: list[BaseProcess] = []
+        for index, plan in enumerate(plans):
+            pipe, end = context.Pipe()
+            process = context.Process(
+                target=worker.main,
+                args=(plan, self._counter, end),
+                name=f"bench {index}",
+                daemon=True,
+            )
+            process.start()
+            end.close()
+            self.pipes[pipe] = index
+            self._processes.append(process)
+
+    def receive(self, timeout: float) -> list[tuple[int, WorkerMessage]]:
+        """Return what came within `timeout` seconds.
+
+        Raises:
+            BenchError: a process ended before it had finished.
+        """
+        received = []
+        for pipe in multiprocessing.connection.wait(list(self.pipes), timeout):
+            assert isinstance(pipe, Connection)
+            index = self.pipes[pipe]
+            try:
+                message = _decode(pipe.recv_bytes())
+            except EOFError:
+                raise BenchError(f"sending process {index} died") from None
+            received.append((index, message))
+            if isinstance(message, Finished):
+                del self.pipes[pipe]
+                pipe.close()
+        return received
+
+    def tell(self, message: float | None) -> None:
+        for pipe in self.pipes:
+            pipe.send(message)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+def run(config: BenchConfig, watch: Watcher) -> Progress:
+    """Run the whole benchmark and return what was measured.
+
+    An interrupt from the keyboard cuts off what still runs; the result is then partial.
+
+    Args:
+        watch: called several times a second.
+
+    Raises:
+        BenchError: nothing could be measured.
+        DatasetError, TargetError: see `datasets.make_prompts`.
+        ValueError: the address of the target is none.
+    """
+    progress = Progress(planned=config.workload.num_prompts)
+    watch(progress)
+    progress.model, bodies = asyncio.run(make_bodies(config))
+    workers = _Workers(make_plans(config, bodies))
+    try:
+        _wait_for_warm_up(workers, progress, watch)
+        cpu = time.process_time()
+        progress.started_at = time.monotonic() + _START_SECONDS
+        workers.tell(progress.started_at)
+        try:
+            _collect(workers, progress, watch)
+        except KeyboardInterrupt:
+            workers.tell(None)
+            _collect(workers, progress, watch)
+        progress.parent_cpu_seconds = time.process_time() - cpu
+    finally:
+        workers.close()
+    progress.records.sort(key=lambda record: record.index)
+    return progress
+
+
+def _wait_for_warm_up(workers: _Workers, progress: Progress, watch: Watcher) -> None:
+    waiting = len(workers.pipes)
+    succeeded, errors = 0, dict[str, str]()
+    while waiting:
+        for _, message in workers.receive(_REFRESH_SECONDS):
+            if isinstance(message, WarmedUp):
+                waiting -= 1
+                succeeded += message.succeeded
+                errors |= message.errors
+        watch(progress)
+    if errors and not succeeded:
+        told = "; ".join(f"{kind} {detail}".strip() for kind, detail in errors.items())
+        raise BenchError(f"every request of the warm-up failed: {told}")
+
+
+def _collect(workers: _Workers, progress: Progress, watch: Watcher) -> None:
+    while workers.pipes:
+        for index, message in workers.receive(_REFRESH_SECONDS):
+            if isinstance(message, Report):
+                progress.records += message.records
+                progress.details |= message.details
+                progress.running[index] = message.running
+                progress.tokens[index] = message.tokens
+            elif isinstance(message, Finished):
+                progress.costs[index] = message.cost
+        watch(progress)
