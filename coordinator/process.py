@@ -145,7 +145,7 @@ class Coordinator:
 
 def run(config: CoordinatorConfig, lifeline: Lifeline) -> int:
     """Run a coordinator until SIGTERM or SIGINT and return the exit code."""
-    name_process("coordinator", config.log.log_level)
+    name_process("coordinator", config.log.log_level, config.log.log_format)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(0))
     lifeline.watch()

@@ -8,7 +8,7 @@ told again by its peers: after a restart they notice the new epoch and register 
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from coordinator.wave import IndependentWave
+from coordinator.wave import GroupWave, IndependentWave, LockstepWave
 from engine.messages import (
     ClusterView,
     CoordinatorReply,
@@ -28,7 +28,6 @@ from engine.messages import (
     MemberMessage,
     Ready,
     Refused,
-    StartDpWave,
     StartWave,
     WakeUp,
     WaveComplete,
@@ -121,15 +120,14 @@ class _Member:
 
 
 class CoordinatorState:
-    """Membership, stats table, wave and publication schedule."""
+    """Membership, stats table and publication schedule, around the group's wave."""
 
     def __init__(self, parameters: CoordinatorParameters) -> None:
         self._parameters = parameters
         self._members: dict[MemberKind, dict[int, _Member]] = {"engine": {}, "front_end": {}}
         self._restarts: dict[int, int] = {}
         self._last_incarnation: dict[int, int] = {}
-        self._wave = IndependentWave()
-        self._wakeups = {"front_end": 0, "engine": 0}
+        self._wave: GroupWave = IndependentWave()
         self._version = 0
         self._changed = False
         self._urgent = False
@@ -146,25 +144,32 @@ class CoordinatorState:
             case EngineStats():
                 self._stats(event)
             case WaveComplete() | StartWave():
-                actions += self._wave_report(event)
+                self._wave_report(event)
             case WakeUp():
-                actions += self._wake_up(event)
+                self._changed |= self._wave.notice(event)
             case Subscribed(kind):
                 actions += self._subscribed(kind)
             case Tick():
                 actions += self._expire(now)
             case _:
                 assert_never(event)
+        actions += [PublishOrder(order) for order in self._wave.orders(now)]
         return actions + self._publish_if_due(now)
 
     def next_deadline(self, now: float) -> float:
         """Return when `Tick` has to be handled at the latest."""
         if self._last_published is None:
             return now
-        if self._changed:
-            return self._last_published + self._parameters.publish_interval
-        idle = self._last_published + self._parameters.publish_idle_interval
-        return min(idle, now + self._parameters.member_timeout / 4)
+        interval = (
+            self._parameters.publish_interval
+            if self._changed
+            else self._parameters.publish_idle_interval
+        )
+        return min(
+            self._last_published + interval,
+            now + self._parameters.member_timeout / 4,
+            self._wave.orders_due,
+        )
 
     # -- membership ------------------------------------------------------------------------------
 
@@ -200,6 +205,7 @@ class CoordinatorState:
             actions.append(Notice(f"{name} joined from {hello.host}, pid {hello.pid}"))
             if hello.kind == "engine":
                 self._count_restart(index, hello.incarnation)
+                self._choose_wave(hello)
                 self._wave.adopt(hello.wave)
             else:
                 actions.append(PublishOrder(self._front_ends_order()))
@@ -223,6 +229,14 @@ class CoordinatorState:
         self._last_incarnation[rank] = incarnation
         restarted = known is not None and known != incarnation
         self._restarts[rank] = self._restarts.get(rank, 0) + restarted
+
+    def _choose_wave(self, hello: Hello) -> None:
+        # All engines agree on this setting; a cluster that changed it starts from no engines.
+        lockstep = hello.group_config.get("lockstep") == "true"
+        if lockstep != isinstance(self._wave, LockstepWave):
+            wave = self._wave.wave
+            self._wave = LockstepWave() if lockstep else IndependentWave()
+            self._wave.adopt(wave)
 
     def _index_for(self, hello: Hello) -> int:
         members = self._members[hello.kind]
@@ -268,7 +282,7 @@ class CoordinatorState:
                 return [*removed, Reply(sender, refusal)]
             member.ready = True
             member.setup = message.setup
-            self._urgent = True
+            self._engines_changed()
             actions.append(Notice(f"{message.kind.replace('_', ' ')} {message.index} is ready"))
         return actions
 
@@ -286,13 +300,16 @@ class CoordinatorState:
 
     def _remove(self, kind: MemberKind, index: int, why: str) -> list[Action]:
         del self._members[kind][index]
-        self._urgent = True
+        self._engines_changed()
         actions: list[Action] = [Notice(f"{kind.replace('_', ' ')} {index} {why}")]
-        if kind == "engine":
-            self._wave.forget(index)
-        else:
+        if kind == "front_end":
             actions.append(PublishOrder(self._front_ends_order()))
         return actions
+
+    def _engines_changed(self) -> None:
+        self._urgent = True
+        engines = self._members["engine"].values()
+        self._wave.take_members(frozenset(engine.index for engine in engines if engine.ready))
 
     def _expire(self, now: float) -> list[Action]:
         limit = now - self._parameters.member_timeout
@@ -317,27 +334,12 @@ class CoordinatorState:
             return
         member.stats = stats
         self._changed = True
-        if self._wave.report(stats.rank, stats.waiting + stats.running > 0):
-            self._urgent = True
+        self._urgent |= self._wave.stats(stats)
 
-    def _wave_report(self, report: WaveComplete | StartWave) -> list[Action]:
+    def _wave_report(self, report: WaveComplete | StartWave) -> None:
         member = self._members["engine"].get(report.rank)
-        if member is None or member.incarnation != report.incarnation:
-            return []
-        self._wave.adopt(report.wave)
-        if isinstance(report, StartWave) and not self._wave.running:
-            return self._wake("engine", report.rank)
-        return []
-
-    def _wake_up(self, notice: WakeUp) -> list[Action]:
-        if self._wave.running:
-            return []
-        return self._wake("front_end", notice.rank)
-
-    def _wake(self, source: str, excluded_rank: int) -> list[Action]:
-        self._wakeups[source] += 1
-        self._changed = True
-        return [PublishOrder(StartDpWave(self._wave.wave, excluded_rank))]
+        if member is not None and member.incarnation == report.incarnation:
+            self._urgent |= self._wave.report(report)
 
     # -- publication -----------------------------------------------------------------------------
 
@@ -385,5 +387,5 @@ class CoordinatorState:
             running=self._wave.running,
             engines=engines,
             num_front_ends=sum(member.ready for member in self._members["front_end"].values()),
-            wakeups_total=dict(self._wakeups),
+            wakeups_total=dict(self._wave.wakeups),
         )

@@ -1,10 +1,64 @@
-"""Wave number and running flag of a group of independent engines, from their own reports.
+"""Wave number and running flag of the engines, and who has to be woken: from their own reports.
 
-Independent engines sleep on their own queues and need no waking. The wave still counts how often
-the group as a whole went from running to paused, so that people and dashboards see the same
-picture for every kind of group. The number is a logical clock: it only grows, and whoever
-brings a larger one from before a restart of the coordinator is believed.
+One interface, two kinds of groups. Independent engines sleep on their own queues and need no
+waking; for them the wave only counts how often the group as a whole went from running to paused.
+The engines of a lockstep group step together (see `engine.wave`), and the coordinator tells
+those that sleep when others have started.
+
+The number is a logical clock: it only grows, and whoever brings a larger one from before a
+restart of the coordinator is believed.
 """
+
+from typing import NamedTuple, Protocol
+
+from engine.messages import EngineStats, StartDpWave, StartWave, WakeUp, WaveComplete
+
+ORDER_INTERVAL = 0.025
+"""Seconds after which an order that not every engine is known to have followed is repeated."""
+
+NEVER = float("inf")
+
+
+class GroupWave(Protocol):
+    """The wave of all engines together. Methods that return a bool say whether news are out."""
+
+    wave: int
+    wakeups: dict[str, int]
+    """How often the group was woken, by source: "front_end" or "engine"."""
+
+    @property
+    def running(self) -> bool:
+        """Whether engines have said that they run."""
+        ...
+
+    @property
+    def orders_due(self) -> float:
+        """When `orders` has something to say at the latest."""
+        ...
+
+    def adopt(self, wave: int) -> None:
+        """Take over a wave number that a member remembers."""
+        ...
+
+    def take_members(self, ranks: frozenset[int]) -> None:
+        """Take the ranks of all engines that take part now."""
+        ...
+
+    def stats(self, stats: EngineStats) -> bool:
+        """Take an engine's stats."""
+        ...
+
+    def report(self, report: StartWave | WaveComplete) -> bool:
+        """Take an engine's report of a start or an end."""
+        ...
+
+    def notice(self, notice: WakeUp) -> bool:
+        """A front end sent a request to an engine that it believes to be paused."""
+        ...
+
+    def orders(self, now: float) -> list[StartDpWave]:
+        """Return what to send to the engines at `now` (seconds, monotonic)."""
+        ...
 
 
 class IndependentWave:
@@ -12,29 +66,165 @@ class IndependentWave:
 
     def __init__(self) -> None:
         self.wave = 0
-        self.running = False
+        self.wakeups = {"front_end": 0, "engine": 0}
         self._busy: set[int] = set()
+        self._queued: list[StartDpWave] = []
+
+    @property
+    def running(self) -> bool:
+        return bool(self._busy)
+
+    @property
+    def orders_due(self) -> float:
+        return NEVER
 
     def adopt(self, wave: int) -> None:
-        """Take over a wave number that a member remembers."""
         self.wave = max(self.wave, wave)
 
-    def report(self, rank: int, has_work: bool) -> bool:
-        """Note what an engine said of itself; return whether the running flag changed."""
-        if has_work:
-            self._busy.add(rank)
-        else:
-            self._busy.discard(rank)
-        return self._settle()
+    def take_members(self, ranks: frozenset[int]) -> None:
+        self._settle(self._busy & ranks)
 
-    def forget(self, rank: int) -> bool:
-        """An engine has gone; return whether the running flag changed."""
-        return self.report(rank, has_work=False)
+    def stats(self, stats: EngineStats) -> bool:
+        own = {stats.rank}
+        has_work = stats.waiting + stats.running > 0
+        return self._settle(self._busy | own if has_work else self._busy - own)
 
-    def _settle(self) -> bool:
-        running = bool(self._busy)
-        changed = running != self.running
-        if changed and not running:
+    def report(self, report: StartWave | WaveComplete) -> bool:
+        self.adopt(report.wave)
+        return isinstance(report, StartWave) and self._forward("engine", report.rank)
+
+    def notice(self, notice: WakeUp) -> bool:
+        return self._forward("front_end", notice.rank)
+
+    def orders(self, now: float) -> list[StartDpWave]:
+        queued, self._queued = self._queued, []
+        return queued
+
+    def _forward(self, source: str, rank: int) -> bool:
+        # Nobody needs it to make progress, so once is enough.
+        if self.running:
+            return False
+        self.wakeups[source] += 1
+        self._queued.append(StartDpWave(self.wave, rank))
+        return True
+
+    def _settle(self, busy: set[int]) -> bool:
+        changed = bool(busy) != self.running
+        if changed and not busy:
             self.wave += 1
-        self.running = running
+        self._busy = busy
         return changed
+
+
+class Clock(NamedTuple):
+    """A point in the life of a lockstep group; later ones are larger."""
+
+    topology: int
+    wave: int
+
+
+class LockstepWave:
+    """Follows a lockstep group by evidence and wakes it by level.
+
+    Evidence is what engines say of themselves: (clock, running). For one engine it only grows:
+    it is paused in a wave, then runs it, then is paused in the next. So evidence of an earlier
+    clock is void, within one clock "runs" is final, and late, repeated or reordered reports do no
+    harm. An order is repeated until there is evidence that every engine follows.
+    """
+
+    def __init__(self) -> None:
+        self.wave = 0
+        self.wakeups = {"front_end": 0, "engine": 0}
+        self._clock = Clock(0, 0)
+        self._members: frozenset[int] = frozenset()
+        self._started: set[int] = set()
+        """Ranks that said that they run at `_clock`."""
+        self._wanted = False
+        """A front end wants the group to run; void once the group has run."""
+        self._hold_epoch = 0
+        self._excluded_rank = -1
+        self._order_at = NEVER
+
+    @property
+    def running(self) -> bool:
+        return bool(self._started)
+
+    @property
+    def orders_due(self) -> float:
+        return self._order_at if self._needs_order() else NEVER
+
+    def adopt(self, wave: int) -> None:
+        self.wave = max(self.wave, wave)
+
+    def take_members(self, ranks: frozenset[int]) -> None:
+        was_needed = self._needs_order()
+        self._members = ranks
+        self._started &= ranks
+        if not ranks:
+            self._hold_epoch = 0
+        if self._needs_order() and not was_needed:
+            self._order_now(excluded_rank=-1)
+
+    def stats(self, stats: EngineStats) -> bool:
+        clock = Clock(stats.topology, stats.wave)
+        return self._observe(stats.rank, clock, stats.wave_running, stats.hold_epoch)
+
+    def report(self, report: StartWave | WaveComplete) -> bool:
+        starts = isinstance(report, StartWave)
+        clock = Clock(report.topology, report.wave if starts else report.wave + 1)
+        return self._observe(report.rank, clock, starts, report.hold_epoch)
+
+    def notice(self, notice: WakeUp) -> bool:
+        # What a front end wanted in an earlier wave, its request itself has seen or will see to.
+        is_late = notice.wave < self.wave
+        if self.running or self._wanted or is_late or self._is_held():
+            return False
+        self.adopt(notice.wave)
+        self._wanted = True
+        self.wakeups["front_end"] += 1
+        self._order_now(excluded_rank=notice.rank)
+        return True
+
+    def orders(self, now: float) -> list[StartDpWave]:
+        if not self._needs_order() or now < self._order_at:
+            return []
+        order = StartDpWave(self.wave, self._excluded_rank, self._hold_epoch, self._clock.topology)
+        # Sparing the one that knows already is for the first order only: if what it was sent does
+        # not arrive, it has to come all the same.
+        self._excluded_rank = -1
+        self._order_at = now + ORDER_INTERVAL
+        return [order]
+
+    def _observe(self, rank: int, clock: Clock, running: bool, hold_epoch: int) -> bool:
+        if clock < self._clock:
+            return False
+        before = (self.wave, self.running)
+        was_needed = self._needs_order()
+        if clock > self._clock:
+            # What was started or wanted before is over.
+            if clock.topology > self._clock.topology:
+                self._hold_epoch = 0
+            self._clock = clock
+            self._started = set()
+            self._wanted = was_needed = False
+        if running:
+            self._started.add(rank)
+            self._wanted = False
+        self._hold_epoch = max(self._hold_epoch, hold_epoch)
+        self.adopt(clock.wave)
+        if self._needs_order() and not was_needed:
+            self.wakeups["engine"] += 1
+            self._order_now(excluded_rank=rank)
+        return before != (self.wave, self.running)
+
+    def _order_now(self, *, excluded_rank: int) -> None:
+        self._excluded_rank = excluded_rank
+        self._order_at = -NEVER
+
+    def _needs_order(self) -> bool:
+        if self.running:
+            return not self._started >= self._members
+        return self._wanted and not self._is_held()
+
+    def _is_held(self) -> bool:
+        return self._hold_epoch % 2 == 1

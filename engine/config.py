@@ -86,6 +86,44 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="Token budget of one step.")] = (
         2048
     )
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        Meta(
+            description="fcfs = in order of arrival, the priority of a request is ignored; "
+            "priority = the lowest number first, which may preempt higher ones."
+        ),
+    ] = "fcfs"
+    long_prefill_token_threshold: Annotated[
+        int,
+        Meta(ge=0, description="Most prompt tokens of one request in one step; 0 is no limit."),
+    ] = 0
+    async_scheduling: Annotated[
+        bool, Meta(description="Plan the next step while the one before it runs.")
+    ] = False
+    admission_policy: Annotated[
+        Literal["none", "balance", "cadence", "level"] | None,
+        Meta(
+            description="When engines that step together prefill: none = whatever fits; balance = "
+            "nobody admits while one is full; cadence = every N-th step; level = equal amounts on "
+            "all, as long as waiting costs less than the stall; default: level for a lockstep "
+            "group, else none."
+        ),
+    ] = None
+    admission_cadence: Annotated[
+        int, Meta(ge=1, description="cadence: steps from one prefill to the next.")
+    ] = 2
+    level_wait_weight: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="level: decode steps that one step of waiting is worth; less raises "
+            "throughput, more lowers the time to the first token.",
+        ),
+    ] = 4
+    level_hold_per_rank: Annotated[
+        int,
+        Meta(ge=1, description="level: a prefill waits at most this many steps per engine."),
+    ] = 16
 
 
 class ExecutorConfig(Section, frozen=True, kw_only=True):
@@ -98,6 +136,10 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Compute threads per engine; default: cores / engines on this node."),
+    ] = None
+    torch_profiler_dir: Annotated[
+        str | None,
+        Meta(description="Directory for the traces of the start_profile and stop_profile calls."),
     ] = None
     simulated_step_us: Annotated[
         int, Meta(ge=0, description="Simulated executor: fixed time of a step.")
@@ -158,6 +200,9 @@ class LogConfig(Section, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe level shown.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Lines for people, or one JSON object each.")
+    ] = "text"
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

@@ -1,14 +1,15 @@
 """The body of an engine's loop: messages in, steps, outputs out. No sockets, clock or threads."""
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import msgspec
+from pathlib import Path
+from typing import NamedTuple
 
 from engine.config import EngineConfig
-from engine.executor.interface import Executor
+from engine.executor.interface import CannotDo, Executor, PendingResult
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -16,14 +17,15 @@ from engine.messages import (
     EngineSetup,
     EngineStats,
     Received,
+    RequestOutput,
     UtilityCall,
     UtilityResult,
-    UtilityValue,
 )
 from engine.scheduler.admission import AdmissionPolicy, AdmitAll
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.scheduler.outputs import Outputs
 from engine.scheduler.scheduler import Scheduler
+from engine.utilities import call_utility
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,20 @@ class _FrontEnd:
     prompt_tokens: int = 0
 
 
+class _Launched(NamedTuple):
+    """A step that was planned and whose result is not taken yet."""
+
+    plan: BatchPlan
+    pending: PendingResult | None
+    """None for a plan without rows, which no executor sees."""
+
+
 class EngineCore:
-    """One engine: its scheduler, its executor and its books about front ends."""
+    """One engine: its scheduler, its executor and its books about front ends.
+
+    With `async_scheduling` up to two steps are in flight: the next one is planned and handed to
+    the executor while the one before runs, so the executor never waits for the bookkeeping.
+    """
 
     def __init__(
         self,
@@ -67,10 +81,19 @@ class EngineCore:
         self.rank = rank
         self.incarnation = incarnation
         self.wave = 0
+        self.is_paused = False
+        """No step is launched until `resume`; requests are taken and wait."""
+        self.is_sleeping = False
+        """The same until `wake_up`, and the executor's memory is given back."""
+        self.vocab_size = executor.info.vocab_size
+        self._profile_dir = config.executor.torch_profiler_dir
         self._executor = executor
         self._block_size = config.cache.block_size
+        self._max_num_seqs = config.scheduler.max_num_seqs
         self._admission: AdmissionPolicy = AdmitAll() if admission is None else admission
         self._scheduler = Scheduler(config.scheduler, config.cache, executor.info)
+        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        self._in_flight: deque[_Launched] = deque()
         self._front_ends: dict[int, _FrontEnd] = {}
         self._outputs: Outputs = {}
         self._utility_results: list[tuple[int, UtilityResult]] = []
@@ -86,12 +109,15 @@ class EngineCore:
             self._block_size,
             self._scheduler.max_model_len,
             info.model_fingerprint,
+            self._max_num_seqs,
         )
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to say."""
-        return bool(self._scheduler.has_work or self._outputs or self._utility_results)
+        if self._in_flight or self._outputs or self._utility_results:
+            return True
+        return self._scheduler.has_work and not (self.is_paused or self.is_sleeping)
 
     def front_end_joined(self, index: int, incarnation: int) -> None:
         """A front end is there (again); a new incarnation replaces its predecessor."""
@@ -114,7 +140,11 @@ class EngineCore:
         self._utility_results = [entry for entry in self._utility_results if entry[0] != index]
 
     def handle(self, message: EngineInput) -> None:
-        """Take one message of a front end. Whatever is wrong with it, only its sender is told."""
+        """Take one message of a front end. Whatever is wrong with it, only its sender is told.
+
+        Raises:
+            StepFailed: a utility had to finish the steps in flight, and one failed.
+        """
         match message:
             case AddRequest():
                 self._add(message)
@@ -122,22 +152,23 @@ class EngineCore:
                 self._scheduler.abort(message.ids)
             case UtilityCall():
                 if self._present(message.front_end, message.name) is not None:
-                    result = self._call_utility(message)
+                    result = call_utility(self, message, fatal=StepFailed)
                     self._utility_results.append((message.front_end, result))
 
     def step(self) -> CoreStep:
-        """Run one step and return everything there is to send.
+        """Launch a step, take the result that is due, and return everything there is to send.
+
+        A result is due when no further step may be launched before it, or there is none to launch:
+        with steps overlapped the first call only launches, and each later one launches the next
+        step and then waits for the one before.
 
         Raises:
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
-        try:
-            plan = self._schedule()
-            result = self._execute(plan)
-            self._collect(self._scheduler.update(plan, result))
-        except Exception as error:
-            logger.exception("step failed: %s", self._scheduler.describe_in_flight())
-            raise StepFailed(f"engine {self.rank}: {type(error).__name__} in a step") from error
+        with self._stepping():
+            launched = self._launch()
+            if not launched or len(self._in_flight) == self._max_in_flight:
+                self._land()
         return self._take()
 
     def stats(self) -> EngineStats:
@@ -165,17 +196,107 @@ class EngineCore:
             preemptions_total=counters.preemptions,
             prompt_tokens_total=counters.prompt_tokens,
             generation_tokens_total=counters.generation_tokens,
+            halted=self.is_paused or self.is_sleeping,
         )
 
+    # -- for operators ---------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes and return how many blocks they had."""
+        return self._scheduler.reset_prefix_cache()
+
+    def pause(self) -> None:
+        """Launch no more steps; all requests keep what they have."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.is_paused = False
+
+    def sleep(self, level: int) -> None:
+        """Give the executor's memory back; all requests wait and will be computed again.
+
+        Level 1 keeps the weights where they are quick to have again, level 2 does not.
+        """
+        with self._stepping():
+            while self._in_flight:
+                self._land()
+            self._scheduler.preempt_all()
+            self._scheduler.reset_prefix_cache()
+        self.is_sleeping = True
+        self._executor.sleep(level)
+
+    def wake_up(self) -> None:
+        """End a sleep.
+
+        Raises:
+            Exception: the executor cannot; the engine sleeps on.
+        """
+        self._executor.wake_up()
+        self.is_sleeping = False
+
+    def start_profile(self) -> str:
+        """Begin to record what steps do; return the directory where the trace will be.
+
+        Raises:
+            CannotDo: there is no such directory, or nothing to record.
+        """
+        if self._profile_dir is None:
+            raise CannotDo("profiles need a place: start the engines with --torch-profiler-dir")
+        self._executor.start_profile()
+        return self._profile_dir
+
+    def stop_profile(self) -> str:
+        """End the recording and return the path of its trace.
+
+        Raises:
+            CannotDo: nothing is being recorded.
+        """
+        name = f"engine-{self.rank}-{self.incarnation:x}-step-{self._step}.json.gz"
+        path = Path(self._profile_dir or "") / name
+        self._executor.stop_profile(path)
+        return str(path)
+
+    # -- parts of a step -------------------------------------------------------------------------
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Turn whatever goes wrong inside into StepFailed, with a description in the log."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("step failed: %s", self._scheduler.describe_in_flight())
+            raise StepFailed(f"engine {self.rank}: {type(error).__name__} in a step") from error
+
     def _schedule(self) -> BatchPlan:
+        if isinstance(self._admission, AdmitAll):
+            return self._scheduler.schedule()  # the state of a rank is not for free
         grant = self._admission.decide(self._step, (self._scheduler.rank_state(),))
         return self._scheduler.schedule(grant)
 
-    def _execute(self, plan: BatchPlan) -> BatchResult:
+    def _launch(self) -> bool:
+        """Plan a step and start it; False when there is nothing to compute now."""
+        if self.is_paused or self.is_sleeping:
+            return False
+        plan = self._schedule()
         if not plan.slots:
-            return BatchResult([])
+            self._in_flight.append(_Launched(plan, None))
+            return False
         self._step += 1
-        return self._executor.submit(plan).result()
+        self._in_flight.append(_Launched(plan, self._executor.submit(plan)))
+        return True
+
+    def _land(self) -> None:
+        """Wait for the oldest step in flight, if any; take its result, and empty ones after it."""
+        if self._in_flight:
+            self._take_result()
+        while self._in_flight and self._in_flight[0].pending is None:
+            self._take_result()
+
+    def _take_result(self) -> None:
+        plan, pending = self._in_flight.popleft()
+        result = BatchResult([]) if pending is None else pending.result()
+        self._collect(self._scheduler.update(plan, result))
 
     def _collect(self, outputs: Outputs) -> None:
         if not self._outputs:
@@ -195,8 +316,16 @@ class EngineCore:
         if front_end is None:
             return
         front_end.requests += 1
-        front_end.prompt_tokens += len(message.prompt_token_ids)
-        answer = self._scheduler.add(message)
+        front_end.prompt_tokens += message.num_tokens
+        if logger.isEnabledFor(logging.DEBUG):
+            name = message.request_id
+            logger.debug("request %s arrived", name, extra={"request_id": name})
+        try:
+            answer = self._scheduler.add(message)
+        except Exception as error:  # nothing of it has been queued: it fails alone
+            name = message.request_id
+            logger.exception("request %s could not be queued", name, extra={"request_id": name})
+            answer = RequestOutput(message.id, [], "error", error=f"{type(error).__name__}")
         if answer is not None:
             self._outputs.setdefault(message.front_end, []).append(answer)
 
@@ -207,56 +336,3 @@ class EngineCore:
             logger.warning("%s dropped: front end %d is not there", what, index)
             return None
         return front_end
-
-    # -- utilities -------------------------------------------------------------------------------
-
-    def _call_utility(self, call: UtilityCall) -> UtilityResult:
-        utility = _UTILITIES.get(call.name)
-        if utility is None:
-            known = ", ".join(sorted(_UTILITIES))
-            error = f"engines have no utility {call.name!r}; they have {known}"
-            return UtilityResult(call.call_id, self.rank, error=error)
-        try:
-            arguments = msgspec.convert(call.arguments, utility.arguments)
-        except msgspec.ValidationError as invalid:
-            error = f"wrong arguments for {call.name}: {invalid}"
-            return UtilityResult(call.call_id, self.rank, error=error)
-        return UtilityResult(call.call_id, self.rank, result=utility.run(self, arguments))
-
-    def _reset_prefix_cache(self) -> dict[str, UtilityValue]:
-        return {"blocks_forgotten": self._scheduler.reset_prefix_cache()}
-
-    def _info(self) -> dict[str, UtilityValue]:
-        executor = self._executor.info
-        gauges = self._scheduler.gauges()
-        return {
-            "rank": self.rank,
-            "incarnation": self.incarnation,
-            "wave": self.wave,
-            "step": self._step,
-            "waiting": gauges.waiting,
-            "running": gauges.running,
-            "kv_usage": gauges.kv_usage,
-            "num_kv_blocks": executor.num_kv_blocks,
-            "block_size": self._block_size,
-            "max_model_len": self._scheduler.max_model_len,
-            "vocab_size": executor.vocab_size,
-            "model_fingerprint": executor.model_fingerprint,
-        }
-
-
-class _NoArguments(msgspec.Struct, forbid_unknown_fields=True):
-    pass
-
-
-class _Utility(NamedTuple):
-    """What a front end may call: the type of its arguments and the call."""
-
-    arguments: type[msgspec.Struct]
-    run: Callable[[EngineCore, Any], dict[str, UtilityValue]]
-
-
-_UTILITIES = {
-    "reset_prefix_cache": _Utility(_NoArguments, lambda core, _: core._reset_prefix_cache()),
-    "info": _Utility(_NoArguments, lambda core, _: core._info()),
-}

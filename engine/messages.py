@@ -76,6 +76,11 @@ class AddRequest(Message, frozen=True):
     output_token_ids: list[int] = []
     priority: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute before the first that is new."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
 
 class AbortRequests(Message, frozen=True):
     """Drop these requests at once; unknown ids are ignored."""
@@ -140,6 +145,8 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
     """What an engine had received from one front-end process when its stats were taken.
 
     `front_end_incarnation` tells a restarted front end from its predecessor. Both counts only grow.
+    `prompt_tokens` counts whatever has to be computed first: for a request that another engine
+    began, its tokens so far too.
     """
 
     front_end: int
@@ -176,6 +183,14 @@ class EngineStats(Message, frozen=True):
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     dummy_steps_total: int = 0
+    topology: int = 0
+    """Which formation of its lockstep group the engine belongs to; only grows."""
+    wave_running: bool = False
+    """Whether the engine's lockstep group runs `wave`; unused by independent engines."""
+    hold_epoch: int = 0
+    """Newest hold that the engine knows of; odd means held (see `engine.wave`)."""
+    halted: bool = False
+    """Paused or asleep by an operator's order: requests wait, and no progress is due."""
 
 
 class StepOutputs(Message, frozen=True):
@@ -218,6 +233,8 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: int
     model_fingerprint: str
     """Equal on all engines that hold the same weights."""
+    max_num_seqs: int = 0
+    """Most sequences that the engine runs at once; 0 if it does not say."""
 
 
 class FrontEndAddresses(msgspec.Struct, frozen=True, array_like=True):
@@ -232,7 +249,8 @@ class Hello(Message, frozen=True):
 
     `incarnation` is a random number drawn once per process. `index` is the rank or front-end
     number, or -1 to be given one. `group_config` holds the settings that must be equal on all
-    engines, as text, so that a refusal can name the one that differs.
+    engines, as text, so that a refusal can name the one that differs. The key "lockstep" with the
+    value "true" says that the engines step together and need waves.
     """
 
     kind: MemberKind
@@ -332,10 +350,13 @@ class StartDpWave(Message, frozen=True):
     """Paused engines of the group start stepping.
 
     `excluded_rank` already knows (it was sent the request): an optimization only, -1 for none.
+    Held engines obey only a `hold_epoch` that is newer than theirs.
     """
 
     wave: int
     excluded_rank: int
+    hold_epoch: int = 0
+    topology: int = 0
 
 
 GroupOrder = FrontEnds | StartDpWave
@@ -345,19 +366,30 @@ GroupOrder = FrontEnds | StartDpWave
 
 
 class WaveComplete(Message, frozen=True):
-    """Rank 0 of a lockstep group: nobody has work, the group paused at the end of `wave`."""
+    """Rank 0 of a lockstep group: nobody has work, the group paused at the end of `wave`.
+
+    With an odd `hold_epoch` the group is held: only a newer hold epoch makes it run again.
+    """
 
     rank: int
     incarnation: int
     wave: int
+    hold_epoch: int = 0
+    topology: int = 0
 
 
 class StartWave(Message, frozen=True):
-    """An engine that was paused got a request: the group has to run."""
+    """An engine runs `wave` from now on: its peers have to run too.
+
+    Every engine of a lockstep group says so when it starts, whatever made it start, so that the
+    coordinator knows who follows. Told again while nobody joins.
+    """
 
     rank: int
     incarnation: int
     wave: int
+    hold_epoch: int = 0
+    topology: int = 0
 
 
 EngineReport = EngineStats | WaveComplete | StartWave

@@ -102,7 +102,7 @@ class EngineLoop:
                 self._stopped = item
 
 
-def build_executor(config: EngineConfig, lifeline: Lifeline) -> Executor:
+def build_executor(config: EngineConfig, rank: int, lifeline: Lifeline) -> Executor:
     """Load the model (or its simulation) as configured."""
     if config.executor.executor == "simulated":
         from engine.executor.simulated import SimulatedExecutor
@@ -114,7 +114,7 @@ def build_executor(config: EngineConfig, lifeline: Lifeline) -> Executor:
     from engine.executor.in_process import InProcessExecutor  # imports torch
 
     engines_on_node = config.parallel.data_parallel_size_local or config.parallel.data_parallel_size
-    return InProcessExecutor(config, engines_on_node=engines_on_node, progress=lifeline.progress)
+    return InProcessExecutor(config, rank, engines_on_node, lifeline.progress)
 
 
 def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float) -> Welcomed:
@@ -172,8 +172,9 @@ class EngineProcess:
         try:
             self._lifeline.progress("waiting for the coordinator")
             welcome = wait_for_rank(self._inbox, JOIN_TIMEOUT)
-            name_process(f"engine {welcome.rank}", self._config.log.log_level)
-            executor = build_executor(self._config, self._lifeline)
+            log = self._config.log
+            name_process(f"engine {welcome.rank}", log.log_level, log.log_format)
+            executor = build_executor(self._config, welcome.rank, self._lifeline)
             core = EngineCore(
                 self._config, executor, rank=welcome.rank, incarnation=self._incarnation
             )
@@ -194,9 +195,10 @@ class EngineProcess:
         self._lifeline.ready(f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)")
         try:
             stop = EngineLoop(core, self._inbox, self._sender).run()
-        except StepFailed as error:
+        except Exception as error:
             logger.exception("engine %d cannot go on", rank)
-            self._sender.outbox.put(Dying(EngineDead(rank, self._incarnation, str(error))))
+            reason = str(error) if isinstance(error, StepFailed) else repr(error)
+            self._sender.outbox.put(Dying(EngineDead(rank, self._incarnation, reason)))
             return 1
         if stop.error is not None:
             logger.error("%s", stop.error)
@@ -206,7 +208,7 @@ class EngineProcess:
 
 def run(config: EngineConfig, lifeline: Lifeline, incarnation: int | None = None) -> int:
     """Run one engine until SIGTERM or SIGINT and return the exit code."""
-    name_process("engine", config.log.log_level)
+    name_process("engine", config.log.log_level, config.log.log_format)
     lifeline.watch()
     if incarnation is None:
         incarnation = secrets.randbits(48)

@@ -12,10 +12,14 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from server.access_log import AccessLog
+from server.admission import Admission
+from server.admission_table import AdmissionTable
 from server.asgi import Call, foreseen, raw_endpoint
 from server.config import FrontEndConfig
 from server.errors import ApiError
 from server.generation_client import GenerationClient, NoEngineAvailable
+from server.guards import admin_keys, install
 from server.metrics import FrontEndMetrics
 from server.openapi import (
     REQUEST_HEADERS,
@@ -25,11 +29,14 @@ from server.openapi import (
     stream_responses,
     text_responses,
 )
+from server.routes.admin import AdminRoutes, call_utility
 from server.routes.chat import create_chat_completion
 from server.routes.completions import create_completion
 from server.routes.context import Context, make_context
 from server.routes.meta import MetaRoutes
+from server.routes.status import status_routes
 from server.routes.tokenize import detokenize, tokenize
+from server.schemas.admin import EngineList, UtilityAnswers, UtilityRequest
 from server.schemas.chat import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
 from server.schemas.common import HealthResponse, Model, ModelList, VersionResponse
 from server.schemas.completions import CompletionRequest, CompletionResponse
@@ -51,9 +58,15 @@ def build_app(
     client: GenerationClient,
     tokenizer: ServedTokenizer,
     metrics: FrontEndMetrics,
+    table: AdmissionTable | None = None,
 ) -> FastAPI:
-    """Return the application of one front end."""
-    context = make_context(config, client, tokenizer, metrics, created=int(time.time()))
+    """Return the application of one front end.
+
+    `table` is where the front ends of a node count what they have taken on; None for one that is
+    alone.
+    """
+    admission = Admission(table or AdmissionTable(None), config.overload, lambda: client.num_slots)
+    context = make_context(config, client, tokenizer, metrics, admission, created=int(time.time()))
     meta = MetaRoutes(context)
     app = FastAPI(
         title="Swell",
@@ -63,8 +76,8 @@ def build_app(
         redirect_slashes=False,
         redoc_url=None,
     )
-    completion = stream_responses(CompletionResponse, CompletionResponse, *_POST_ERRORS, 503)
-    chat = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *_POST_ERRORS, 503)
+    completion = stream_responses(CompletionResponse, CompletionResponse, *_POST_ERRORS, 429, 503)
+    chat = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *_POST_ERRORS, 429, 503)
     app.router.routes += [
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
@@ -89,18 +102,49 @@ def build_app(
         _get("/version", meta.version, json_responses(VersionResponse)),
         _get("/metrics", meta.metrics, text_responses()),
         _get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 404)),
+        *status_routes(context),
     ]
+    if admin_keys(config.guards):
+        app.router.routes += _admin_routes(context)
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
+    install(app, config.guards, metrics)
+    if config.http.access_log:
+        app.add_middleware(AccessLog)
     app.openapi = functools.partial(document, app)  # type: ignore[method-assign]
     return app
 
 
+def _admin_routes(context: Context) -> list[APIRoute]:
+    admin = AdminRoutes(context)
+    errors = (400, 403, 500)
+    return [
+        _get("/admin/engines", admin.list_engines, json_responses(EngineList, 403)),
+        _plain(
+            "POST",
+            "/admin/reset-prefix-cache",
+            admin.reset_prefix_cache,
+            json_responses(UtilityAnswers, *errors, 503),
+        ),
+        _post(
+            "/admin/utilities",
+            call_utility,
+            UtilityRequest,
+            json_responses(UtilityAnswers, *errors, 413, 415, 503),
+            context,
+        ),
+    ]
+
+
 def _get(path: str, endpoint: Callable[..., Any], responses: Responses) -> APIRoute:
+    return _plain("GET", path, endpoint, responses)
+
+
+def _plain(method: str, path: str, endpoint: Callable[..., Any], responses: Responses) -> APIRoute:
     return APIRoute(
         path,
         endpoint,
-        methods=["GET"],
+        methods=[method],
         responses=responses,
         response_class=Response,
         response_model=None,
@@ -130,7 +174,7 @@ def _post(
     async def serve(call: Call) -> None:
         await handler(call, context)
 
-    route.app = raw_endpoint(path, serve, context.metrics)
+    route.app = raw_endpoint(path, serve, context.metrics, context.body_limits)
     return route
 
 

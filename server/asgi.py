@@ -11,18 +11,17 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import pydantic
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.errors import ApiError, internal, invalid, invalid_body, to_api_error
+from server.admission import Reservation
+from server.errors import ApiError, internal, invalid, invalid_body, timed_out, to_api_error
 from server.metrics import FrontEndMetrics
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 64 * 2**20
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,256}")
 _RANK = re.compile(rb"[0-9]{1,6}")
@@ -32,6 +31,13 @@ Body = TypeVar("Body", bound=pydantic.BaseModel)
 _Header = tuple[bytes, bytes]
 
 
+class BodyLimits(NamedTuple):
+    """What a client may send, and within which time."""
+
+    max_bytes: int = 64 * 2**20
+    seconds: float = 60.0
+
+
 class ClientDisconnected(Exception):
     """The client hung up: nobody reads an answer."""
 
@@ -39,11 +45,18 @@ class ClientDisconnected(Exception):
 class Call:
     """One request and the answer to it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits = BodyLimits()
+    ) -> None:
         self.receive = receive
+        self._headers = scope["headers"]
+        self._limits = limits
         self.arrived = time.monotonic()
         self.status: int | None = None
         """Status of the answer once it has begun."""
+        self.body_size = 0
+        self.reservation: Reservation | None = None
+        """The call's place in the queue, given back when the call ends."""
         self._send = send
         self._content_type = b"application/json"
         self._pinned_rank: bytes | None = None
@@ -74,7 +87,7 @@ class Call:
         """Read and validate the body.
 
         Raises:
-            ApiError: it is no JSON, too large, or not what `model` says.
+            ApiError: it is no JSON, too large, too slow, or not what `model` says.
             ClientDisconnected: the client hung up before it was complete.
         """
         media_type = self._content_type.partition(b";")[0].strip().lower()
@@ -85,29 +98,50 @@ class Call:
                 code="unsupported_media_type",
             )
         body = await self._read()
+        self.body_size = len(body)
         try:
             return model.model_validate_json(body)
         except pydantic.ValidationError as error:
             raise invalid_body(error, body) from error
 
     async def _read(self) -> bytes:
-        parts, size = [], 0
-        while True:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            part = message.get("body", b"")
+        first, more = await self._receive_part()
+        if not more:
+            self._check_size(len(first))
+            return first
+        declared = next((v for name, v in self._headers if name == b"content-length"), b"0")
+        self._check_size(int(declared))
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                return await self._read_rest(first)
+        except TimeoutError:
+            seconds = self._limits.seconds
+            raise timed_out(f"The body was not complete after {seconds:g} s.") from None
+
+    async def _read_rest(self, first: bytes) -> bytes:
+        parts, size, more = [first], len(first), True
+        while more:
+            self._check_size(size)
+            part, more = await self._receive_part()
             parts.append(part)
             size += len(part)
-            if size > MAX_BODY_BYTES:
-                raise ApiError(
-                    413,
-                    f"The body is larger than {MAX_BODY_BYTES} bytes.",
-                    code="body_too_large",
-                    headers=(("connection", "close"),),
-                )
-            if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+        self._check_size(size)
+        return b"".join(parts)
+
+    async def _receive_part(self) -> tuple[bytes, bool]:
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        return message.get("body", b""), message.get("more_body", False)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._limits.max_bytes:
+            raise ApiError(
+                413,
+                f"The body is larger than {self._limits.max_bytes} bytes.",
+                code="body_too_large",
+                headers=(("connection", "close"),),
+            )
 
     async def start(self, status: int, headers: list[_Header]) -> None:
         """Begin the answer."""
@@ -138,20 +172,30 @@ class Call:
 
 
 def raw_endpoint(
-    name: str, handler: Callable[[Call], Awaitable[None]], metrics: FrontEndMetrics
+    name: str,
+    handler: Callable[[Call], Awaitable[None]],
+    metrics: FrontEndMetrics,
+    limits: BodyLimits = BodyLimits(),
 ) -> ASGIApp:
     """Return an ASGI application that answers with `handler`, and its errors with error bodies."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(scope, receive, send)
+        call = Call(scope, receive, send, limits)
         try:
             await handler(call)
         except ClientDisconnected:
-            logger.debug("request %s: the client hung up", call.request_id)
+            logger.debug(
+                "request %s: the client hung up",
+                call.request_id,
+                extra={"request_id": call.request_id},
+            )
         except Exception as error:
             if call.status is not None:
                 raise
             await call.send_error(foreseen(error, call.request_id))
+        finally:
+            if call.reservation is not None:
+                call.reservation.release()
         if call.status is not None:
             metrics.http_request(name, call.status)
 
@@ -162,7 +206,9 @@ def foreseen(error: Exception, request_id: str) -> ApiError:
     """Return what the client is told about an error, logging those that nobody foresaw."""
     known = to_api_error(error)
     if known is None:
-        logger.error("request %s failed", request_id, exc_info=error)
+        logger.error(
+            "request %s failed", request_id, exc_info=error, extra={"request_id": request_id}
+        )
         return internal()
     return known
 

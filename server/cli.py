@@ -34,7 +34,7 @@ def _serve(config: ServeConfig) -> int:
     from engine.logs import name_process
     from server import supervisor
 
-    name_process("supervisor", config.log.log_level)
+    name_process("supervisor", config.log.log_level, config.log.log_format)
     return supervisor.run(config)
 
 

@@ -10,10 +10,10 @@ is added exactly once:
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.messages import ClusterView, EngineEntry, EngineStats
+from engine.messages import ClusterView, EngineEntry, EngineStats, Received
 from engine.roster import Roster
 from server.load_table import NOTHING, LoadTable, Sent
-from server.routing import EngineLoad
+from server.routing import KV_PRESSURE_FROM, EngineLoad
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class _Route:
     stats: EngineStats | None = None
     stats_at: float = 0.0
     sent: Sent = NOTHING
+    load: EngineLoad | None = None
+    """Its load as of `stats` and `sent`, if it was asked for since they changed."""
 
 
 class ClusterState:
@@ -96,6 +98,7 @@ class ClusterState:
         if route.stats is None or stats.version > route.stats.version:
             route.stats = stats
             route.stats_at = now
+            route.load = None
 
     def greeted(self, rank: int, incarnation: int, identity: bytes) -> bool:
         """An engine opened its request route to this front end.
@@ -128,6 +131,7 @@ class ClusterState:
         route.sent = before._replace(
             requests=before.requests + 1, prompt_tokens=before.prompt_tokens + prompt_tokens
         )
+        route.load = None
         if self._table is not None:
             self._table.publish(rank, route.sent)
 
@@ -164,6 +168,11 @@ class ClusterState:
         setups = [r.entry.setup for r in self._routes.values() if _usable(r)]
         return min((setup.max_model_len for setup in setups if setup), default=None)
 
+    @property
+    def num_slots(self) -> int:
+        """Sequences that the engines can run at once."""
+        return sum(_slots(route) for route in self._routes.values() if _usable(route))
+
     def stats_age(self, now: float) -> dict[int, float]:
         """Seconds since the newest stats of each engine arrived here."""
         return {
@@ -181,17 +190,19 @@ class ClusterState:
 
     def loads(self, accept: Callable[[int], bool] = lambda rank: True) -> list[EngineLoad]:
         """Return the load of every engine that can take requests, sorted by rank."""
-        return [
-            self._load(rank, route)
-            for rank, route in sorted(self._routes.items())
-            if _usable(route) and accept(rank)
-        ]
+        # What others have sent changes without notice.
+        cacheable = self._table is None
+        loads = []
+        for rank, route in sorted(self._routes.items()):
+            if route.entry.ready and route.identity is not None and accept(rank):
+                load = route.load if cacheable else None
+                if load is None:
+                    load = route.load = self._load(rank, route)
+                loads.append(load)
+        return loads
 
     def _load(self, rank: int, route: _Route) -> EngineLoad:
         stats = route.stats
-        received = {}
-        if stats is not None:
-            received = {(r.front_end, r.front_end_incarnation): r for r in stats.received}
         requests = tokens = 0
         senders = [(self._front_end, route.sent)]
         if self._table is not None:
@@ -199,7 +210,7 @@ class ClusterState:
         for front_end, sent in senders:
             if sent.engine_incarnation != route.entry.incarnation:
                 continue
-            seen = received.get((front_end, sent.front_end_incarnation))
+            seen = _received(stats, front_end, sent.front_end_incarnation)
             requests += max(0, sent.requests - (seen.requests if seen else 0))
             tokens += max(0, sent.prompt_tokens - (seen.prompt_tokens if seen else 0))
         if stats is None:
@@ -213,8 +224,34 @@ class ClusterState:
         )
 
 
+def _received(stats: EngineStats | None, front_end: int, incarnation: int) -> Received | None:
+    """Return what an engine had received from a front-end process, if it had heard of it."""
+    if stats is None:
+        return None
+    entries = stats.received
+    # Most engines list the front ends by number; this is asked for every engine and request.
+    if front_end < len(entries):
+        entry = entries[front_end]
+        if entry.front_end == front_end and entry.front_end_incarnation == incarnation:
+            return entry
+    for entry in entries:
+        if entry.front_end == front_end and entry.front_end_incarnation == incarnation:
+            return entry
+    return None
+
+
 def _usable(route: _Route) -> bool:
     return route.entry.ready and route.identity is not None
+
+
+def _slots(route: _Route) -> int:
+    setup, stats = route.entry.setup, route.stats
+    configured = 0 if setup is None else setup.max_num_seqs
+    if stats is None:
+        return configured
+    if stats.waiting and stats.kv_usage >= KV_PRESSURE_FROM:
+        return stats.running  # memory is what limits it now
+    return max(configured, stats.running)
 
 
 def _idle(stats: EngineStats | None) -> bool:

@@ -1,6 +1,6 @@
 """Settings of the front ends and of the supervisor; see `engine.config` for the conventions."""
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -32,14 +32,115 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="Seconds that requests in flight get to end after SIGTERM."),
     ] = 2.0
+    access_log: Annotated[bool, Meta(description="Log a line per HTTP answer.")] = False
+    log_stats_interval: Annotated[
+        float,
+        Meta(ge=0, description="Seconds between log lines on what each busy engine does; 0: none."),
+    ] = 10.0
     metrics_prefix: Annotated[
         str, Meta(description="Prefix of all metric names, e.g. `vllm:` for existing dashboards.")
     ] = "swell_"
 
 
+class GuardConfig(Section, frozen=True, kw_only=True):
+    """Access and limits"""
+
+    api_key: Annotated[
+        tuple[str, ...],
+        Meta(description="Key(s) of which clients must send one to /v1/*; default: none needed."),
+    ] = ()
+    api_key_file: Annotated[
+        str | None, Meta(description="File with such keys, one per line, in addition.")
+    ] = None
+    admin_key: Annotated[
+        str | None, Meta(description="Key for /admin/*; without one there is no /admin.")
+    ] = None
+    admin_key_file: Annotated[
+        str | None, Meta(description="File with the key for /admin/*, instead.")
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="Web origins whose pages may call the API (CORS); * allows all."),
+    ] = ()
+    allowed_methods: Annotated[
+        tuple[str, ...], Meta(description="HTTP methods that such pages may use.")
+    ] = ("GET", "POST")
+    allowed_headers: Annotated[
+        tuple[str, ...], Meta(description="Request headers that such pages may send.")
+    ] = ("*",)
+    allow_credentials: Annotated[
+        bool, Meta(description="Whether browsers may send cookies and the like along.")
+    ] = False
+    ssl_certfile: Annotated[
+        str | None, Meta(description="Certificate chain (PEM); serves HTTPS instead of HTTP.")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, Meta(description="Private key of the certificate; default: in the same file.")
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | None,
+        Meta(description="Certificates of the authorities that clients must have theirs from."),
+    ] = None
+    max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body.")] = 64 * 2**20
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, description="Largest head of a request that comes in parts.")
+    ] = 64 * 2**10
+    receive_timeout: Annotated[
+        float,
+        Meta(gt=0, description="Seconds that a client may take to send a request's head or body."),
+    ] = 60.0
+    send_timeout: Annotated[
+        float,
+        Meta(gt=0, description="Seconds after which a client that does not read is cut off."),
+    ] = 60.0
+    request_timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Seconds that a request may take in all; default: no limit."),
+    ] = None
+
+    @property
+    def scheme(self) -> str:
+        """`http` or `https`."""
+        return "http" if self.ssl_certfile is None else "https"
+
+    def __repr__(self) -> str:
+        return "GuardConfig(...)"  # holds secrets
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return []
+
+
+class OverloadConfig(Section, frozen=True, kw_only=True):
+    """Overload"""
+
+    max_queue: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Most sequences that wait on this node beyond those that the engines can "
+            "run; more are answered with 429.",
+        ),
+    ] = 2048
+    max_queue_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Most prompt tokens that wait on this node to be computed; more are "
+            "answered with 429; default: no limit."
+        ),
+    ] = None
+
+
 class RoutingConfig(Section, frozen=True, kw_only=True):
     """Routing"""
 
+    routing_policy: Annotated[
+        Literal["least-loaded", "prefix-affinity", "power-of-two", "round-robin"],
+        Meta(
+            description="Which engine gets a request: the one with the least work; the one that "
+            "got a prompt that begins alike, while it is not much busier; the less loaded of two "
+            "drawn at random; one after the other."
+        ),
+    ] = "least-loaded"
     max_resumes: Annotated[
         int,
         Meta(ge=0, description="How often a request may be moved away from an engine that died."),
@@ -68,6 +169,8 @@ class FrontEndConfig(Section, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     cluster: ClusterConfig = ClusterConfig()
     http: HttpConfig = HttpConfig()
+    guards: GuardConfig = GuardConfig()
+    overload: OverloadConfig = OverloadConfig()
     routing: RoutingConfig = RoutingConfig()
     log: LogConfig = LogConfig()
 
@@ -82,6 +185,8 @@ class ServeConfig(Section, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     cluster: ClusterConfig = ClusterConfig()
     http: HttpConfig = HttpConfig()
+    guards: GuardConfig = GuardConfig()
+    overload: OverloadConfig = OverloadConfig()
     routing: RoutingConfig = RoutingConfig()
     publish: PublishConfig = PublishConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
@@ -110,6 +215,8 @@ class ServeConfig(Section, frozen=True, kw_only=True):
             parallel=self.parallel,
             cluster=self.cluster,
             http=self.http,
+            guards=self.guards,
+            overload=self.overload,
             routing=self.routing,
             log=self.log,
         )

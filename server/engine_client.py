@@ -25,7 +25,9 @@ from engine.messages import (
     RequestOutput,
     SamplingParams,
     StepOutputs,
+    UtilityCall,
     UtilityResult,
+    UtilityValue,
     WakeUp,
     encode,
 )
@@ -34,8 +36,12 @@ from server.cluster_state import ClusterState, EngineLost
 from server.generation_client import NoEngineAvailable
 from server.routing import Choice, RoutingPolicy
 from server.token_stream import RequestStream
+from server.utility_calls import UtilityCalls
 
 logger = logging.getLogger(__name__)
+
+UTILITY_TIMEOUT = 120.0
+"""Seconds that an engine may take for a utility; waking up may mean loading a model."""
 
 TICK_INTERVAL = 1.0
 """Seconds between checks for members and requests that have waited for too long."""
@@ -79,6 +85,7 @@ class EngineClient:
         requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
         requests.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._in_flight: dict[int, RequestStream] = {}
+        self._utilities = UtilityCalls()
         self._homeless: dict[int, float] = {}
         self._next_id = secrets.randbits(42) << 20
         self._notify_coordinator = _no_coordinator
@@ -109,6 +116,10 @@ class EngineClient:
         return length
 
     @property
+    def num_slots(self) -> int:
+        return self._state.num_slots
+
+    @property
     def view(self) -> ClusterView | None:
         return self._state.view
 
@@ -133,7 +144,7 @@ class EngineClient:
         """Route one sequence to an engine and return its stream."""
         if self._draining:
             raise NoEngineAvailable("this server is shutting down")
-        choice = self._choose(pinned_rank)
+        choice = self._choose(prompt_token_ids, pinned_rank)
         self._next_id += 1
         request = AddRequest(
             id=self._next_id,
@@ -148,6 +159,39 @@ class EngineClient:
         self._send(stream, choice)
         self._in_flight[request.id] = stream
         return stream
+
+    async def call_utility(
+        self,
+        rank: int | None,
+        name: str,
+        arguments: dict[str, UtilityValue],
+        within: float = UTILITY_TIMEOUT,
+    ) -> list[UtilityResult]:
+        """Call a utility of one engine, or of all with rank None; return their answers.
+
+        An engine that dies meanwhile, or takes more than `within` seconds, answers an error.
+
+        Raises:
+            NoEngineAvailable: there is no such engine now.
+        """
+        ranks = [load.rank for load in self._state.loads() if rank in (None, load.rank)]
+        if not ranks:
+            which = "no engine can" if rank is None else f"engine {rank} cannot"
+            raise NoEngineAvailable(f"{which} be called now")
+        call_id = self._utilities.new_id()
+        call = encode(UtilityCall(call_id, self._front_end, name, arguments))
+        for each in ranks:
+            incarnation, identity = self._address(each)
+            self._utilities.expect(call_id, each)
+            try:
+                self._requests.send(identity, call)
+            except zmq.ZMQError as error:
+                logger.warning("engine %d cannot be reached: %s", each, error)
+                lost = self._state.lost(each, incarnation)
+                self._loop.call_soon(self._engines_lost, lost)
+        return await asyncio.gather(
+            *(self._utilities.answer(call_id, each, within) for each in ranks)
+        )
 
     async def drain(self, within: float) -> int:
         """Take no new requests and wait until those in flight have ended.
@@ -167,7 +211,7 @@ class EngineClient:
 
     # -- sending ---------------------------------------------------------------------------------
 
-    def _choose(self, pinned_rank: int | None = None) -> Choice:
+    def _choose(self, prompt_token_ids: list[int], pinned_rank: int | None = None) -> Choice:
         if pinned_rank is not None:
             if not self._state.loads(lambda rank: rank == pinned_rank):
                 raise NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
@@ -175,14 +219,12 @@ class EngineClient:
         loads = self._state.loads()
         if not loads:
             raise NoEngineAvailable("no engine can serve now")
-        return self._policy.choose(loads)
+        return self._policy.choose(loads, prompt_token_ids)
 
     def _send(self, stream: RequestStream, choice: Choice) -> None:
         """Send a request to the chosen engine, or to the next best if that one has just died."""
         while True:
-            address = self._state.address_of(choice.rank)
-            assert address is not None, f"engine {choice.rank} was offered without a route"
-            incarnation, identity = address
+            incarnation, identity = self._address(choice.rank)
             stream.rank, stream.incarnation = choice.rank, incarnation
             was_paused = self._state.paused
             message = stream.message(self._state.wave)
@@ -193,13 +235,22 @@ class EngineClient:
                 # Others that were in flight there are moved after this one has found its place.
                 self._loop.call_soon(self._engines_lost, [EngineLost(choice.rank, incarnation)])
                 self._state.lost(choice.rank, incarnation)
-                choice = self._choose()
+                choice = self._choose(stream.request.prompt_token_ids)
                 continue
-            self._state.sent(choice.rank, len(stream.request.prompt_token_ids))
+            self._state.sent(choice.rank, message.num_tokens)
             self._metrics.routing_decision(choice.rank, choice.reason)
+            if logger.isEnabledFor(logging.DEBUG):
+                name = message.request_id
+                fields = {"request_id": name, "engine": choice.rank, "reason": choice.reason}
+                logger.debug("request %s goes to engine %d", name, choice.rank, extra=fields)
             if was_paused:
                 self._wake_up(choice.rank)
             return
+
+    def _address(self, rank: int) -> tuple[int, bytes]:
+        address = self._state.address_of(rank)
+        assert address is not None, f"engine {rank} was offered without a route"
+        return address
 
     def _wake_up(self, rank: int) -> None:
         if self._woken_at is None:
@@ -247,7 +298,9 @@ class EngineClient:
             self._note_wake(stats.running + stats.waiting > 0 or bool(message.outputs))
             for output in message.outputs:
                 self._deliver(output, stats.rank, stats.incarnation)
-        elif isinstance(message, EngineDead):
+        elif isinstance(message, UtilityResult):
+            self._utilities.answered(message)
+        else:
             logger.error("engine %d died: %s", message.rank, message.reason)
             self._engines_lost(self._state.lost(message.rank, message.incarnation))
 
@@ -286,6 +339,7 @@ class EngineClient:
 
     def _engines_lost(self, lost: list[EngineLost]) -> None:
         for engine in lost:
+            self._utilities.engine_lost(engine.rank)
             stranded = [
                 stream
                 for stream in self._in_flight.values()
@@ -305,6 +359,7 @@ class EngineClient:
                 "request %s was in flight on %d engines that died: not tried again",
                 stream.request.request_id,
                 stream.resumes,
+                extra={"request_id": stream.request.request_id},
             )
             stream.fail(
                 NoEngineAvailable(
@@ -319,7 +374,7 @@ class EngineClient:
 
     def _rehome(self, stream: RequestStream) -> None:
         try:
-            self._send(stream, self._choose())
+            self._send(stream, self._choose(stream.request.prompt_token_ids))
         except NoEngineAvailable:
             return
         self._homeless.pop(stream.request.id, None)

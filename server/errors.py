@@ -10,7 +10,8 @@ import pydantic_core
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from server.generation_client import NoEngineAvailable
+from server.admission import Overloaded
+from server.generation_client import NoEngineAvailable, ReaderTooSlow
 from server.schemas.common import ErrorDetail, ErrorResponse
 
 RETRY_AFTER_SECONDS = 1
@@ -80,6 +81,22 @@ def unavailable(message: str) -> ApiError:
     )
 
 
+def too_many_requests(error: Overloaded) -> ApiError:
+    """The queue is full (429); the client may come again after a while."""
+    return ApiError(
+        429,
+        str(error),
+        kind="tokens" if "tokens" in error.what else "requests",
+        code="rate_limit_exceeded",
+        headers=(("retry-after", str(error.retry_after)),),
+    )
+
+
+def timed_out(message: str) -> ApiError:
+    """The request took longer than the server allows (408)."""
+    return ApiError(408, message, code="request_timeout", headers=(("connection", "close"),))
+
+
 def internal() -> ApiError:
     """Something went wrong on our side (500); details are in the log only."""
     return ApiError(
@@ -92,15 +109,20 @@ def to_api_error(error: Exception) -> ApiError | None:
     """Return what the client is told, or None for an error that nobody foresaw."""
     match error:
         case ApiError():
-            return error
+            known = error
         case NoEngineAvailable():
-            return unavailable(str(error) or "No engine can serve the request now; try again.")
+            known = unavailable(str(error) or "No engine can serve the request now; try again.")
+        case Overloaded():
+            known = too_many_requests(error)
+        case ReaderTooSlow():
+            known = ApiError(408, str(error), code="client_too_slow")
         case RequestValidationError():
-            return _first_error(error.errors(), _NOT_AT_HAND)
+            known = _first_error(error.errors(), _NOT_AT_HAND)
         case HTTPException():
-            return _http_error(error)
+            known = _http_error(error)
         case _:
             return None
+    return known
 
 
 def _http_error(error: HTTPException) -> ApiError:

@@ -24,14 +24,18 @@ from engine.membership import Identity
 from engine.messages import FrontEndAddresses
 from engine.model_files import ModelNotFound, model_directory
 from engine.transport import InsecureCluster, Transport, bound_address, normalize_address
+from server.admission_table import AdmissionTable
 from server.app import build_app
 from server.cluster_link import ClusterLink, JoinRefused
 from server.cluster_state import ClusterState
 from server.config import FrontEndConfig
 from server.engine_client import EngineClient
+from server.guards import BadGuards, tls_options
+from server.http_protocol import limited_protocol
 from server.load_table import LoadTable
 from server.metrics import FrontEndMetrics
-from server.routing import LeastLoaded
+from server.routing import POLICIES
+from server.stats_log import log_stats
 from server.tokenizer import ServedTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
@@ -53,6 +57,8 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     """Listening HTTP socket that the supervisor bound, shared by all front ends."""
     load_table: str | None = None
     """Path of the table in which the front ends of this node see each other's sends."""
+    admission_table: str | None = None
+    """Directory of the table in which they count what the node has taken on."""
 
 
 class _HttpServer(uvicorn.Server):
@@ -93,15 +99,20 @@ class FrontEnd:
         self._lifeline.progress("waiting for the coordinator")
         index = await link.join()
         if self._launch.index < 0:
-            name_process(f"api {index}", self._config.log.log_level)
+            log = self._config.log
+            name_process(f"api {index}", log.log_level, log.log_format)
         metrics = FrontEndMetrics(self._config)
         client = self._client(index, metrics)
         client.connect_coordinator(link.notify)
         link.subscribe(client.view_changed)
+        interval = self._config.http.log_stats_interval
+        stats = asyncio.create_task(log_stats(client, interval)) if interval and not index else None
         try:
-            app = build_app(self._config, client, tokenizer, metrics)
+            app = build_app(self._config, client, tokenizer, metrics, self._admission(index))
             await self._serve_http(app, link, client)
         finally:
+            if stats is not None:
+                stats.cancel()
             link.close()
             client.close()
 
@@ -125,6 +136,12 @@ class FrontEnd:
             self._transport,
         )
 
+    def _admission(self, index: int) -> AdmissionTable:
+        directory = self._launch.admission_table
+        if directory is None:
+            return AdmissionTable(None)
+        return AdmissionTable(Path(directory), index)
+
     def _client(self, index: int, metrics: FrontEndMetrics) -> EngineClient:
         table = None
         if self._launch.load_table is not None:
@@ -135,7 +152,7 @@ class FrontEnd:
         return EngineClient(
             front_end=index,
             state=state,
-            policy=LeastLoaded(start=index),
+            policy=POLICIES[self._config.routing.routing_policy](index),
             metrics=metrics,
             requests=self._requests,
             outputs=self._outputs,
@@ -144,14 +161,14 @@ class FrontEnd:
         )
 
     async def _serve_http(self, app: FastAPI, link: ClusterLink, client: EngineClient) -> None:
-        http = self._config.http
+        http, guards = self._config.http, self._config.guards
         server = _HttpServer(
             uvicorn.Config(
                 app,
                 host=http.host,
                 port=http.port,
                 loop="none",
-                http="httptools",
+                http=limited_protocol(guards),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -160,6 +177,7 @@ class FrontEnd:
                 server_header=False,
                 backlog=2048,
                 timeout_graceful_shutdown=GRACEFUL_SECONDS,
+                **tls_options(guards),
             )
         )
         loop = asyncio.get_running_loop()
@@ -176,7 +194,7 @@ class FrontEnd:
         await asyncio.wait([serving, stopping, ready], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             link.ready()
-            self._lifeline.ready(f"serving on http://{http.host}:{http.port}")
+            self._lifeline.ready(f"serving on {guards.scheme}://{http.host}:{http.port}")
         ready.cancel()
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -197,11 +215,18 @@ def _stop_or_force(stop: asyncio.Event) -> None:
 def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
     """Run one front end until a signal and return the exit code."""
     name = f"api {launch.index}" if launch.index >= 0 else "api"
-    name_process(name, launch.config.log.log_level)
+    name_process(name, launch.config.log.log_level, launch.config.log.log_format)
     lifeline.watch()
     try:
         uvloop.run(FrontEnd(launch, lifeline).run())
-    except (JoinRefused, ModelNotFound, TokenizerError, InsecureCluster, OSError) as error:
+    except (
+        JoinRefused,
+        ModelNotFound,
+        TokenizerError,
+        InsecureCluster,
+        BadGuards,
+        OSError,
+    ) as error:
         lifeline.failed(str(error))
         return CANNOT_START
     return 0

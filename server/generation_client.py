@@ -2,11 +2,15 @@
 
 from typing import Protocol
 
-from engine.messages import ClusterView, RequestOutput, SamplingParams
+from engine.messages import ClusterView, RequestOutput, SamplingParams, UtilityResult, UtilityValue
 
 
 class NoEngineAvailable(Exception):
     """No engine can serve now; the client may try again later (HTTP 503)."""
+
+
+class ReaderTooSlow(Exception):
+    """Too much had been generated for a client that does not read it; the request was aborted."""
 
 
 class TokenStream(Protocol):
@@ -19,6 +23,7 @@ class TokenStream(Protocol):
 
         Raises:
             NoEngineAvailable: the request was lost with its engine and nothing can take it over.
+            ReaderTooSlow: nobody read for so long that the request was aborted.
         """
         ...
 
@@ -45,6 +50,11 @@ class GenerationClient(Protocol):
         ...
 
     @property
+    def num_slots(self) -> int:
+        """Sequences that the engines can run at once; more than that wait."""
+        ...
+
+    @property
     def view(self) -> ClusterView | None:
         """The newest cluster view; None before the first."""
         ...
@@ -52,6 +62,16 @@ class GenerationClient(Protocol):
     @property
     def stats_age(self) -> dict[int, float]:
         """Seconds since the newest stats of each engine were received, by rank."""
+        ...
+
+    async def call_utility(
+        self, rank: int | None, name: str, arguments: dict[str, UtilityValue]
+    ) -> list[UtilityResult]:
+        """Call a utility of one engine, or of all with rank None; return what they answered.
+
+        Raises:
+            NoEngineAvailable: there is no such engine now.
+        """
         ...
 
     def submit(

@@ -104,6 +104,17 @@ class FrontEndMetrics:
         """Paused engines ran `seconds` after a request was sent to them."""
         self._wake_latency.observe(seconds)
 
+    def first_token_times(self) -> tuple[float, int]:
+        """Return the sum (seconds) and the number of the node's times to first token."""
+        name = f"{self._prefix}time_to_first_token_seconds"
+        values = {
+            sample.name: sample.value
+            for family in self._exposed.collect()
+            if family.name == name
+            for sample in family.samples
+        }
+        return values.get(f"{name}_sum", 0.0), int(values.get(f"{name}_count", 0))
+
     def render(self, client: GenerationClient) -> bytes:
         """Return all series in Prometheus text format: this node's and every engine's."""
         self._sequences.inter_token_latency.flush()

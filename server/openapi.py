@@ -7,7 +7,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from server.metrics import CONTENT_TYPE
-from server.schemas import chat, common, completions, tokenize
+from server.schemas import admin, chat, common, completions, tokenize
+from server.schemas.status import StatusResponse
 
 _REF = "#/components/schemas/{name}"
 _RESPONSES = (
@@ -20,15 +21,20 @@ _RESPONSES = (
     common.ModelList,
     common.HealthResponse,
     common.VersionResponse,
+    StatusResponse,
     common.ErrorResponse,
+    admin.EngineList,
+    admin.UtilityAnswers,
 )
 
 _ERRORS = {
+    403: "The admin key is missing or wrong.",
     400: "The request is wrong; `param` names the field.",
     404: "There is no such model, engine or path.",
     405: "The path does not take this method.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
+    429: "The queue is full; try again after the time in Retry-After.",
     500: "The server failed.",
     503: "No engine can serve now; try again after the time in Retry-After.",
 }
@@ -96,8 +102,8 @@ def _errors(*statuses: int) -> Responses:
     responses: Responses = {
         status: {"description": _ERRORS[status], "content": content} for status in statuses
     }
-    if 503 in responses:
-        responses[503]["headers"] = {
+    for busy in {429, 503} & responses.keys():
+        responses[busy]["headers"] = {
             "Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}
         }
     return responses

@@ -240,6 +240,11 @@ def _check_sequences(count: int) -> None:
 # -- prompts -------------------------------------------------------------------------------------
 
 
+def num_prompts(source: str | Sequence[Any]) -> int:
+    """Return how many prompts the prompt field of a completion request holds."""
+    return 1 if isinstance(source, str) or isinstance(source[0], int) else len(source)
+
+
 async def _completion_prompts(
     request: CompletionRequest, tokenizer: ServedTokenizer, limits: Limits
 ) -> list[Prompt]:

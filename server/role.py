@@ -10,6 +10,7 @@ import msgspec
 
 from engine.config import EngineLaunch
 from engine.messages import MemberKind
+from server.admission_table import create_admission_table
 from server.child import Child
 from server.config import ServeConfig
 from server.load_table import create_load_table
@@ -58,6 +59,7 @@ def member_roles(config: ServeConfig, directory: Path, listen_fd: int) -> list[R
     metrics.mkdir(exist_ok=True)
     load_table = directory / "loads"
     create_load_table(load_table, config.supervisor.api_server_count)
+    create_admission_table(directory / "admission", config.supervisor.api_server_count)
     engines = [_engine_role(config, rank) for rank in range(config.parallel.data_parallel_size)]
     front_ends = [
         _front_end_role(config, index, directory, listen_fd)
@@ -89,6 +91,7 @@ def _front_end_role(config: ServeConfig, index: int, directory: Path, listen_fd:
             "socket_dir": str(directory),
             "listen_fd": listen_fd,
             "load_table": str(directory / "loads"),
+            "admission_table": str(directory / "admission"),
         }
 
     return Role(

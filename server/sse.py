@@ -5,6 +5,7 @@ from typing import Protocol
 import msgspec
 
 from server.asgi import Call, foreseen
+from server.errors import ApiError
 from server.generation import Delta
 from server.schemas.common import Usage
 from server.submission import Submission
@@ -56,6 +57,11 @@ class ChunkWriter(Protocol):
         ...
 
 
+def error_event(error: ApiError) -> bytes:
+    """Return the frame that tells of an error after the answer has begun."""
+    return b"data: " + error.body() + b"\n\n"
+
+
 async def send_stream(call: Call, submission: Submission, writer: ChunkWriter) -> None:
     """Answer with a stream, everything available in one send each.
 
@@ -76,5 +82,5 @@ async def send_stream(call: Call, submission: Submission, writer: ChunkWriter) -
             frames += writer.frames.usage(submission.usage())
     except Exception as error:
         submission.close("error")
-        frames = b"data: " + foreseen(error, call.request_id).body() + b"\n\n"
+        frames = error_event(foreseen(error, call.request_id))
     await call.write(frames + DONE, more=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.messages import RequestOutput, SamplingParams
+from server.admission import Reservation
 from server.detokenizer import TokenTable
 from server.generation import Answer, ChoiceFold, Delta, FoldOptions, Prompt, sum_deltas
 from server.generation_client import GenerationClient, TokenStream
@@ -36,6 +37,10 @@ def _seed(base: int, index: int) -> int:
     return seed if seed <= INT64_MAX else seed - 2**64
 
 
+_MAX_UNREAD = 1024
+"""Outputs of all sequences that are taken from their streams before somebody reads them."""
+
+
 class Submission:
     """The running sequences of one request; `close` must be called whatever happens."""
 
@@ -48,6 +53,7 @@ class Submission:
         *,
         arrived: float,
         pinned_rank: int | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
         """Hand every sequence to an engine, the pinned one if there is one.
 
@@ -58,12 +64,14 @@ class Submission:
         """
         self._spec = spec
         self._pinned_rank = pinned_rank
+        self._reservation = reservation
         self._streams: list[TokenStream] = []
         self._folds: list[ChoiceFold] = []
         self._timers: list[SequenceTimer] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._outputs: list[tuple[int, RequestOutput | Exception]] = []
         self._something_arrived = asyncio.Event()
+        self._taken = asyncio.Event()
         try:
             for prompt in spec.prompts:
                 for _ in range(spec.best_of):
@@ -113,6 +121,8 @@ class Submission:
         await self._something_arrived.wait()
         self._something_arrived.clear()
         arrived, self._outputs = self._outputs, []
+        self._taken.set()
+        self._taken.clear()
         deltas = []
         for index, output in arrived:
             if isinstance(output, Exception):
@@ -132,12 +142,18 @@ class Submission:
                 output, finished = error, True
             self._outputs.append((index, output))
             self._something_arrived.set()
+            while len(self._outputs) >= _MAX_UNREAD:
+                # What comes meanwhile is merged and bounded by the stream.
+                await self._taken.wait()
 
     def _fold(self, index: int, output: RequestOutput) -> Delta:
         fold, timer = self._folds[index], self._timers[index]
         counted = fold.num_tokens
         delta = fold.push(output)
         timer.tokens(fold.num_tokens - counted)
+        if not counted and self._reservation is not None:
+            prompt = self._spec.prompts[index // self._spec.best_of]
+            self._reservation.computed(len(prompt.token_ids))
         if delta.finish_reason is not None:
             self._unfinished -= 1
             timer.finished(delta.finish_reason)

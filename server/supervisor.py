@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import shutil
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.console import Console
 
 from engine.config import private_directory
 from engine.lifeline import CANNOT_START
+from engine.logs import LogLines, relay_line
 from engine.messages import (
     ChildFailed,
     ChildProgress,
@@ -211,7 +212,7 @@ class Supervisor:
             role.module,
             role.launch(role.incarnation),
             on_status=on_status,
-            on_line=lambda line: print(line, file=sys.stderr, flush=True),
+            on_line=functools.partial(relay_line, role.name, self._config.log.log_format),
             environment=role.environment,
             inherit=role.inherit,
         )
@@ -239,7 +240,7 @@ class Supervisor:
         assert self._listener is not None
         host, port = self._listener.getsockname()[:2]
         elapsed = time.monotonic() - self._started_at
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"{self._config.guards.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._console.print(
             f"[bold green]swell is ready[/] after {elapsed:.1f} s: {url}  (Ctrl-C stops it)",
             highlight=False,
@@ -297,6 +298,8 @@ def _ending(code: int) -> str:
 def run(config: ServeConfig) -> int:
     """Run `swell serve` and return the exit code."""
     console = Console(stderr=True)
+    if config.log.log_format == "json":
+        console = Console(file=LogLines(logger))
     return asyncio.run(_run(config, console))
 
 

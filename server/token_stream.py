@@ -10,7 +10,12 @@ from collections.abc import Callable
 import msgspec
 
 from engine.messages import AddRequest, RequestOutput
-from server.generation_client import NoEngineAvailable
+from server.generation_client import NoEngineAvailable, ReaderTooSlow
+
+MAX_BACKLOG = 1 << 16
+"""Tokens that are kept for a client that does not read before its request is aborted."""
+
+_MERGE_AT = 64
 
 
 class RequestStream:
@@ -27,7 +32,9 @@ class RequestStream:
         self.finished = False
         self._on_close = on_close
         self._unread: list[RequestOutput] = []
-        self._error: NoEngineAvailable | None = None
+        self._since_merge = 0
+        self._backlog = 0
+        self._error: NoEngineAvailable | ReaderTooSlow | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     # -- for the engine client -------------------------------------------------------------------
@@ -40,7 +47,16 @@ class RequestStream:
         """Take what one step added."""
         self.output_token_ids += output.token_ids
         self._unread.append(output)
+        self._since_merge += 1
+        if self._since_merge == _MERGE_AT:
+            self._unread[-_MERGE_AT:] = [merge(self._unread[-_MERGE_AT:])]
+            self._since_merge = 0
+        self._backlog += _weight(output)
         self.finished = output.finish_reason is not None
+        if self._backlog > MAX_BACKLOG and not self.finished:
+            self.close()
+            self.finished = True
+            self._error = ReaderTooSlow("The client read too slowly: the request was aborted.")
         self._wake()
 
     def fail(self, error: NoEngineAvailable) -> None:
@@ -78,11 +94,20 @@ class RequestStream:
         if not self._unread and self._error is not None:
             raise self._error
         outputs, self._unread = self._unread, []
+        self._since_merge = self._backlog = 0
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
     def close(self) -> None:
         """Forget the request, aborting it if it has not finished; idempotent."""
         self._on_close(self)
+
+
+def _weight(output: RequestOutput) -> int:
+    """Return how much an output holds, in tokens; scores weigh like the tokens that they name."""
+    count = len(output.token_ids)
+    if output.logprobs:
+        count += sum(2 + len(each.top_ids) for each in output.logprobs)
+    return count
 
 
 def merge(outputs: list[RequestOutput]) -> RequestOutput:

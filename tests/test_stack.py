@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.http_load import stream_completion, stream_many
+from benchmarks.load.client import stream_completion, stream_many
 from benchmarks.running_stack import RunningStack
 
 pytestmark = pytest.mark.stack

@@ -1,5 +1,6 @@
 """`swell bench`: from settings to a report."""
 
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,12 +14,14 @@ from benchmarks.load.datasets import DatasetError
 from benchmarks.load.plot import PlotUnavailable, check_plotting, save_plot
 from benchmarks.load.run import BenchError, Progress, run
 from benchmarks.load.server_tokens import TargetError
-from benchmarks.load.summary import client_warnings, parse_goodput, summarize
+from benchmarks.load.summary import Summary, client_warnings, parse_goodput, summarize
 
 
 def bench(config: BenchConfig) -> int:
     """Run a benchmark, print and save its result; return the exit code."""
     console = Console(stderr=True)
+    # SIGTERM ends a run as Ctrl-C does: sending processes stop and what was measured is shown.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         limits = parse_goodput(config.report.goodput)
         if config.report.plot is not None:
@@ -32,7 +35,10 @@ def bench(config: BenchConfig) -> int:
         print(f"swell bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("swell bench: interrupted before the measurement began", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     summary = summarize(progress.records, config.report.metric_percentiles, limits)
     delay = summary.schedule_delay
     warnings = client_warnings(
@@ -41,6 +47,12 @@ def bench(config: BenchConfig) -> int:
         open_loop=config.traffic.max_concurrency is None
         and config.traffic.request_rate != float("inf"),
     )
+    _print(config, progress, summary, warnings)
+    _save(config, progress, summary, warnings)
+    return 0 if summary.completed else 1
+
+
+def _print(config: BenchConfig, progress: Progress, summary: Summary, warnings: list[str]) -> None:
     out = Console()
     out.print(f"[bold]{progress.model}[/] at {config.target.url}, {config.target.backend}")
     for table in report.summary_tables(summary, progress.planned):
@@ -50,12 +62,14 @@ def bench(config: BenchConfig) -> int:
     out.print(report.client_line(progress), highlight=False)
     for warning in warnings:
         out.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
+
+
+def _save(config: BenchConfig, progress: Progress, summary: Summary, warnings: list[str]) -> None:
     if config.report.output is not None:
         result = report.result_json(config, progress, summary, warnings)
         Path(config.report.output).write_text(report.dump(result), encoding="utf-8")
     if config.report.plot is not None:
         save_plot(Path(config.report.plot), progress.records, config.target.url)
-    return 0 if summary.completed else 1
 
 
 def _run(config: BenchConfig, console: Console) -> Progress:

@@ -23,7 +23,7 @@ from benchmarks.load.summary import Summary, percentile
 
 _TITLES = {
     "ttft": "first token (TTFT)",
-    "tpot": "per output token (TPOT)",
+    "tpot": "per token (TPOT)",
     "itl": "between deltas (ITL)",
     "e2el": "whole request (E2EL)",
 }
@@ -71,11 +71,13 @@ class LiveDisplay:
         self._live.update(self._render(line), refresh=True)
 
     def _line(self, progress: Progress) -> str:
-        now = time.monotonic()
-        self._tokens.append((now, sum(progress.tokens.values())))
+        tokens = sum(progress.tokens.values())
+        if not self._tokens or tokens != self._tokens[-1][1]:
+            self._tokens.append((time.monotonic(), tokens))
+        (now, after) = self._tokens[-1]
         while now - self._tokens[0][0] > _RATE_WINDOW_SECONDS:
             self._tokens.popleft()
-        (then, before), (_, after) = self._tokens[0], self._tokens[-1]
+        then, before = self._tokens[0]
         rate = (after - before) / (now - then) if now > then else 0.0
         first = "-"
         if self._first_tokens:

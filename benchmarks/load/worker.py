@@ -228,6 +228,8 @@ async def _measure(plan: WorkerPlan, counter: "Synchronized[int]", pipe: Connect
     while not sending.done():
         await asyncio.wait([sending], timeout=_REPORT_SECONDS)
         await _tell(pipe, sender.report())
+    # Whatever ended while the last report was on its way.
+    await _tell(pipe, sender.report())
     lag.stop()
     loop.remove_reader(pipe.fileno())
     if not sending.cancelled():
@@ -250,6 +252,7 @@ async def _tell(pipe: Connection, message: WorkerMessage) -> None:
 
 def main(plan: WorkerPlan, counter: "Synchronized[int]", pipe: Connection) -> None:
     """Body of a sending process; its parent ends it through the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError, EOFError), pipe:
         uvloop.run(_measure(plan, counter, pipe))

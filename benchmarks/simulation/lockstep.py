@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from benchmarks.simulation.costs import CostModel
+from benchmarks.simulation.costs import CostModel, StepCost
 from benchmarks.simulation.records import Recorder
 from benchmarks.simulation.replica import EngineShape, Replica, message
 from benchmarks.simulation.workload import Workload, first_arrivals
@@ -43,6 +43,8 @@ class HoldCheck:
     """Most steps in a row in which ready prefill of the group was held."""
     held_without_decodes: int = 0
     """Steps in which prefill was held although nothing decoded."""
+    late_tokens: int = 0
+    """Prefill tokens of requests that came after the step's table was gathered, at least."""
     _in_a_row: int = field(default=0, repr=False)
 
     def observe(self, table: list[RankState], grants: list[Grant]) -> None:
@@ -55,6 +57,11 @@ class HoldCheck:
         self.longest_hold = max(self.longest_hold, self._in_a_row)
         if held and not any(state.decodes for state in table):
             self.held_without_decodes += 1
+
+    def began(self, table: list[RankState], costs: list[StepCost]) -> None:
+        """Take what the ranks then began to compute."""
+        for state, cost in zip(table, costs, strict=True):
+            self.late_tokens += max(0, cost.prefill_tokens - state.ready_prefill_tokens)
 
 
 class LockstepGroup:
@@ -128,6 +135,7 @@ class LockstepGroup:
         grants = decide(self._policies, self._step, table)
         self.holds.observe(table, grants)
         costs = [r.begin(grant) for r, grant in zip(self.replicas, grants, strict=True)]
+        self.holds.began(table, costs)
         duration = max(cost.ns for cost in costs)
         self._step += 1
         self._last_step_us = duration // 1000

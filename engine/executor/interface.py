@@ -1,5 +1,6 @@
 """The one interface between the engine's loop and whatever computes tokens."""
 
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -18,6 +19,10 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     model_fingerprint: str
 
 
+class CannotDo(Exception):
+    """What an operator asked for cannot be done, for the reason given; nothing has changed."""
+
+
 class PendingResult(Protocol):
     """A step that was submitted and may still be running."""
 
@@ -34,6 +39,38 @@ class Executor(Protocol):
 
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Start a step. Plans arrive in order; each may refer to tokens of the one before."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give memory back until `wake_up`; no step may be in flight, and none may follow.
+
+        Level 1 frees the KV cache and keeps the weights where they are quick to have again, level
+        2 frees the weights too. Sleeping again, or deeper, is allowed.
+        """
+        ...
+
+    def wake_up(self) -> None:
+        """Be ready for steps again, with an empty KV cache and no slot in use; idempotent.
+
+        Raises:
+            CannotDo: the weights are not there any more, or others; it sleeps on.
+        """
+        ...
+
+    def start_profile(self) -> None:
+        """Begin to record what steps do.
+
+        Raises:
+            CannotDo: this executor has nothing to record, or does so already.
+        """
+        ...
+
+    def stop_profile(self, path: Path) -> None:
+        """End the recording and write its trace; the directory is made if it is not there.
+
+        Raises:
+            CannotDo: nothing is being recorded.
+        """
         ...
 
     def shutdown(self) -> None:

@@ -7,10 +7,11 @@ and before each row compares what attention would read with what it ought to rea
 """
 
 import time
+from pathlib import Path
 from typing import Literal
 
 from engine.config import EngineConfig
-from engine.executor.interface import ExecutorInfo, PendingResult
+from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.messages import SamplingParams, TokenLogprob
 from engine.scheduler.batch import BatchPlan, BatchResult
 
@@ -51,10 +52,16 @@ class _CheckedMemory:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
+        self._num_blocks = num_blocks
         self._token_ids = [[-1] * block_size for _ in range(num_blocks)]
         self._positions = [[-1] * block_size for _ in range(num_blocks)]
         self._slots_in_flight: dict[int, int] = {}
         self._writers: dict[int, tuple[int, int]] = {}
+
+    def emptied(self) -> "_CheckedMemory":
+        """Return memory of the same size that holds nothing."""
+        assert not self._slots_in_flight, "a step in flight uses the memory"
+        return _CheckedMemory(self._num_blocks, self._block_size)
 
     def start(self, slot: int) -> None:
         """A sequence takes a slot."""
@@ -167,6 +174,23 @@ class SimulatedExecutor:
         self._apply_changes(plan)
         result = self._run(plan)
         return _Pending(result, plan.step, self._charge(plan.num_tokens), self._memory)
+
+    def sleep(self, level: int) -> None:
+        """Forget all sequences and everything in the KV memory."""
+        self._slots.clear()
+        if self._memory is not None:
+            self._memory = self._memory.emptied()
+
+    def wake_up(self) -> None:
+        """Nothing has to be loaded."""
+
+    def start_profile(self) -> None:
+        """Raise CannotDo."""
+        raise CannotDo("a simulated executor has nothing to profile")
+
+    def stop_profile(self, path: Path) -> None:
+        """Raise CannotDo."""
+        raise CannotDo("a simulated executor has nothing to profile")
 
     def shutdown(self) -> None:
         """Forget all sequences."""

@@ -15,13 +15,21 @@ from engine.models.attention import PagedAttention
 from engine.models.checkpoint import (
     Checkpoint,
     DummyCheckpoint,
+    ExpertNames,
     SafetensorsCheckpoint,
     expert_names,
 )
 from engine.models.decoder import AttentionWeights, Decoder, DecoderWeights, LayerWeights
-from engine.models.hf_config import ModelSpec, UnsupportedModel
+from engine.models.hf_config import ModelSpec, MoeSpec, UnsupportedModel
 from engine.models.layers import Linear, prepare_linear
-from engine.models.moe import Expert, Router, SparseMlp
+from engine.models.moe import (
+    Expert,
+    Experts,
+    GroupedExperts,
+    Router,
+    SparseMlp,
+    StackedExperts,
+)
 from engine.models.rotary import rotary_table
 
 logger = logging.getLogger(__name__)
@@ -153,12 +161,27 @@ class DecoderLoader:
             moe.experts_per_token,
             normalize=moe.normalize_weights,
         )
-        experts = []
-        for index in range(moe.num_experts):
-            prefix = f"{layer}{names.block}.experts.{index}."
-            gate, up, down = (f"{prefix}{n}.weight" for n in (names.gate, names.up, names.down))
-            experts.append(Expert(self._linear(gate, up), self._linear(down)))
-        return SparseMlp(router, experts)
+        return SparseMlp(router, self._experts(moe, layer, names))
+
+    def _experts(self, moe: MoeSpec, layer: str, names: ExpertNames) -> Experts:
+        hidden, inner = self._spec.hidden_size, moe.intermediate_size
+        prefixes = [f"{layer}{names.block}.experts.{i}." for i in range(moe.num_experts)]
+        num_bytes = 3 * moe.num_experts * hidden * inner * self._dtype.itemsize
+        if not StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes):
+            return GroupedExperts(
+                [
+                    Expert(
+                        self._linear(f"{p}{names.gate}.weight", f"{p}{names.up}.weight"),
+                        self._linear(f"{p}{names.down}.weight"),
+                    )
+                    for p in prefixes
+                ]
+            )
+        gate_up = [
+            self._fused([f"{p}{names.gate}.weight", f"{p}{names.up}.weight"]) for p in prefixes
+        ]
+        down = [self._copy(f"{p}{names.down}.weight").T for p in prefixes]
+        return StackedExperts(torch.stack(gate_up), torch.stack(down))
 
     def _linear(self, *names: str, bias: list[str] | None = None) -> Linear:
         return prepare_linear(self._fused(list(names)), self._fused(bias) if bias else None)

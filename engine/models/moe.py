@@ -1,9 +1,19 @@
 """Mixture-of-experts layers: a router and the experts that its choices are sent to."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.layers import Linear, swiglu
+from engine.models.layers import DenseLinear, Linear, swiglu
+
+_FEW_TOKENS = 64
+_MOST_WASTE = 4
+"""How many times the arithmetic of the chosen experts may be spent to spare calls."""
+_SMALL_LAYER = 16 * 2**20
+"""Bytes of a layer's experts that stay in a processor's cache."""
 
 
 class Router:
@@ -41,30 +51,87 @@ class Expert:
         return self._down(swiglu(self._gate_up(x)))
 
 
-class SparseMlp:
-    """The sparse block of a layer: every token goes through its chosen experts only."""
+class Experts(Protocol):
+    """All experts of one layer."""
 
-    def __init__(self, router: Router, experts: list[Expert]) -> None:
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            x: [tokens, hidden]
+            chosen, weights: [tokens, experts_per_token], from `Router`
+        """
+        ...
+
+
+class GroupedExperts:
+    """Experts with weights of their own, in whatever layout is fastest."""
+
+    def __init__(self, experts: list[Expert]) -> None:
+        self._experts = experts
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return _expert_by_expert(x, chosen, weights, self._experts)
+
+
+class StackedExperts:
+    """Small experts in two matrices, so that few tokens are computed in two products.
+
+    For few tokens of a small model the calls cost more than the arithmetic: all experts run on
+    all tokens, and those that were not chosen count with weight zero.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
+        self._gate_up = gate_up
+        self._down = down
+        self._experts = [
+            Expert(DenseLinear(up, None), DenseLinear(back.T, None))
+            for up, back in zip(gate_up, down, strict=True)
+        ]
+
+    @staticmethod
+    def suits(num_experts: int, per_token: int, num_bytes: int) -> bool:
+        """Whether a layer of so many experts and bytes is small enough."""
+        return num_experts <= _MOST_WASTE * per_token and num_bytes <= _SMALL_LAYER
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if len(x) > _FEW_TOKENS:
+            return _expert_by_expert(x, chosen, weights, self._experts)
+        shares = x.new_zeros(len(x), len(self._gate_up)).scatter_(1, chosen, weights.to(x.dtype))
+        gate_up = F.linear(x, self._gate_up.flatten(0, 1))
+        inner = swiglu(gate_up.view(len(x), len(self._gate_up), -1)).mul_(shares.unsqueeze(-1))
+        return inner.view(len(x), -1) @ self._down.flatten(0, 1)
+
+
+def _expert_by_expert(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Expert]
+) -> Tensor:
+    """Gather tokens expert by expert.
+
+    Each expert that was chosen at all runs once over all of its tokens; the others cost nothing.
+    """
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
+    gathered = x.index_select(0, order // chosen.shape[1])
+    outputs = []
+    first = 0
+    for expert, count in zip(experts, counts, strict=True):
+        if count:
+            outputs.append(expert(gathered[first : first + count]))
+            first += count
+    by_choice = torch.empty_like(gathered).index_copy_(0, order, torch.cat(outputs))
+    weighted = by_choice.view(*chosen.shape, -1) * weights.unsqueeze(-1)
+    return weighted.sum(dim=1).to(x.dtype)
+
+
+class SparseMlp:
+    """The sparse block of a layer: every token goes through its chosen experts."""
+
+    def __init__(self, router: Router, experts: Experts) -> None:
         self._router = router
         self._experts = experts
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map [tokens, hidden] to the same shape.
-
-        Tokens are gathered expert by expert, so that each expert that was chosen at all runs one
-        product over all of its tokens and the others cost nothing.
-        """
-        chosen, weights = self._router(x)
-        per_token = chosen.shape[1]
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self._experts)).tolist()
-        gathered = x.index_select(0, order // per_token)
-        outputs = []
-        first = 0
-        for expert, count in zip(self._experts, counts, strict=True):
-            if count:
-                outputs.append(expert(gathered[first : first + count]))
-                first += count
-        by_choice = torch.empty_like(gathered).index_copy_(0, order, torch.cat(outputs))
-        by_choice = by_choice.view(*chosen.shape, -1) * weights.unsqueeze(-1)
-        return by_choice.sum(dim=1).to(x.dtype)
+        """Map [tokens, hidden] to the same shape."""
+        return self._experts(x, *self._router(x))

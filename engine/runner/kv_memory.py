@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.config import CacheConfig
 from engine.models.hf_config import ModelSpec
+from engine.runner.host_memory import untouched_zeros
 
 _MEMORY_SHARE = 0.5
 """Share of the free memory that all engines of a node take together by default. The rest is for
@@ -94,14 +94,9 @@ def allocate_cache(
 ) -> list[Tensor]:
     """Return one zeroed [num_blocks, block_size, 2, kv_heads, head_dim] tensor per layer.
 
-    On the CPU pages are zeroed by the operating system when they are first touched, so that
-    resident memory grows only as blocks are used.
+    On the CPU resident memory grows only as blocks are used.
     """
     shape = (num_blocks, block_size, 2, spec.num_kv_heads, spec.head_dim)
-    if device.type != "cpu":
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-    host_type = np.float32 if dtype == torch.float32 else np.int16
-    return [
-        torch.from_numpy(np.zeros(shape, dtype=host_type)).view(dtype)
-        for _ in range(spec.num_layers)
-    ]
+    if device.type == "cpu":
+        return [untouched_zeros(shape, dtype) for _ in range(spec.num_layers)]
+    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]

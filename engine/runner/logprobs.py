@@ -23,31 +23,26 @@ def token_logprobs(logits: Tensor, chosen: IntArray, alternatives: IntArray) -> 
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, torch.from_numpy(chosen).to(logits.device).unsqueeze(1))
     ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
-    most = min(int(alternatives.max()), logits.shape[1])
-    top = _top(logprobs, most)
-    top_logprobs = logprobs.gather(1, top).tolist()
-    top_ids = top.tolist()
+    listed = _top(logprobs, alternatives)
     return [
-        TokenLogprob(
-            logprob=logprob,
-            rank=ranks[row],
-            top_ids=top_ids[row][:n],
-            top_logprobs=top_logprobs[row][:n],
-        )
-        for row, (logprob, n) in enumerate(
-            zip(own[:, 0].tolist(), alternatives.tolist(), strict=True)
-        )
+        TokenLogprob(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
+        for logprob, rank, (ids, values) in zip(own[:, 0].tolist(), ranks, listed, strict=True)
     ]
 
 
-def _top(values: Tensor, count: int) -> Tensor:
-    """Return the ids of the largest values, ties by id.
+def _top(logprobs: Tensor, counts: IntArray) -> list[tuple[list[int], list[float]]]:
+    """Return the ids and values of each row's largest entries, ties by id.
 
-    `topk` leaves open which of equal values it takes. The keys it sees here are distinct: the bits
-    of the float, made to order like an integer, above the id counted downwards.
+    `topk` leaves open which of equal values it takes, so it only says how small a value can be.
     """
-    bits = values.contiguous().view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits).to(torch.int64)
-    vocab = values.shape[1]
-    keys = (ordered << 32) | torch.arange(vocab - 1, -1, -1, device=values.device)
-    return vocab - 1 - (keys.topk(count, dim=-1).values & 0xFFFF_FFFF)
+    most = min(int(counts.max()), logprobs.shape[1])
+    if most == 0:
+        return [([], [])] * len(counts)
+    smallest = logprobs.topk(most, dim=-1).values[:, -1:]
+    found = (logprobs >= smallest).nonzero()  # in order of rows, then ids
+    values = logprobs[found[:, 0], found[:, 1]].cpu().numpy()
+    rows, ids = found.cpu().numpy().T
+    order = np.lexsort((ids, -values, rows))
+    first = np.searchsorted(rows, np.arange(len(counts)))
+    picked = [order[at : at + n] for at, n in zip(first, np.minimum(counts, most), strict=True)]
+    return [(ids[row].tolist(), values[row].tolist()) for row in picked]

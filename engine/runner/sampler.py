@@ -22,8 +22,8 @@ IntArray = npt.NDArray[np.int64]
 
 _CHUNK = 128
 """Tokens per chunk of the two-level search; divides the vocabularies of most models."""
-_CANDIDATES = 256
-"""Largest probabilities that are looked at before a whole row is sorted."""
+_CANDIDATES = (256, 4096)
+"""How many of the largest probabilities are looked at before a whole row is sorted."""
 _COLDEST = 1e-6
 """Temperatures below are raised to this, where the most likely token is certain anyway."""
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
@@ -96,9 +96,11 @@ def _draw(logits: Tensor, params: SamplingTable, slots: IntArray, positions: Int
     if len(filtered):
         which = slots[filtered]
         cut = np.full(len(slots), _SMALLEST)
-        index = torch.from_numpy(filtered).to(weights.device)
+        some = weights
+        if len(filtered) < len(slots):
+            some = weights.index_select(0, torch.from_numpy(filtered).to(weights.device))
         cut[filtered] = smallest_kept(
-            weights.index_select(0, index),
+            some,
             params.top_k[which],
             params.top_p[which],
             params.min_p[which],
@@ -114,8 +116,9 @@ def _probabilities(logits: Tensor, temperature: FloatArray) -> Tensor:
     """Return new float32 probabilities [rows, vocab]."""
     if bool((temperature == 1.0).all()):
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
-    scaled = logits.float() / _column(np.maximum(temperature, _COLDEST), logits)
-    return torch.softmax(scaled, dim=-1)
+    scaled = logits.to(torch.float32, copy=True)
+    scaled /= _column(np.maximum(temperature, _COLDEST), logits)
+    return torch.softmax(scaled, dim=-1, out=scaled)
 
 
 def smallest_kept(
@@ -126,15 +129,22 @@ def smallest_kept(
     Min-p keeps tokens of at least that share of the largest probability, then top-k the k
     largest (0: all), then top-p the fewest that together have that share of what is left.
     """
-    vocab = probabilities.shape[1]
-    count = min(vocab, max(_CANDIDATES, int(top_k.max())))
-    largest = _descending(probabilities, count)
-    cut, known = _cut(largest, top_k, top_p, min_p, whole=count == vocab)
-    if not known.all():
-        rest = np.flatnonzero(~known)
-        index = torch.from_numpy(rest).to(probabilities.device)
-        largest = _descending(probabilities.index_select(0, index), vocab)
-        cut[rest], _ = _cut(largest, top_k[rest], top_p[rest], min_p[rest], whole=True)
+    rows, vocab = probabilities.shape
+    cut = np.zeros(rows)
+    pending = np.arange(rows)
+    for candidates in (*_CANDIDATES, vocab):
+        count = min(vocab, max(candidates, int(top_k[pending].max())))
+        if len(pending) < rows:
+            index = torch.from_numpy(pending).to(probabilities.device)
+            largest = _descending(probabilities.index_select(0, index), count)
+        else:
+            largest = _descending(probabilities, count)
+        cut[pending], known = _cut(
+            largest, top_k[pending], top_p[pending], min_p[pending], whole=count == vocab
+        )
+        pending = pending[~known]
+        if not len(pending):
+            break
     return cut
 
 
@@ -148,35 +158,35 @@ def _cut(
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
     """Find the cut among the largest probabilities, and whether they are enough to know it."""
     rows, count = largest.shape
-    limit = np.where((top_k == 0) | (top_k > count), count, top_k)
+    limit = np.where(top_k > 0, np.minimum(top_k, count), count)
     base = np.where(top_k > 0, largest[np.arange(rows), limit - 1], 0.0)
-    base = np.maximum(base, largest[:, 0] * min_p).astype(np.float32)
-    kept = np.where(largest >= base[:, None], largest, 0.0).astype(np.float64)
-    mass = np.cumsum(kept, axis=1)
-    # The mass of all tokens is one by construction; of a part it has to be seen to its end.
-    total = np.where(base > 0, mass[:, -1], 1.0)
-    nucleus = top_p < 1.0
-    inside = mass - kept < (top_p * total)[:, None]
-    last = np.maximum(np.count_nonzero(inside & (kept > 0), axis=1), 1) - 1
-    cut = np.where(nucleus, np.maximum(largest[np.arange(rows), last], base), base)
-    if whole:
-        return cut.astype(np.float64), np.ones(rows, np.bool_)
-    base_inside = (base > 0) & (largest[:, -1] < base)
-    reached = (base == 0) & (mass[:, -1] >= top_p)
-    return cut.astype(np.float64), ~nucleus | base_inside | reached
+    base = np.maximum(base, largest[:, 0] * min_p)
+    cut, known = base.copy(), np.ones(rows, np.bool_)
+    nucleus = np.flatnonzero(top_p < 1.0)
+    mass = torch.from_numpy(largest[nucleus]).cumsum(dim=1, dtype=torch.float64).numpy()
+    for row, upto in zip(nucleus.tolist(), mass, strict=True):
+        kept, total = count, 1.0
+        if base[row] > 0:
+            kept = int(np.count_nonzero(largest[row] >= base[row]))
+            total = upto[kept - 1]
+        inside = int(np.searchsorted(upto, top_p[row] * total))
+        cut[row] = max(base[row], largest[row, min(inside, kept - 1)])
+        # Not known if tokens beyond these belong to the total, or to the nucleus itself.
+        known[row] = whole or (kept < count if base[row] > 0 else inside < count)
+    return cut, known
 
 
 def _descending(values: Tensor, count: int) -> npt.NDArray[np.float32]:
     """Return the `count` largest values of each row, largest first.
 
-    numpy's vectorized partition and sort are several times faster than torch's on a CPU.
+    On a CPU numpy's vectorized partition and sort are several times faster than torch's.
     """
     if values.device.type != "cpu":
         return values.topk(count, dim=-1).values.cpu().numpy()
     array: npt.NDArray[np.float32] = values.numpy()
     if count < array.shape[1]:
         array = np.partition(array, array.shape[1] - count, axis=1)[:, -count:]
-    return np.sort(array, axis=1)[:, ::-1]
+    return np.ascontiguousarray(np.sort(array, axis=1)[:, ::-1])
 
 
 def invert_cumulative(weights: Tensor, uniforms: FloatArray) -> Tensor:

@@ -28,6 +28,19 @@ class RankState(NamedTuple):
     waiting: int
     queued_prefill_tokens: int
     free_kv_blocks: int
+    decodes: int = 0
+    """Running requests that are past their prefill."""
+    ready_prefill_tokens: int = 0
+    """Prefill that this rank could do in this step: partials, and waiting requests that there are
+    slots and blocks for; at most what the decodes leave of the step's budget."""
+    ready_prefills: int = 0
+    """Requests that these tokens belong to."""
+    passed_over: int = 0
+    """Waiting requests that the newest plan did not admit."""
+    last_step_us: int = 0
+    """Duration of the newest step that is over; 0 if unknown."""
+    last_prefill_tokens: int = 0
+    """Prefill tokens that this rank computed in that step."""
 
 
 class AdmissionPolicy(Protocol):
@@ -37,13 +50,25 @@ class AdmissionPolicy(Protocol):
     ranks of a lockstep group call it with the same table and must all come to the same grant.
     """
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether `decide` needs the states of all ranks; if not, it is given the own state only,
+        and ranks may come to different grants."""
+        ...
+
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
-        """Return the grant for `step`, given the states of all ranks in rank order."""
+        """Return the grant for `step`, given the states of the ranks in rank order.
+
+        Called once before each step. The states are taken after the input queue was drained and
+        nothing that arrives later is admitted in this step. Steps count from 0 in every wave.
+        """
         ...
 
 
 class AdmitAll:
     """The policy `none`: prefill whatever fits."""
+
+    exchanges = False
 
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
         """Return an unlimited grant."""

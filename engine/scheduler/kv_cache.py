@@ -97,6 +97,14 @@ class KVCacheManager:
         table.next_commit = (len(cached) + 1) * self.block_size if self.caching else NEVER
         return len(cached) * self.block_size
 
+    def needs(
+        self, table: BlockTable, token_ids: Sequence[int], *, use_cache: bool
+    ) -> tuple[int, int]:
+        """Return (cached tokens, free blocks) that `try_admit` would find and take right now."""
+        cached = self.match(table, token_ids) if use_cache else []
+        num_new = -(-len(token_ids) // self.block_size) - len(cached)
+        return len(cached) * self.block_size, num_new + self._pool.count_free(cached)
+
     def try_grow(self, table: BlockTable, num_tokens: int) -> list[int] | None:
         """Append blocks until the table has room for `num_tokens` positions.
 

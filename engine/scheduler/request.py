@@ -34,6 +34,7 @@ class Request:
     arrival: int
     """Order of arrival in this engine."""
     priority: int
+    """The lowest number goes first; 0 for all where the scheduling policy ignores it."""
     sampling: SamplingParams
     token_ids: list[int]
     """All known tokens: the prompt, then the output."""
@@ -89,8 +90,18 @@ class Request:
         self.prompt_logprobs[start : start + len(logprobs)] = logprobs
 
 
+def precedence(request: Request) -> tuple[int, int]:
+    """Return what requests are ordered by: the smaller goes first and is preempted last."""
+    return request.priority, request.arrival
+
+
 def request_from_message(
-    message: AddRequest, *, arrival: int, max_model_len: int, eos_token_ids: frozenset[int]
+    message: AddRequest,
+    *,
+    arrival: int,
+    priority: int,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
 ) -> Request:
     """Return the request that a front end's message describes."""
     sampling = message.sampling
@@ -104,7 +115,7 @@ def request_from_message(
         request_id=message.request_id,
         front_end=message.front_end,
         arrival=arrival,
-        priority=message.priority,
+        priority=priority,
         sampling=sampling,
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
@@ -113,28 +124,3 @@ def request_from_message(
         was_taken_over=bool(message.output_token_ids),
         queued_tokens=len(token_ids),
     )
-
-
-def refusal(message: AddRequest, *, max_model_len: int, vocab_size: int) -> str | None:
-    """Return why a request can never be served, or None when it can."""
-    num_prompt_tokens = len(message.prompt_token_ids)
-    if num_prompt_tokens == 0:
-        return "the prompt is empty: it needs at least one token"
-    if num_prompt_tokens >= max_model_len:
-        return (
-            f"the prompt has {num_prompt_tokens} tokens, but this engine takes at most "
-            f"{max_model_len - 1} so that one token can be generated"
-        )
-    sampling = message.sampling
-    if sampling.max_tokens < 1:
-        return f"max_tokens is {sampling.max_tokens}: it must be at least 1"
-    named_ids = {
-        "prompt": message.prompt_token_ids,
-        "output so far": message.output_token_ids,
-        "stop_token_ids": sampling.stop_token_ids,
-        "logit_bias": sampling.logit_bias,
-    }
-    for where, ids in named_ids.items():
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            return f"{where}: token ids must be from 0 to {vocab_size - 1}"
-    return None

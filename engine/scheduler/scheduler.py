@@ -7,59 +7,34 @@ the result of the plan before is known; everything a plan in flight uses stays r
 """
 
 import logging
+import sys
 from collections import deque
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.executor.interface import ExecutorInfo
 from engine.messages import AddRequest, RequestOutput, TokenLogprob
+from engine.scheduler.accounts import Counters, Gauges, InFlight
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks
 from engine.scheduler.draft import Draft
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.outputs import Outputs, token_output
+from engine.scheduler.preemption import Room, choose_victims
+from engine.scheduler.refusal import refusal
 from engine.scheduler.request import (
     NO_SLOT,
     Request,
     RequestStatus,
-    refusal,
+    precedence,
     request_from_message,
 )
-from engine.scheduler.waiting import FcfsQueue, WaitingQueue
+from engine.scheduler.waiting import FcfsQueue, PriorityQueue, WaitingQueue
 
 ADMISSION_HEADROOM = 0.01
 """Share of the KV blocks that an admission leaves free for the running sequences to grow into,
 so that the newcomer is not preempted by the next step."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counts since the engine started."""
-
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-
-
-class Gauges(NamedTuple):
-    """The load right now."""
-
-    waiting: int
-    running: int
-    kv_usage: float
-    queued_prefill_tokens: int
-
-
-class _InFlight(NamedTuple):
-    """A plan whose result is not known, with the request of each row."""
-
-    plan: BatchPlan
-    requests: list[Request]
 
 
 class Scheduler:
@@ -70,8 +45,6 @@ class Scheduler:
         scheduling: SchedulerConfig,
         cache: CacheConfig,
         executor: ExecutorInfo,
-        *,
-        waiting: WaitingQueue | None = None,
     ) -> None:
         self.max_model_len = min(executor.max_model_len, executor.num_kv_blocks * cache.block_size)
         """Longest sequence that the model takes and that fits into the KV cache alone."""
@@ -85,14 +58,18 @@ class Scheduler:
             enable_prefix_caching=cache.enable_prefix_caching,
         )
         self._headroom = int(executor.num_kv_blocks * ADMISSION_HEADROOM)
-        self._waiting: WaitingQueue = FcfsQueue() if waiting is None else waiting
+        self._by_priority = scheduling.scheduling_policy == "priority"
+        self._waiting: WaitingQueue = PriorityQueue() if self._by_priority else FcfsQueue()
+        self._max_prefill_tokens = scheduling.long_prefill_token_threshold or sys.maxsize
         self._requests: dict[int, Request] = {}
         self._running: dict[int, Request] = {}  # in order of admission
-        self._free_slots = list(range(scheduling.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[_InFlight] = deque()
+        self._num_slots = scheduling.max_num_seqs
+        self._free_slots = list(range(self._num_slots - 1, -1, -1))
+        self._in_flight: deque[InFlight] = deque()
         self._num_plans = 0
         self._num_arrivals = 0
         self._queued_tokens = 0
+        self._num_passed_over = 0
         # Blocks of requests that left but still have rows in flight: free as soon as these end.
         self._num_leaving_blocks = 0
 
@@ -107,14 +84,47 @@ class Scheduler:
         """Return the load right now."""
         return Gauges(len(self._waiting), len(self._running), self._kv.usage, self._queued_tokens)
 
-    def rank_state(self) -> RankState:
-        """Return what an admission policy is told about this rank."""
+    def rank_state(self, last_step_us: int = 0, last_prefill_tokens: int = 0) -> RankState:
+        """Return what an admission policy is told about this rank.
+
+        The arguments describe the newest step that is over, for policies that weigh costs.
+        """
+        cap = self._max_prefill_tokens
+        partials = [min(r.queued_tokens, cap) for r in self._running.values() if r.queued_tokens]
+        decodes = len(self._running) - len(partials)
+        ready_tokens, ready_requests = self._ready_prefill(partials, decodes)
         return RankState(
             running=len(self._running),
             waiting=len(self._waiting),
             queued_prefill_tokens=self._queued_tokens,
             free_kv_blocks=self._kv.num_free_blocks,
+            decodes=decodes,
+            ready_prefill_tokens=ready_tokens,
+            ready_prefills=ready_requests,
+            passed_over=self._num_passed_over,
+            last_step_us=last_step_us,
+            last_prefill_tokens=last_prefill_tokens,
         )
+
+    def _ready_prefill(self, partials: list[int], decodes: int) -> tuple[int, int]:
+        """Return how many prefill tokens, of how many requests, the next step has room for."""
+        room = max(0, self._max_batched_tokens - decodes)
+        tokens, requests = sum(partials), len(partials)
+        slots = len(self._free_slots)
+        blocks = self._kv.num_free_blocks - (self._headroom if self._running else 0)
+        for request in self._waiting:
+            if tokens >= room or slots == 0 or request.num_steps_in_flight:
+                break
+            cached, needed = self._kv.needs(
+                request.table, request.token_ids, use_cache=not request.lacks_prompt_logprobs
+            )
+            if needed > blocks:
+                break
+            slots -= 1
+            blocks -= needed
+            tokens += min(request.queued_tokens - cached, self._max_prefill_tokens)
+            requests += 1
+        return min(tokens, room), requests
 
     def describe_in_flight(self) -> str:
         """Return what was scheduled and is not done, in numbers and names only, for the log."""
@@ -122,18 +132,7 @@ class Scheduler:
             f"{len(self._in_flight)} plan(s) in flight, {len(self._running)} running, "
             f"{len(self._waiting)} waiting, {self._kv.num_free_blocks} free blocks"
         ]
-        for plan, requests in self._in_flight:
-            lines.append(
-                f"step {plan.step}: {len(requests)} rows, {plan.num_tokens} tokens, "
-                f"{len(plan.starting)} starting"
-            )
-            lines += [
-                f"  {request.id} ({request.request_id}): slot {slot}, start {start}, "
-                f"count {count}, {request.num_tokens} tokens, {len(request.table.block_ids)} blocks"
-                for request, slot, start, count in zip(
-                    requests, plan.slots, plan.starts, plan.counts, strict=True
-                )
-            ]
+        lines += [entry.describe() for entry in self._in_flight]
         return "\n".join(lines)
 
     # -- requests come and go --------------------------------------------------------------------
@@ -141,7 +140,9 @@ class Scheduler:
     def add(self, message: AddRequest) -> RequestOutput | None:
         """Queue a request; one that cannot run or has nothing left to do is answered at once."""
         if message.id in self._requests:
-            logger.warning("request %s (%d) is here already", message.request_id, message.id)
+            name = message.request_id
+            fields = {"request_id": name}
+            logger.warning("request %s (%d) is here already", name, message.id, extra=fields)
             return None
         reason = refusal(message, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         if reason is not None:
@@ -149,6 +150,7 @@ class Scheduler:
         request = request_from_message(
             message,
             arrival=self._num_arrivals,
+            priority=message.priority if self._by_priority else 0,
             max_model_len=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
         )
@@ -171,6 +173,15 @@ class Scheduler:
         """Drop all requests of a front end."""
         self.abort([r.id for r in self._requests.values() if r.front_end == front_end])
 
+    def preempt_all(self) -> None:
+        """Give up all slots and blocks; the requests wait to be computed again, in their order.
+
+        No plan may be in flight.
+        """
+        assert not self._in_flight
+        for request in reversed(self._in_precedence()):
+            self._preempt(request)
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes and return how many blocks they had."""
         return self._kv.reset_prefix_cache()
@@ -181,12 +192,15 @@ class Scheduler:
         """Plan the next step; every plan has to be given to `update`, in order."""
         draft = Draft()
         budget = StepBudget(self._max_batched_tokens, grant)
+        if self._by_priority and budget.can_admit:
+            self._make_room()
         partials = self._schedule_decodes(draft, budget)
         self._schedule_partials(draft, budget, partials)
         self._schedule_waiting(draft, budget)
+        self._num_passed_over = len(self._waiting)
         self._num_plans += 1
         plan, requests = draft.seal(self._num_plans)
-        self._in_flight.append(_InFlight(plan, requests))
+        self._in_flight.append(InFlight(plan, requests))
         return plan
 
     def update(self, plan: BatchPlan, result: BatchResult) -> Outputs:
@@ -241,10 +255,33 @@ class Scheduler:
 
     # -- stages of schedule ----------------------------------------------------------------------
 
+    def _in_precedence(self) -> list[Request]:
+        """Return the running requests, those that are preempted last first."""
+        running = list(self._running.values())
+        if self._by_priority:  # else they are in order of arrival as they are
+            running.sort(key=precedence)
+        return running
+
+    def _make_room(self) -> None:
+        """Preempt requests for waiting ones of higher priority that have no slot or blocks."""
+        room = Room(
+            slots=self._num_slots - len(self._running),
+            blocks=self._kv.num_free_blocks + self._num_leaving_blocks,
+            headroom=self._headroom,
+            tokens=self._max_batched_tokens,
+        )
+        victims = choose_victims(self._waiting, self._in_precedence(), room, self._blocks_needed)
+        for victim in victims:
+            self._preempt(victim)
+
+    def _blocks_needed(self, request: Request) -> int:
+        use_cache = not request.lacks_prompt_logprobs
+        return self._kv.needs(request.table, request.token_ids, use_cache=use_cache)[1]
+
     def _schedule_decodes(self, draft: Draft, budget: StepBudget) -> list[Request]:
         """Plan one token for each decode and return the requests that are still in prefill."""
         partials = []
-        for request in list(self._running.values()):
+        for request in self._in_precedence():
             if request.queued_tokens:
                 partials.append(request)
                 continue
@@ -262,15 +299,21 @@ class Scheduler:
         for request in partials:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by a decode of this step
-            count = budget.try_continue(request.queued_tokens)
+            self._schedule_waiting(draft, budget, before=request)
+            count = budget.try_continue(min(request.queued_tokens, self._max_prefill_tokens))
             if count == 0:
                 break
             self._plan_prefill(draft, request, count)
 
-    def _schedule_waiting(self, draft: Draft, budget: StepBudget) -> None:
+    def _schedule_waiting(
+        self, draft: Draft, budget: StepBudget, before: Request | None = None
+    ) -> None:
+        """Start waiting requests, or only those that go before a running one."""
         while budget.can_admit and self._free_slots and self._waiting:
             request = self._waiting.first()
             if draft.short_of_blocks or request.num_steps_in_flight:
+                return
+            if before is not None and precedence(before) < precedence(request):
                 return
             cached = self._kv.try_admit(
                 request.table,
@@ -281,7 +324,8 @@ class Scheduler:
             if cached is None:
                 return
             self._start(draft, request, cached)
-            self._plan_prefill(draft, request, budget.try_admit(request.queued_tokens))
+            count = budget.try_admit(min(request.queued_tokens, self._max_prefill_tokens))
+            self._plan_prefill(draft, request, count)
 
     def _plan_prefill(self, draft: Draft, request: Request, count: int) -> None:
         self._queued_tokens -= count
@@ -311,8 +355,8 @@ class Scheduler:
             draft.short_of_blocks = True
             if self._num_leaving_blocks:
                 return False  # there will be blocks when the plans in flight are done
-            # Those admitted after `request` are not in the draft yet, nor is it itself.
-            victim = next(reversed(self._running.values()))
+            # Those that come after `request` are not in the draft yet, nor is it itself.
+            victim = max(self._running.values(), key=precedence)
             self._preempt(victim)
             if victim is request:
                 return False

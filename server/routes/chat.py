@@ -30,6 +30,7 @@ async def create_chat_completion(call: Call, context: Context) -> None:
     request = await call.body(ChatCompletionRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
+    context.admit(call, 1, request.n or 1)
     spec = await prepare_chat(request, call.request_id, context.tokenizer, context.limits())
     kind = "chat.completion.chunk" if request.stream else "chat.completion"
     head = chunk_head("chatcmpl", kind, call, model)

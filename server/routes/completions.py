@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from server.asgi import Call
 from server.detokenizer import TokenTable
 from server.generation import Answer, Delta, ScoredToken
-from server.preprocess import prepare_completion
+from server.preprocess import num_prompts, prepare_completion
 from server.routes.context import Context
 from server.routes.serve import chunk_frames, chunk_head, serve
 from server.schemas.common import UNSET
@@ -27,6 +27,7 @@ async def create_completion(call: Call, context: Context) -> None:
     request = await call.body(CompletionRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
+    context.admit(call, num_prompts(request.prompt), request.best_of or request.n or 1)
     spec = await prepare_completion(request, call.request_id, context.tokenizer, context.limits())
     head = chunk_head("cmpl", "text_completion", call, model)
     show_ids = bool(request.return_token_ids)

@@ -3,10 +3,12 @@
 import msgspec
 
 from engine.model_files import served_names
+from server.admission import BYTES_PER_TOKEN, Admission
+from server.asgi import BodyLimits, Call
 from server.config import FrontEndConfig
 from server.detokenizer import TokenTable
 from server.errors import model_not_found
-from server.generation_client import GenerationClient
+from server.generation_client import GenerationClient, NoEngineAvailable
 from server.metrics import FrontEndMetrics
 from server.preprocess import Limits
 from server.tokenizer import ServedTokenizer
@@ -19,6 +21,10 @@ class Context(msgspec.Struct, frozen=True):
     tokenizer: ServedTokenizer
     table: TokenTable
     metrics: FrontEndMetrics
+    admission: Admission
+    body_limits: BodyLimits
+    request_timeout: float | None
+    """Most seconds from a request's arrival to its end."""
     names: tuple[str, ...]
     max_logprobs: int
     created: int
@@ -36,6 +42,18 @@ class Context(msgspec.Struct, frozen=True):
             raise model_not_found(asked)
         return asked
 
+    def admit(self, call: Call, prompts: int, copies: int) -> None:
+        """Reserve a place for a call with so many sequences of each prompt, until it ends.
+
+        Raises:
+            NoEngineAvailable: nothing can serve now.
+            Overloaded: the queue is full.
+        """
+        if not self.client.ready:
+            raise NoEngineAvailable("No engine can serve now; try again.")
+        tokens = copies * call.body_size // BYTES_PER_TOKEN
+        call.reservation = self.admission.reserve(prompts * copies, tokens, call.arrived)
+
     def limits(self) -> Limits:
         """Return what requests are held against now.
 
@@ -50,6 +68,7 @@ def make_context(
     client: GenerationClient,
     tokenizer: ServedTokenizer,
     metrics: FrontEndMetrics,
+    admission: Admission,
     created: int,
 ) -> Context:
     """Return the context of a front end."""
@@ -58,6 +77,9 @@ def make_context(
         tokenizer=tokenizer,
         table=TokenTable(tokenizer),
         metrics=metrics,
+        admission=admission,
+        body_limits=BodyLimits(config.guards.max_body_bytes, config.guards.receive_timeout),
+        request_timeout=config.guards.request_timeout,
         names=served_names(config.model),
         max_logprobs=config.http.max_logprobs,
         created=created,

@@ -1,14 +1,16 @@
 """What both completion endpoints do between their request and their response."""
 
+import asyncio
 import time
 
 import msgspec
 
 from server.asgi import Call, CancelOnDisconnect
+from server.errors import timed_out
 from server.generation import Answer
 from server.routes.context import Context
 from server.schemas.common import SamplingFields, Usage
-from server.sse import ChunkFrames, ChunkHead, ChunkWriter, send_stream
+from server.sse import DONE, ChunkFrames, ChunkHead, ChunkWriter, error_event, send_stream
 from server.submission import GenerationSpec, Submission
 
 
@@ -30,17 +32,28 @@ def chunk_frames(request: SamplingFields, head: ChunkHead) -> ChunkFrames:
     return ChunkFrames(head, include_usage=options is not None and bool(options.include_usage))
 
 
+def _time_left(call: Call, context: Context) -> float | None:
+    if context.request_timeout is None:
+        return None
+    return call.arrived + context.request_timeout - time.monotonic()
+
+
 async def serve(
     call: Call, context: Context, spec: GenerationSpec, writer: ChunkWriter | None
 ) -> Whole | None:
     """Generate; answer with a stream if there is a writer, else return the answers.
 
     Raises:
-        ApiError: the header that pins the request to an engine is wrong.
+        ApiError: the header that pins the request to an engine is wrong, or time was up before an
+            answer had begun.
         ClientDisconnected: everything was aborted.
+        Overloaded: the prompt has more tokens than were reserved, and they do not fit.
         GenerationFailed, NoEngineAvailable: before an answer has begun.
     """
     pinned_rank = call.pinned_rank
+    if call.reservation is not None:
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in spec.prompts)
+        call.reservation.recount(spec.best_of * prompt_tokens, time.monotonic())
     with CancelOnDisconnect(call.receive):
         submission = Submission(
             context.client,
@@ -49,12 +62,21 @@ async def serve(
             spec,
             arrived=call.arrived,
             pinned_rank=pinned_rank,
+            reservation=call.reservation,
         )
         try:
-            if writer is not None:
-                await send_stream(call, submission, writer)
-                return None
-            return Whole(await submission.collect(), submission.usage())
+            async with asyncio.timeout(_time_left(call, context)):
+                if writer is not None:
+                    await send_stream(call, submission, writer)
+                    return None
+                return Whole(await submission.collect(), submission.usage())
+        except TimeoutError:
+            submission.close("error")
+            late = timed_out(f"The request took longer than {context.request_timeout:g} s.")
+            if call.status is None:
+                raise late from None
+            await call.write(error_event(late) + DONE, more=False)
+            return None
         except Exception:
             submission.close("error")
             raise

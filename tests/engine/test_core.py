@@ -2,6 +2,7 @@ import logging
 import re
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -160,6 +161,18 @@ def test_a_request_that_cannot_run_is_answered_in_the_next_step(core: EngineCore
     assert "64 tokens" in answers[0].error
 
 
+def test_a_request_that_nobody_can_make_sense_of_fails_alone(
+    core: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    core.handle(request(1))
+    broken = msgspec.structs.replace(request(2), prompt_token_ids=[1, None])  # type: ignore[list-item]
+    core.handle(broken)
+    answers = core.step().outputs[0]
+    assert [(answer.id, answer.finish_reason) for answer in answers] == [(2, "error"), (1, None)]
+    assert "request-2 could not be queued" in caplog.text
+    assert run(core)[-1].stats.generation_tokens_total == 3
+
+
 def test_an_answer_alone_is_work(core: EngineCore) -> None:
     core.handle(request(1, length=64))
     assert core.has_work
@@ -208,7 +221,7 @@ def test_the_prefix_cache_can_be_reset(core: EngineCore) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "error"),
     [
-        ("step", {}, "no utility 'step'; they have info, reset_prefix_cache"),
+        ("step", {}, "no utility 'step'; they have info, .*reset_prefix_cache"),
         ("__init__", {}, "no utility"),
         ("info", {"verbose": 1}, "wrong arguments for info: .*verbose"),
     ],
@@ -264,6 +277,8 @@ def test_a_failed_step_is_described_and_raised(caplog: pytest.LogCaptureFixture)
 class HoldUntil:
     """An admission policy that holds prefills before a step of its own count."""
 
+    exchanges = False
+
     def __init__(self, calls: int) -> None:
         self.tables: list[RankState] = []
         self._calls = calls
@@ -282,4 +297,4 @@ def test_the_admission_policy_sees_this_rank_and_decides() -> None:
     steps = run(core)
     assert [len(step.outputs) for step in steps] == [0, 0, 1]
     assert [step.stats.step for step in steps] == [0, 0, 1]
-    assert policy.tables[0] == RankState(0, 1, 5, 32)
+    assert policy.tables[0] == RankState(0, 1, 5, 32, ready_prefill_tokens=5, ready_prefills=1)

@@ -1,17 +1,23 @@
 """A small real tokenizer, a scripted generation client, and an app over both."""
 
 import asyncio
+import contextlib
+import functools
 import random
-from collections.abc import Callable, Sequence
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+import uvicorn
+import uvloop
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.messages import ClusterView, RequestOutput, SamplingParams, TokenLogprob
+from engine.messages import ClusterView, RequestOutput, SamplingParams, TokenLogprob, UtilityResult
 from server.app import build_app
 from server.chat_template import ChatTemplate
 from server.config import FrontEndConfig, HttpConfig, ModelConfig
@@ -95,6 +101,8 @@ class FakeGenerationClient:
         self.context = 512
         self.view: ClusterView | None = None
         self.stats_age: dict[int, float] = {}
+        self.num_slots = 4
+        self.utilities: list[tuple[int | None, str, dict[str, Any]]] = []
         self.streams: list[FakeStream] = []
         self.submitted = asyncio.Event()
         self.refuse_from = 10**9
@@ -105,6 +113,15 @@ class FakeGenerationClient:
         if not self.ready:
             raise NoEngineAvailable
         return self.context
+
+    async def call_utility(
+        self, rank: int | None, name: str, arguments: dict[str, Any]
+    ) -> list[UtilityResult]:
+        self.utilities.append((rank, name, arguments))
+        ranks = [0, 1] if rank is None else [rank]
+        if name == "unknown":
+            return [UtilityResult(1, each, error="engines have no utility") for each in ranks]
+        return [UtilityResult(1, each, {"blocks_forgotten": 7}) for each in reversed(ranks)]
 
     def submit(
         self,
@@ -266,3 +283,31 @@ class Http:
 @pytest.fixture
 def http(app: FastAPI) -> Http:
     return Http(app)
+
+
+Served = Callable[[FastAPI], contextlib.AbstractContextManager[str]]
+
+
+@pytest.fixture
+def served() -> Served:
+    """Return what serves an app on a free port, from a thread as a front end would."""
+
+    @contextlib.contextmanager
+    def serve(app: FastAPI) -> Iterator[str]:
+        server = uvicorn.Server(
+            uvicorn.Config(app, http="httptools", log_level="warning", lifespan="off")
+        )
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen(128)
+            run = functools.partial(uvloop.run, server.serve(sockets=[listening]))
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            finally:
+                server.should_exit = True
+                thread.join(10)
+                assert not thread.is_alive()
+
+    return serve

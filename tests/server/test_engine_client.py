@@ -25,6 +25,9 @@ from engine.messages import (
     RequestOutput,
     SamplingParams,
     StepOutputs,
+    UtilityCall,
+    UtilityResult,
+    UtilityValue,
     WakeUp,
     encode,
 )
@@ -70,12 +73,12 @@ class PlayedEngine:
         self.outputs = transport.connect(zmq.PUSH, world.outputs_address)
         self.requests.send(encode(EngineGreeting(rank, incarnation)))
 
-    async def receive(self) -> AddRequest | AbortRequests:
+    async def receive(self) -> AddRequest | AbortRequests | UtilityCall:
         async with asyncio.timeout(GUARD):
             while not self.requests.poll(0):
                 await asyncio.sleep(0)
         message = msgspec.msgpack.decode(self.requests.recv(), type=EngineInput)
-        assert isinstance(message, AddRequest | AbortRequests)
+        assert isinstance(message, AddRequest | AbortRequests | UtilityCall)
         return message
 
     def silent(self) -> bool:
@@ -88,6 +91,11 @@ class PlayedEngine:
             waiting=0, running=running, kv_usage=0.0, queued_prefill_tokens=0,
         )  # fmt: skip
         self.outputs.send(encode(StepOutputs(stats, list(outputs))))
+
+    def answer(
+        self, call_id: int, result: dict[str, UtilityValue] | None, error: str | None = None
+    ) -> None:
+        self.outputs.send(encode(UtilityResult(call_id, self.rank, result, error)))
 
     def die(self, reason: str | None = None) -> None:
         if reason is not None:
@@ -350,6 +358,71 @@ def test_a_pinned_request_goes_there_or_nowhere(tmp_path: Path) -> None:
             with pytest.raises(NoEngineAvailable, match="engine 5"):
                 w.client.submit("a", [1], GREEDY, pinned_rank=5)
             assert w.counts.routed == [(1, "pinned")] * 3
+
+    asyncio.run(scenario())
+
+
+def test_a_utility_call_gathers_the_answers_of_all_engines(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            call = asyncio.create_task(w.client.call_utility(None, "sleep", {"level": 2}))
+            for engine in reversed(engines):
+                received = await engine.receive()
+                assert isinstance(received, UtilityCall)
+                assert (received.name, received.arguments) == ("sleep", {"level": 2})
+                assert received.front_end == 0
+                engine.answer(received.call_id + 50, {"is_sleeping": False})  # to nobody
+                engine.answer(received.call_id, {"is_sleeping": True})
+            results = await call
+            assert [result.rank for result in results] == [0, 1]
+            assert all(result.result == {"is_sleeping": True} for result in results)
+
+    asyncio.run(scenario())
+
+
+def test_a_utility_call_to_one_engine_goes_there_or_nowhere(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            first, second = await w.two_engines()
+            call = asyncio.create_task(w.client.call_utility(1, "info", {}))
+            received = await second.receive()
+            assert isinstance(received, UtilityCall)
+            second.answer(received.call_id, None, "wrong arguments")
+            [result] = await call
+            assert (result.rank, result.error) == (1, "wrong arguments")
+            assert first.silent()
+            with pytest.raises(NoEngineAvailable, match="engine 7 cannot be called"):
+                await w.client.call_utility(7, "info", {})
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_answer_a_utility_call_is_answered_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            first, second = await w.two_engines()
+            call = asyncio.create_task(w.client.call_utility(None, "info", {}, within=0.3))
+            await first.receive()
+            second.die("the device is gone")
+            results = await call
+            assert "within 0.3 s" in (results[0].error or "")
+            assert "died" in (results[1].error or "")
+            second_call = asyncio.create_task(w.client.call_utility(0, "info", {}))
+            received = await first.receive()
+            assert isinstance(received, UtilityCall)
+            first.answer(received.call_id, {"rank": 0})
+            [result] = await second_call
+            assert result.error is None
+
+    asyncio.run(scenario())
+
+
+def test_nobody_can_be_called_before_an_engine_joins(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            with pytest.raises(NoEngineAvailable, match="no engine can be called"):
+                await w.client.call_utility(None, "info", {})
 
     asyncio.run(scenario())
 

@@ -1,13 +1,17 @@
 """The in-process executor: from settings to a model that runs plans."""
 
+import gzip
 import json
 
+import msgspec
 import pytest
 import torch
 
 from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from engine.core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.messages import SamplingParams
+from engine.executor.interface import CannotDo
+from engine.messages import AbortRequests, AddRequest, SamplingParams
 from engine.model_files import ModelNotFound
 from engine.models.checkpoint import CheckpointError
 from engine.models.hf_config import UnsupportedModel
@@ -112,3 +116,108 @@ def test_shutdown_is_idempotent_and_final(settings):
     executor.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         executor.submit(plan([1]))
+
+
+# -- overlapped steps -----------------------------------------------------------------------------
+
+
+def serve(settings, overlap):
+    """Return each request's tokens and end; one is aborted, as after a stop string."""
+    changed = msgspec.structs.replace(
+        settings(CacheConfig(num_kv_blocks=32, block_size=4), max_model_len=64),
+        scheduler=SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=24, async_scheduling=overlap
+        ),
+    )
+    executor = InProcessExecutor(changed)
+    core = EngineCore(changed, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    for id in range(9):
+        sampling = SamplingParams(
+            max_tokens=20, seed=id, temperature=id % 2, stop_token_ids=tuple(range(id, 99, 30))
+        )
+        prompt = [(id * 7 + i) % 99 for i in range(1 + id * 4)]
+        core.handle(AddRequest(id, str(id), 0, 0, prompt, sampling))
+    tokens, ends = {id: [] for id in range(9)}, {}
+    while core.has_work:
+        for output in core.step().outputs.get(0, []):
+            if output.id == 3 and len(tokens[3]) == 2:
+                core.handle(AbortRequests([3]))
+                continue
+            tokens[output.id] += output.token_ids
+            ends[output.id] = output.finish_reason
+    executor.shutdown()
+    return tokens, ends
+
+
+def test_overlapped_steps_give_the_same_tokens(settings):
+    apart, overlapped = serve(settings, overlap=False), serve(settings, overlap=True)
+    assert apart == overlapped
+    assert len(apart[0][3]) == 2
+    assert set(apart[1].values()) >= {"stop", "length"}
+
+
+def test_a_failure_in_the_worker_thread_is_raised_by_its_result(settings):
+    overlapped = msgspec.structs.replace(
+        settings(), scheduler=SchedulerConfig(max_num_seqs=4, async_scheduling=True)
+    )
+    executor = InProcessExecutor(overlapped)
+    failing, fine = executor.submit(plan([98, 99])), executor.submit(plan([7, 8]))
+    with pytest.raises(ValueError, match="vocabulary"):
+        failing.result()
+    assert len(fine.result().token_ids) == 1
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.submit(plan([1]))
+
+
+# -- sleep and profiles ---------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["apart", "overlapped"])
+def executor(request, settings):
+    executor = InProcessExecutor(
+        msgspec.structs.replace(
+            settings(), scheduler=SchedulerConfig(max_num_seqs=4, async_scheduling=request.param)
+        )
+    )
+    yield executor
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_is_the_same_after_a_sleep(executor, level):
+    before = executor.submit(plan([7, 8, 9])).result()
+    executor.sleep(level)
+    executor.sleep(level)
+    with pytest.raises(RuntimeError, match="sleeps"):
+        executor.submit(plan([7, 8, 9]))
+    executor.wake_up()
+    executor.wake_up()
+    assert executor.submit(plan([7, 8, 9])).result() == before
+
+
+def test_weights_that_have_changed_are_not_taken_for_the_old_ones(executor, model):
+    changed = CONFIG | {"num_hidden_layers": 1}
+    executor.sleep(1)
+    (model / "config.json").write_text(json.dumps(changed))
+    executor.wake_up()  # on a CPU the weights never left
+    executor.sleep(2)
+    with pytest.raises(CannotDo, match="have changed"):
+        executor.wake_up()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    executor.wake_up()
+    assert len(executor.submit(plan([7, 8])).result().token_ids) == 1
+
+
+def test_a_profile_shows_the_operations_of_the_steps_in_between(executor, tmp_path):
+    path = tmp_path / "traces" / "one.json.gz"
+    with pytest.raises(CannotDo, match="no profile"):
+        executor.stop_profile(path)
+    executor.start_profile()
+    with pytest.raises(CannotDo, match="already"):
+        executor.start_profile()
+    executor.submit(plan([7, 8, 9])).result()
+    executor.stop_profile(path)
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert any(event["name"].startswith("aten::embedding") for event in events)

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.models.hf_config import RopeSpec
 from engine.models.layers import DenseLinear, PackedLinear, prepare_linear, rms_norm, swiglu
-from engine.models.moe import Expert, Router, SparseMlp
+from engine.models.moe import Expert, GroupedExperts, Router, SparseMlp, StackedExperts
 from engine.models.rotary import rotary_table, rotate, rotation
 
 CPU = torch.device("cpu")
@@ -106,7 +106,10 @@ def test_sparse_mlp_is_the_weighted_sum_of_chosen_experts(normalize):
     x, score = torch.randn(20, 16), torch.randn(7, 16)
     score[3] = -score.sum(0) * 50  # an expert that hardly anyone chooses
     gate_up, down = torch.randn(7, 24, 16), torch.randn(7, 16, 12)
-    experts = [Expert(DenseLinear(gate_up[e], None), DenseLinear(down[e], None)) for e in range(7)]
+    grouped = GroupedExperts(
+        [Expert(DenseLinear(gate_up[e], None), DenseLinear(down[e], None)) for e in range(7)]
+    )
+    stacked = StackedExperts(gate_up, down.transpose(1, 2).contiguous())
     router = Router(DenseLinear(score, None), 3, normalize=normalize)
 
     probabilities = torch.softmax(x @ score.T, dim=-1)
@@ -118,5 +121,9 @@ def test_sparse_mlp_is_the_weighted_sum_of_chosen_experts(normalize):
             inner = gate_up[expert] @ x[token]
             inner = F.silu(inner[:12]) * inner[12:]
             expected[token] += weight * (down[expert] @ inner)
-    assert torch.allclose(SparseMlp(router, experts)(x), expected, atol=1e-3)
-    assert torch.allclose(SparseMlp(router, experts)(x[:1]), expected[:1], atol=1e-3)
+    for experts in (grouped, stacked):
+        mlp = SparseMlp(router, experts)
+        assert torch.allclose(mlp(x), expected, atol=1e-3)
+        assert torch.allclose(mlp(x[:1]), expected[:1], atol=1e-3)
+        many = mlp(x.repeat(5, 1))
+        assert torch.allclose(many, expected.repeat(5, 1), atol=1e-3)

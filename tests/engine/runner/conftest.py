@@ -62,6 +62,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": ("Qwen3Moe", {**_MOE, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3-moe-many": ("Qwen3Moe", {**_MOE, "num_experts": 16, "norm_topk_prob": True}),
     "qwen3-moe-some-dense": (
         "Qwen3Moe",
         {**_MOE, "mlp_only_layers": [1], "norm_topk_prob": False, "tie_word_embeddings": True},

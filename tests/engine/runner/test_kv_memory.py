@@ -71,7 +71,7 @@ def test_engines_of_a_node_share_its_memory():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_cache_is_zeroed_without_touching_its_memory(dtype):
+def test_cache_takes_memory_only_when_used(dtype):
     def resident():
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -15,6 +15,7 @@ ARCHITECTURES = [
     "qwen3",
     "mixtral",
     "qwen3-moe",
+    "qwen3-moe-many",
     "qwen3-moe-some-dense",
 ]
 VARIED = ["llama", "mistral-window", "qwen3-moe"]

@@ -253,7 +253,9 @@ def test_tiny_temperatures_act_like_greedy(temperature, start, draw):
     assert chosen.tolist() == logits.argmax(-1).tolist()
 
 
-def test_flat_nucleus_wider_than_the_candidates_is_exact():
+@pytest.mark.parametrize("candidates", [(256, 4096), (4, 300)])
+def test_flat_nucleus_wider_than_the_candidates_is_exact(candidates, monkeypatch):
+    monkeypatch.setattr("engine.runner.sampler._CANDIDATES", candidates)
     probabilities = torch.softmax(random_logits(3) * 0.01, dim=-1)
     top_p, top_k = np.array([0.8, 0.5, 0.9]), np.array([0, 700, 0])
     cut = smallest_kept(probabilities, top_k, top_p, np.array([0.0, 0.0, 0.5]))

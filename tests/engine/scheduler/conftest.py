@@ -29,6 +29,7 @@ class Rig:
         vocab_size: int = 1000,
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
+        **scheduling: Any,
     ) -> None:
         self.config = EngineConfig(
             model=ModelConfig(max_model_len=max_model_len),
@@ -38,7 +39,9 @@ class Rig:
                 enable_prefix_caching=enable_prefix_caching,
             ),
             scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                **scheduling,
             ),
         )
         self.executor = SimulatedExecutor(
@@ -64,6 +67,7 @@ class Rig:
         *,
         front_end: int = 0,
         output: Sequence[int] = (),
+        priority: int = 0,
         **sampling: object,
     ) -> AddRequest:
         """Note what `expected` has to know about a request, and return its message."""
@@ -76,6 +80,7 @@ class Rig:
             list(prompt),
             SamplingParams(**params),  # type: ignore[arg-type]
             list(output),
+            priority,
         )
         return self.requests[id]
 
@@ -93,6 +98,8 @@ class Rig:
         limits = self.config.scheduler
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.slots) <= limits.max_num_seqs
+        longest = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
+        assert all(count <= longest for count in plan.counts)
         assert all(0 <= slot < limits.max_num_seqs for slot in plan.slots)
         ones = [count == 1 for count in plan.counts]
         assert ones == sorted(ones, reverse=True), "rows of one token come first"

@@ -53,6 +53,8 @@ class Traffic(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 24),
         caching=st.booleans(),
         depth=st.integers(1, 3),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        threshold=st.sampled_from([0, 0, 1, 5]),
     )
     def start(
         self,
@@ -62,6 +64,8 @@ class Traffic(RuleBasedStateMachine):
         max_num_batched_tokens: int,
         caching: bool,
         depth: int,
+        policy: str = "fcfs",
+        threshold: int = 0,
     ) -> None:
         self.depth = depth
         self.rig = self.make_rig(
@@ -73,6 +77,8 @@ class Traffic(RuleBasedStateMachine):
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(0,),
             enable_prefix_caching=caching,
+            scheduling_policy=policy,
+            long_prefill_token_threshold=threshold,
         )
 
     @rule(
@@ -83,6 +89,7 @@ class Traffic(RuleBasedStateMachine):
         min_tokens=st.integers(0, 4),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         taken_over=st.integers(0, 3),
+        priority=st.integers(-2, 2),
     )
     def add(
         self,
@@ -93,6 +100,7 @@ class Traffic(RuleBasedStateMachine):
         min_tokens: int,
         prompt_logprobs: int | None,
         taken_over: int,
+        priority: int = 0,
     ) -> None:
         rig, id = self.rig, len(self.rig.requests)
         limit = rig.scheduler.max_model_len
@@ -108,7 +116,7 @@ class Traffic(RuleBasedStateMachine):
         # What an engine that died had sent before: never the token that ends the request.
         rig.describe(id, prompt, front_end=id % 3, **sampling)
         output = rig.expected(id)[0][:-1][:taken_over]
-        rig.add(id, prompt, front_end=id % 3, output=output, **sampling)
+        rig.add(id, prompt, front_end=id % 3, output=output, priority=priority, **sampling)
 
     @rule(position=st.floats(0, 1, exclude_max=True))
     def abort(self, position: float) -> None:
@@ -139,6 +147,15 @@ class Traffic(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         self.rig.scheduler.reset_prefix_cache()
         self.rig.scheduler.check_integrity()
+
+    @rule()
+    def preempt_all(self) -> None:
+        rig = self.rig
+        while rig.in_flight:
+            rig.update()
+        rig.scheduler.preempt_all()
+        rig.scheduler.check_integrity()
+        assert rig.scheduler.gauges().kv_usage == 0
 
     def finish(self) -> None:
         """Run what is left and compare."""
@@ -172,13 +189,18 @@ def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("caching", [True, False])
-def test_thousands_of_busy_steps(make_rig: MakeRig, depth: int, caching: bool) -> None:
+@pytest.mark.parametrize(
+    ("caching", "policy", "threshold"),
+    [(True, "fcfs", 0), (False, "fcfs", 7), (True, "priority", 7), (False, "priority", 0)],
+)
+def test_thousands_of_busy_steps(
+    make_rig: MakeRig, depth: int, caching: bool, policy: str, threshold: int
+) -> None:
     rng = random.Random(depth * 2 + caching)
     traffic = Traffic(make_rig)
-    traffic.start(22, 4, 8, 24, caching, depth)
+    traffic.start(22, 4, 8, 24, caching, depth, policy, threshold)
     rig = traffic.rig
-    for _ in range(2500):
+    for _ in range(1500):
         if rig.scheduler.gauges().waiting < 4:
             traffic.add(
                 rng.randrange(3),
@@ -188,6 +210,7 @@ def test_thousands_of_busy_steps(make_rig: MakeRig, depth: int, caching: bool) -
                 0,
                 rng.choice([None, None, None, 0]),
                 rng.randrange(4),
+                rng.randrange(3),
             )
         if rng.random() < 0.05:
             traffic.abort(rng.random())

@@ -157,6 +157,18 @@ def test_a_cache_smaller_than_the_model_length_limits_it(make_rig: MakeRig) -> N
         ({"prompt": [1], "stop_token_ids": (1000,)}, "stop_token_ids: token ids"),
         ({"prompt": [1], "logit_bias": {-3: 1.0}}, "logit_bias: token ids"),
         ({"prompt": [1], "max_tokens": 0}, "max_tokens is 0"),
+        ({"prompt": [1], "top_k": 2**63}, "top_k is"),
+        ({"prompt": [1], "min_tokens": -1}, "min_tokens is -1"),
+        ({"prompt": [1], "logprobs": 2**40}, "logprobs is"),
+        ({"prompt": [1], "prompt_logprobs": -1}, "prompt_logprobs is -1"),
+        ({"prompt": [1], "temperature": float("nan")}, "temperature is nan"),
+        ({"prompt": [1], "temperature": -1.0}, "temperature is -1.0: it must be finite and 0"),
+        ({"prompt": [1], "top_p": 0.0}, "top_p is 0.0"),
+        ({"prompt": [1], "min_p": 1.5}, "min_p is 1.5"),
+        ({"prompt": [1], "repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"prompt": [1], "presence_penalty": float("inf")}, "presence_penalty is inf"),
+        ({"prompt": [1], "frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"prompt": [1], "logit_bias": {3: float("nan")}}, "logit_bias: the bias of token 3"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_with_a_reason(
@@ -450,3 +462,33 @@ def test_the_description_of_a_plan_has_numbers_and_no_tokens(make_rig: MakeRig) 
     text = rig.scheduler.describe_in_flight()
     assert "1 (request-1): slot 0, start 0, count 5, 6 tokens, 2 blocks" in text
     assert not any(str(token) in text for token in rig.requests[1].prompt_token_ids)
+
+
+# -- long prompts ---------------------------------------------------------------------------------
+
+
+def test_a_threshold_leaves_room_beside_a_long_prompt(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_batched_tokens=12, long_prefill_token_threshold=8)
+    rig.add(1, prompt(20), max_tokens=2)
+    rig.add(2, prompt(3, 100), max_tokens=2)
+    rig.add(3, prompt(9, 200), max_tokens=2)
+    assert rows(rig.step()) == [(2, 0, 1, False), (0, 0, 8, False), (1, 0, 3, True)]
+    assert rows(rig.step()) == [(1, 3, 1, True), (0, 8, 8, False), (2, 1, 3, False)]
+    assert rows(rig.step()) == [(0, 16, 4, True), (2, 4, 5, True)]
+    rig.run()
+    rig.assert_complete()
+
+
+def test_all_requests_can_be_preempted_at_once_and_go_on_in_their_order(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_batched_tokens=12)
+    rig.add(1, prompt(9), max_tokens=5)
+    rig.add(2, prompt(9, 100), max_tokens=5)
+    rig.step()
+    rig.add(3, prompt(9, 200), max_tokens=5)
+    rig.scheduler.preempt_all()
+    assert rig.scheduler.gauges() == (3, 0, 0.0, 10 + 9 + 9)
+    starts = [start.token_ids[0] for _ in range(3) for start in rig.step().starting]
+    assert starts == [0, 100, 200]
+    rig.run()
+    rig.assert_complete()
+    rig.assert_idle()

@@ -1,0 +1,47 @@
+"""How the process takes memory from the operating system."""
+
+import ctypes
+import gc
+import logging
+import mmap
+
+import numpy as np
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_KEPT_BYTES = 256 * 2**20
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep up to 256 MiB that were freed, for the next allocation.
+
+    By default glibc gives large buffers back at once, and every step of a model pays again for
+    the page faults of its activations: with sampling over a large vocabulary that is more time
+    than the computation. From here on large buffers come from the heap, too, so call this after
+    whatever relies on fresh zero pages. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _KEPT_BYTES)):
+        if mallopt(option, value) != 1:
+            logger.warning("mallopt(%d, %d) was refused", option, value)
+
+
+def give_back_freed_memory() -> None:
+    """Return all that was freed to the operating system, also what would have been kept."""
+    gc.collect()
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros on the CPU whose pages become resident only when they are used."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

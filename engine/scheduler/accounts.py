@@ -1,0 +1,50 @@
+"""What a scheduler says about itself: counters, gauges, and plans in flight in words."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.scheduler.batch import BatchPlan
+from engine.scheduler.request import Request
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the engine started."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class Gauges(NamedTuple):
+    """The load right now."""
+
+    waiting: int
+    running: int
+    kv_usage: float
+    queued_prefill_tokens: int
+
+
+class InFlight(NamedTuple):
+    """A plan whose result is not known, with the request of each row."""
+
+    plan: BatchPlan
+    requests: list[Request]
+
+    def describe(self) -> str:
+        """Return what is computed, in numbers and names only (never a prompt), for the log."""
+        plan, requests = self
+        head = (
+            f"step {plan.step}: {len(requests)} rows, {plan.num_tokens} tokens, "
+            f"{len(plan.starting)} starting"
+        )
+        rows = [
+            f"  {request.id} ({request.request_id}): slot {slot}, start {start}, "
+            f"count {count}, {request.num_tokens} tokens, {len(request.table.block_ids)} blocks"
+            for request, slot, start, count in zip(
+                requests, plan.slots, plan.starts, plan.counts, strict=True
+            )
+        ]
+        return "\n".join([head, *rows])

@@ -1,0 +1,182 @@
+"""When the ranks of a lockstep group prefill.
+
+A step of such a group lasts as long as that of its slowest rank. A rank that prefills alone
+stalls the decodes of all others, so what counts is that ranks prefill equal amounts at the same
+time, and that work which waits for its like does not wait too long.
+"""
+
+from collections.abc import Sequence
+
+from engine.config import SchedulerConfig
+from engine.scheduler.admission import UNLIMITED, AdmissionPolicy, AdmitAll, Grant, RankState
+
+_SCALE = 1 << 10
+"""Durations are kept as integers in 1/1024 us."""
+
+_SMOOTHING = 8
+"""A new sample moves an average by 1/8 of the difference."""
+
+_MIN_SAMPLE_TOKENS = 16
+"""Steps with less prefill say little about its cost."""
+
+_PRIOR_TOKENS_PER_STEP = 128
+"""Prefill tokens that are taken to cost as much as one decode step until both are measured."""
+
+
+def build_admission_policy(config: SchedulerConfig, lockstep_size: int) -> AdmissionPolicy:
+    """Return the configured policy for one rank of a group of `lockstep_size` engines.
+
+    An engine that steps alone is a group of 1. Without a configured policy it gets `none`, a
+    larger group `level`.
+    """
+    name = config.admission_policy or ("level" if lockstep_size > 1 else "none")
+    match name:
+        case "none":
+            return AdmitAll()
+        case "balance":
+            return Balance(config.max_num_seqs)
+        case "cadence":
+            return Cadence(config.admission_cadence)
+        case "level":
+            return Level(
+                step_budget=config.max_num_batched_tokens,
+                wait_weight=config.level_wait_weight,
+                hold_per_rank=config.level_hold_per_rank,
+            )
+
+
+class Balance:
+    """Nobody admits while any rank runs as many requests as it has slots.
+
+    Prefills that have begun go on. A gate, not a cure: it does nothing below capacity, and a
+    request that misses the moment waits until every rank has a free slot again.
+    """
+
+    exchanges = True
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        """Return a grant that is unlimited or admits nobody."""
+        if max(state.running for state in table) >= self._max_num_seqs:
+            return Grant(admit_new=False, reason="a rank is full")
+        return UNLIMITED
+
+
+class Cadence:
+    """Prefill only on every `interval`-th step, or always while that is not enough.
+
+    Ranks count the same steps, so nothing is exchanged. A rank without decodes never waits, and
+    one whose prefilling step left requests waiting prefills in every step until none is left.
+    """
+
+    exchanges = False
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._prefilled = False
+        self._saturated = False
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        """Return an unlimited grant or a hold; `table` is the own state alone."""
+        (own,) = table
+        if self._prefilled:
+            self._saturated = own.passed_over > 0
+        off_beat = step % self._interval != 0
+        hold = off_beat and not self._saturated and own.decodes > 0
+        self._prefilled = not hold
+        return Grant(token_cap=0, reason="off beat") if hold else UNLIMITED
+
+
+class Level:
+    """One common cap on prefill tokens for all ranks: a water level.
+
+    Under a cap L each rank prefills min(L, what it has). What the fullest rank does beyond the
+    mean of all is time in which the other ranks' decodes stand still. Ranks that have equal
+    amounts lose nothing and never wait. Otherwise the waiting itself is counted, in requests
+    times steps, and the step is bought as soon as it has cost as much as the stall would (the
+    rule of ski rental: at most twice the cost of the better choice, whatever arrives). Ranks
+    without requests do not count, so traffic on a single rank is never held.
+
+    Args:
+        step_budget: most tokens of one step.
+        wait_weight: decode steps lost that one request's waiting for one step is worth.
+        hold_per_rank: prefill is held for fewer than this many steps per rank in a row.
+    """
+
+    exchanges = True
+
+    def __init__(self, *, step_budget: int, wait_weight: int, hold_per_rank: int) -> None:
+        self._least_useful = step_budget // 4
+        self._wait_weight = wait_weight
+        self._hold_per_rank = hold_per_rank
+        self._costs = _MeasuredCosts()
+        self._debt = 0
+        self._steps_held = 0
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        """Return the cap for this step: 0 to hold, -1 for no cap."""
+        self._costs.observe(table)
+        busy = [state for state in table if state.running or state.waiting]
+        decodes = sum(state.decodes for state in busy)
+        ready = [state.ready_prefill_tokens for state in busy]
+        if decodes == 0 or max(ready) == 0:
+            return self._release(UNLIMITED)
+        self._debt += self._wait_weight * sum(state.ready_prefills for state in busy)
+        self._steps_held += 1
+        if self._steps_held >= self._hold_per_rank * len(table):
+            return self._release(Grant(reason="held for long enough"))
+        cap = self._affordable_cap(ready, decodes)
+        if cap == 0:
+            return Grant(token_cap=0, reason="waiting costs less than the stall")
+        return self._release(Grant(token_cap=cap, reason="level"))
+
+    def _affordable_cap(self, ready: list[int], decodes: int) -> int:
+        """Return the highest cap whose waste the waiting so far pays for, or 0."""
+        # In decode steps lost: (decodes * prefill cost / step cost) * tokens beyond the mean,
+        # and the same for a slice so thin that it only postpones. Multiplied out, to stay exact.
+        per_token, per_step = self._costs.prefill_token, self._costs.decode_step
+        affordable = self._debt * per_step * len(ready)
+        useful = min(self._least_useful, max(ready))
+        for cap in sorted({tokens for tokens in ready if tokens}, reverse=True):
+            beyond_mean = cap * len(ready) - sum(min(tokens, cap) for tokens in ready)
+            too_thin = max(0, useful - cap) * len(ready)
+            if decodes * per_token * (beyond_mean + too_thin) <= affordable:
+                return cap
+        return 0
+
+    def _release(self, grant: Grant) -> Grant:
+        self._debt = self._steps_held = 0
+        return grant
+
+
+class _MeasuredCosts:
+    """What a decode step and a prefill token cost, learned from the steps that are over."""
+
+    def __init__(self) -> None:
+        self.decode_step = _PRIOR_TOKENS_PER_STEP * _SCALE
+        self.prefill_token = _SCALE
+        self._decode_step: int | None = None
+        self._prefill_token: int | None = None
+        self._decodes_before = 0
+
+    def observe(self, table: Sequence[RankState]) -> None:
+        """Take the sample that the table has of the step before."""
+        duration = max(state.last_step_us for state in table) * _SCALE
+        tokens = max(state.last_prefill_tokens for state in table)
+        decodes, self._decodes_before = self._decodes_before, sum(s.decodes for s in table)
+        if duration == 0:
+            return
+        if tokens == 0 and decodes > 0:
+            self._decode_step = _moved(self._decode_step, duration)
+        elif tokens >= _MIN_SAMPLE_TOKENS and self._decode_step is not None:
+            sample = max(1, (duration - self._decode_step) // tokens)
+            self._prefill_token = _moved(self._prefill_token, sample)
+        # One alone would be compared with a guess of another unit.
+        if self._decode_step is not None and self._prefill_token is not None:
+            self.decode_step, self.prefill_token = self._decode_step, self._prefill_token
+
+
+def _moved(average: int | None, sample: int) -> int:
+    return sample if average is None else average + (sample - average) // _SMOOTHING

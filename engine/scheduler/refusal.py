@@ -1,0 +1,67 @@
+"""Why a request is refused.
+
+Front ends check what clients ask for. What slips through them, or comes from a front end of
+another version, must fail alone: here, before it shares a step with others.
+"""
+
+import math
+
+from engine.messages import AddRequest, SamplingParams
+
+_LARGEST = 2**31 - 1
+"""Of the counts that executors keep in arrays."""
+
+
+def refusal(message: AddRequest, *, max_model_len: int, vocab_size: int) -> str | None:
+    """Return why a request can never be served, or None when it can."""
+    num_prompt_tokens = len(message.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        return "the prompt is empty: it needs at least one token"
+    if num_prompt_tokens >= max_model_len:
+        return (
+            f"the prompt has {num_prompt_tokens} tokens, but this engine takes at most "
+            f"{max_model_len - 1} so that one token can be generated"
+        )
+    sampling = message.sampling
+    named_ids = {
+        "prompt": message.prompt_token_ids,
+        "output so far": message.output_token_ids,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias,
+    }
+    for where, ids in named_ids.items():
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            return f"{where}: token ids must be from 0 to {vocab_size - 1}"
+    return _bad_sampling(sampling)
+
+
+def _bad_sampling(sampling: SamplingParams) -> str | None:
+    """Return what is wrong with sampling parameters; comparisons are such that NaN is wrong."""
+    if sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}: it must be at least 1"
+    counts = {
+        "top_k": sampling.top_k,
+        "min_tokens": sampling.min_tokens,
+        "logprobs": sampling.logprobs or 0,
+        "prompt_logprobs": sampling.prompt_logprobs or 0,
+    }
+    for name, count in counts.items():
+        if not 0 <= count <= _LARGEST:
+            return f"{name} is {count}: it must be from 0 to {_LARGEST}"
+    limits = {
+        "temperature": (sampling.temperature, sampling.temperature >= 0, "0 or more"),
+        "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "min_p": (sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        "repetition_penalty": (
+            sampling.repetition_penalty, sampling.repetition_penalty > 0, "above 0"
+        ),
+        "presence_penalty": (sampling.presence_penalty, True, "a number"),
+        "frequency_penalty": (sampling.frequency_penalty, True, "a number"),
+    }  # fmt: skip
+    for name, (value, within, what) in limits.items():
+        if not (within and math.isfinite(value)):
+            return f"{name} is {value}: it must be finite and {what}"
+    for token_id, bias in sampling.logit_bias.items():
+        if math.isnan(bias):
+            return f"logit_bias: the bias of token {token_id} is not a number"
+    return None

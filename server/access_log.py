@@ -1,0 +1,61 @@
+"""One log line per HTTP answer. Plain ASGI around the application; never logs keys or bodies."""
+
+import logging
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+
+class AccessLog:
+    """Logs who asked for what, the answer's status, how long it took and the request's name."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        status: int | None = None
+        request_id = ""
+
+        async def watch(message: Message) -> None:
+            nonlocal status, request_id
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                for name, value in message["headers"]:
+                    if name == b"x-request-id":
+                        request_id = value.decode()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            _log(scope, status, request_id, time.monotonic() - began)
+
+
+def _log(scope: Scope, status: int | None, request_id: str, seconds: float) -> None:
+    client = scope.get("client")
+    # The path comes as decoded bytes of the client: what it says must stay one line.
+    path = scope["path"].encode("unicode_escape").decode()
+    fields = {
+        "client": client[0] if client else "",
+        "method": scope["method"],
+        "path": path,
+        "status": status,
+        "duration_ms": round(1000 * seconds, 1),
+        "request_id": request_id,
+    }
+    logger.info(
+        "%s %s %s %s in %.1f ms%s",
+        fields["client"] or "-",
+        scope["method"],
+        path,
+        status or "hung up",
+        1000 * seconds,
+        f" request {request_id}" if request_id else "",
+        extra=fields,
+    )

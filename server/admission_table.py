@@ -1,0 +1,204 @@
+"""What the front ends of one node have taken on, in shared memory.
+
+One row per front end, written by its owner. A reservation is published before the sum over all
+rows is read, so two front ends never both take the last place; the lock around the two steps
+also keeps them from both giving it up. The lock is not waited for without end: a front end that was
+stopped while it held it must not stop its neighbours.
+
+Each owner holds a file lock on its row for as long as its process lives. Rows whose lock is free
+belong to nobody, whatever they say.
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+_ROW_WORDS = 8  # one cache line
+_WORD = 8
+_REQUESTS, _TOKENS, _ENDED = range(3)
+
+_LOCK_ATTEMPTS = 200
+"""How often a taken lock is tried, giving way each time, before going on without it."""
+
+
+class Totals(NamedTuple):
+    """Sums over all living front ends of a node."""
+
+    requests: int
+    """Sequences that were taken on and have not ended."""
+    tokens: int
+    """Prompt tokens of them that wait to be computed."""
+
+
+_SMALL = Totals(16, 4096)
+"""Largest addition that is tried without the lock."""
+
+Room = Callable[[Totals, int, int], bool]
+"""Whether totals fit that include these sequences and tokens of a newcomer."""
+
+
+def create_admission_table(directory: Path, num_front_ends: int) -> None:
+    """Make an empty table for front ends 0 to `num_front_ends` - 1 in a new directory."""
+    directory.mkdir(exist_ok=True)
+    for index in range(num_front_ends):
+        _row_lock(directory, index).touch()
+    with (directory / "rows").open("wb") as file:
+        os.truncate(file.fileno(), num_front_ends * _ROW_WORDS * _WORD)
+
+
+def _row_lock(directory: Path, index: int) -> Path:
+    return directory / f"row-{index}"
+
+
+class AdmissionTable:
+    """One front end's view of the table in `directory`; None makes one that nobody shares."""
+
+    def __init__(self, directory: Path | None, front_end: int = 0) -> None:
+        self._files: dict[int, int] = {}
+        self._directory = directory
+        if directory is None:
+            self._lock_file = -1
+            self._map = mmap.mmap(-1, _ROW_WORDS * _WORD)
+        else:
+            self._lock_file = os.open(directory / "rows", os.O_RDWR)
+            self._map = mmap.mmap(self._lock_file, 0)
+        self._words = memoryview(self._map).cast("q")
+        self._own = front_end * _ROW_WORDS
+        self._starts = range(0, len(self._words), _ROW_WORDS)
+        neighbours = len(self._starts) - 1
+        self._margin = Totals(neighbours * _SMALL.requests, neighbours * _SMALL.tokens)
+        if directory is not None:
+            self._take_row(front_end)
+
+    def _take_row(self, front_end: int) -> None:
+        fcntl.flock(self._row_file(front_end), fcntl.LOCK_EX)
+        with self._locked():
+            self._clear(self._own)
+
+    def _row_file(self, index: int) -> int:
+        file = self._files.get(index)
+        if file is None:
+            assert self._directory is not None
+            file = os.open(_row_lock(self._directory, index), os.O_RDWR)
+            self._files[index] = file
+        return file
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        held = self._lock()
+        try:
+            yield
+        finally:
+            if held:
+                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def _lock(self) -> bool:
+        if self._lock_file < 0:
+            return False
+        for _ in range(_LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.sched_yield()
+            else:
+                return True
+        return False
+
+    # -- the own row -----------------------------------------------------------------------------
+
+    def try_add(self, requests: int, tokens: int, room: Room) -> bool:
+        """Add to the own row if `room` says that the totals, these included, fit.
+
+        Far from the limit this takes no lock: what a neighbour is adding at this moment may not
+        be visible yet, but it fits into the margin.
+        """
+        if requests <= _SMALL.requests and tokens <= _SMALL.tokens:
+            self.add(requests, tokens)
+            seen = self.totals()
+            if room(
+                Totals(seen.requests + self._margin[0], seen.tokens + self._margin[1]),
+                requests,
+                tokens,
+            ):
+                return True
+            self.add(-requests, -tokens)
+        held = self._lock()
+        try:
+            self.add(requests, tokens)
+            if room(self.totals(), requests, tokens):
+                return True
+            self.add(-requests, -tokens)
+            return False
+        finally:
+            if held:
+                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def add(self, requests: int, tokens: int) -> None:
+        """Add to the own row whatever the totals are."""
+        words, own = self._words, self._own
+        words[own + _REQUESTS] += requests
+        words[own + _TOKENS] += tokens
+
+    def end(self, requests: int, tokens: int) -> None:
+        """Take sequences that have ended, and what they still queued, from the own row."""
+        words, own = self._words, self._own
+        words[own + _REQUESTS] -= requests
+        words[own + _TOKENS] -= tokens
+        words[own + _ENDED] += requests
+
+    # -- all rows --------------------------------------------------------------------------------
+
+    def totals(self) -> Totals:
+        """Return the sums over all rows, those of dead front ends included."""
+        words, requests, tokens = self._words, 0, 0
+        for start in self._starts:
+            requests += words[start]
+            tokens += words[start + _TOKENS]
+        return Totals(requests, tokens)
+
+    def ended(self) -> int:
+        """Return how many sequences have ended on this node; only grows."""
+        words, ended = self._words, 0
+        for start in self._starts:
+            ended += words[start + _ENDED]
+        return ended
+
+    def drop_dead(self) -> bool:
+        """Clear the rows of front ends that have died; return whether anything was cleared."""
+        if self._directory is None:
+            return False
+        dropped = False
+        for index, start in enumerate(self._starts):
+            if start == self._own or not (self._words[start] or self._words[start + _TOKENS]):
+                continue
+            file = self._row_file(index)
+            try:
+                # Shared, so that two that look at the same time do not take each other for it.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            try:
+                with self._locked():
+                    self._clear(start)
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
+            dropped = True
+        return dropped
+
+    def _clear(self, start: int) -> None:
+        self._words[start + _REQUESTS] = 0
+        self._words[start + _TOKENS] = 0
+
+    def close(self) -> None:
+        """Release the mapping and the row."""
+        self._words.release()
+        self._map.close()
+        for file in (*self._files.values(), self._lock_file):
+            if file >= 0:
+                os.close(file)
+        self._files.clear()
+        self._lock_file = -1

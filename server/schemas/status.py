@@ -1,0 +1,65 @@
+"""GET /status.json: the cluster as one front end sees it."""
+
+import msgspec
+
+
+class EngineCounts(msgspec.Struct):
+    """What an engine last reported; names ending in `_total` count since its process began."""
+
+    step: int
+    waiting: int
+    running: int
+    kv_usage: float
+    """Share of KV blocks in use, 0 to 1."""
+    queued_prefill_tokens: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    prefix_cache_queries_total: int
+    prefix_cache_hits_total: int
+    preemptions_total: int
+    dummy_steps_total: int
+
+
+class EngineOverview(msgspec.Struct):
+    """One engine."""
+
+    rank: int
+    incarnation: int
+    """Random number of its process: counts of another one cannot be compared."""
+    host: str
+    ready: bool
+    restarts: int
+    num_kv_blocks: int | None
+    block_size: int | None
+    max_model_len: int | None
+    stats_age: float | None
+    """Seconds since the newest stats arrived."""
+    counts: EngineCounts | None
+
+
+class FirstTokenTimes(msgspec.Struct):
+    """Times to first token of all streams on this node since it began, in seconds."""
+
+    sum: float
+    count: int
+
+
+class StatusResponse(msgspec.Struct):
+    """The cluster as one front end sees it: engines, wave, front ends."""
+
+    version: str
+    models: list[str]
+    time: float
+    """Unix time of this answer."""
+    started: int
+    """Unix time at which the answering front end began to serve."""
+    ready: bool
+    """Whether at least one engine can serve."""
+    wave: int
+    running: bool
+    """Whether the engines run; false while all are paused."""
+    num_front_ends: int
+    wakeups_total: dict[str, int]
+    """How often paused engines were woken, by source."""
+    first_token_times: FirstTokenTimes
+    engines: list[EngineOverview]

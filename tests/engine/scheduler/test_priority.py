@@ -1,0 +1,206 @@
+"""The priority policy: who starts first, who gives way, and who never does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.messages import AddRequest, SamplingParams
+from engine.scheduler.admission import Grant
+from engine.scheduler.preemption import Room, choose_victims
+from engine.scheduler.request import Request, request_from_message
+from engine.scheduler.waiting import PriorityQueue
+
+MakeRig = Callable[..., Any]
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> Callable[..., Any]:
+    def make(**settings: Any) -> Any:
+        return make_rig(scheduling_policy="priority", **settings)
+
+    return make
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    return [(first + i) % 1000 for i in range(length)]
+
+
+def ended(rig: Any) -> list[int]:
+    """Run to the end and return the requests in the order in which they ended."""
+    rig.run()
+    rig.assert_complete()
+    rig.assert_idle()
+    return list(rig.last)
+
+
+def started(plan: Any) -> list[int]:
+    """Return the first prompt token of each sequence that starts."""
+    return [start.token_ids[0] for start in plan.starting]
+
+
+def test_the_lowest_number_starts_first_and_equals_in_order_of_arrival(rig: Any) -> None:
+    rig = rig(max_num_seqs=1)
+    for id, priority in enumerate([5, 0, 5, -3, 0]):
+        rig.add(id, prompt(3, id), max_tokens=1, priority=priority)
+    assert ended(rig) == [3, 1, 4, 0, 2]
+
+
+def test_first_come_first_served_ignores_priorities(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=1)
+    for id, priority in enumerate([5, 0, -3]):
+        rig.add(id, prompt(3, id), max_tokens=1, priority=priority)
+    assert ended(rig) == [0, 1, 2]
+
+
+def test_a_full_engine_gives_the_slot_of_the_least_urgent_to_a_more_urgent_one(rig: Any) -> None:
+    rig = rig(max_num_seqs=3)
+    rig.add(1, prompt(3, 100), max_tokens=9, priority=1)
+    rig.add(2, prompt(3, 200), max_tokens=9, priority=7)
+    rig.add(3, prompt(3, 300), max_tokens=9, priority=7)
+    rig.step()
+    rig.add(4, prompt(3, 400), max_tokens=2, priority=2)
+    assert started(rig.step()) == [400]
+    assert rig.scheduler.counters.preemptions == 1
+    assert len(rig.tokens[3]) == 1
+    assert started(rig.step()) == []
+    assert started(rig.step()) == [300]
+    assert ended(rig)[0] == 4
+
+
+@pytest.mark.parametrize("priority", [4, 9])
+def test_nobody_gives_way_to_an_equal_or_less_urgent_one(rig: Any, priority: int) -> None:
+    rig = rig(max_num_seqs=2)
+    rig.add(1, prompt(3), max_tokens=5, priority=4)
+    rig.add(2, prompt(3, 100), max_tokens=5, priority=4)
+    rig.step()
+    rig.add(3, prompt(3, 200), max_tokens=1, priority=priority)
+    assert ended(rig) == [1, 2, 3]
+    assert rig.scheduler.counters.preemptions == 0
+
+
+def test_blocks_are_taken_from_the_least_urgent(rig: Any) -> None:
+    rig = rig(num_kv_blocks=12, enable_prefix_caching=False)
+    rig.add(1, prompt(15), max_tokens=6, priority=0)
+    rig.add(2, prompt(15, 100), max_tokens=6, priority=9)
+    rig.add(3, prompt(15, 200), max_tokens=6, priority=5)
+    assert started(rig.step()) == [0, 200, 100]
+    rig.add(4, prompt(10, 300), max_tokens=2, priority=1)
+    assert started(rig.step()) == [300]
+    assert rig.scheduler.counters.preemptions == 1
+    assert ended(rig) == [4, 1, 3, 2]
+
+
+def test_a_decode_takes_its_block_from_the_least_urgent(rig: Any) -> None:
+    rig = rig(num_kv_blocks=6, max_model_len=24, enable_prefix_caching=False)
+    rig.add(1, prompt(11, 100), max_tokens=6, priority=8)
+    rig.step()
+    rig.add(2, prompt(11), max_tokens=6, priority=3)
+    assert ended(rig) == [2, 1]
+    assert rig.scheduler.counters.preemptions == 1
+
+
+def test_nobody_is_preempted_for_a_request_that_would_not_fit_all_the_same(rig: Any) -> None:
+    rig = rig(num_kv_blocks=8, enable_prefix_caching=False)
+    rig.add(1, prompt(15), max_tokens=6, priority=0)
+    rig.add(2, prompt(6, 100), max_tokens=2, priority=9)
+    rig.step()
+    rig.add(3, prompt(20, 200), max_tokens=1, priority=5)
+    assert started(rig.step()) == []
+    assert ended(rig) == [2, 1, 3]
+    assert rig.scheduler.counters.preemptions == 0
+
+
+def test_a_policy_that_admits_nobody_makes_no_room(rig: Any) -> None:
+    rig = rig(max_num_seqs=1)
+    rig.add(1, prompt(3), max_tokens=5, priority=4)
+    rig.step()
+    rig.add(2, prompt(3, 100), max_tokens=1, priority=0)
+    for grant in (Grant(admit_new=False), Grant(token_cap=0)):
+        assert len(rig.step(grant).slots) == 1
+    assert rig.scheduler.counters.preemptions == 0
+    assert ended(rig) == [2, 1]
+
+
+def test_an_urgent_prompt_goes_before_the_rest_of_a_long_one(rig: Any) -> None:
+    rig = rig(max_num_batched_tokens=8)
+    rig.add(1, prompt(30), max_tokens=1, priority=5)
+    rig.step()
+    rig.add(2, prompt(6, 100), max_tokens=1, priority=0)
+    plan = rig.step()
+    assert plan.counts == [6, 2]
+    assert ended(rig) == [2, 1]
+
+
+def test_room_is_made_for_as_many_as_a_step_can_begin(rig: Any) -> None:
+    rig = rig(max_num_seqs=4, max_num_batched_tokens=16)
+    for id in range(4):
+        rig.add(id, prompt(3, id), max_tokens=20, priority=9)
+    rig.step()
+    for id in range(4, 8):
+        rig.add(id, prompt(6, 100 * id), max_tokens=9, priority=1)
+    assert started(rig.step()) == [400, 500, 600]
+    assert sorted(ended(rig)[:4]) == [4, 5, 6, 7]
+
+
+def test_a_victim_whose_step_is_in_flight_is_not_disturbed(rig: Any) -> None:
+    rig = rig(max_num_seqs=1)
+    rig.add(1, prompt(3), max_tokens=9, priority=4)
+    rig.schedule()
+    rig.schedule()
+    rig.add(2, prompt(3, 100), max_tokens=1, priority=0)
+    assert rig.schedule().slots == []
+    rig.update()
+    assert rig.scheduler.counters.preemptions == 1
+    assert len(rig.tokens[1]) == 1
+    rig.update()
+    assert len(rig.tokens[1]) == 2
+    assert started(rig.schedule()) == [100]
+    rig.run(depth=2)
+    rig.assert_complete()
+    rig.assert_idle()
+
+
+# -- by themselves --------------------------------------------------------------------------------
+
+
+def request(arrival: int, priority: int, blocks: int = 0, queued: int = 1) -> Request:
+    message = AddRequest(
+        arrival, "", 0, 0, [1] * queued, SamplingParams(max_tokens=1, seed=0), priority=priority
+    )
+    made = request_from_message(
+        message, arrival=arrival, priority=priority, max_model_len=99, eos_token_ids=frozenset()
+    )
+    made.table.block_ids = list(range(blocks))
+    return made
+
+
+def test_the_queue_keeps_its_order_through_removals_and_returns() -> None:
+    queue = PriorityQueue()
+    requests = [request(arrival, priority) for arrival, priority in enumerate([2, 1, 2, 0, 1])]
+    for each in requests:
+        queue.push(each)
+    assert [r.arrival for r in queue] == [3, 1, 4, 0, 2]
+    queue.remove(requests[4])
+    queue.remove(queue.first())
+    assert [r.arrival for r in queue] == [1, 0, 2]
+    queue.requeue(requests[4])
+    assert [r.arrival for r in queue] == [1, 4, 0, 2]
+    assert len(queue) == 4
+
+
+@pytest.mark.parametrize(
+    ("room", "needed", "victims"),
+    [
+        (Room(slots=1, blocks=9, headroom=1, tokens=99), 4, []),
+        (Room(slots=0, blocks=9, headroom=1, tokens=99), 4, [3]),
+        (Room(slots=1, blocks=4, headroom=1, tokens=99), 4, [3]),
+        (Room(slots=1, blocks=0, headroom=0, tokens=99), 4, [3, 2]),
+        (Room(slots=0, blocks=0, headroom=1, tokens=99), 4, []),  # the headroom would be missing
+        (Room(slots=0, blocks=9, headroom=0, tokens=0), 1, []),
+    ],
+)
+def test_as_few_give_way_as_are_needed(room: Room, needed: int, victims: list[int]) -> None:
+    running = [request(1, 1, 5), request(2, 6, 2), request(3, 8, 2)]
+    chosen = choose_victims([request(4, 5)], running, room, lambda _: needed)
+    assert [victim.arrival for victim in chosen] == victims

@@ -1,0 +1,72 @@
+"""The configurations that are explored, and a command that prints what was found.
+
+python -m tests.protocol.catalog              the small ones, which the test suite runs
+python -m tests.protocol.catalog large        the large ones
+python -m tests.protocol.catalog "NAME" ...   these
+"""
+
+import resource
+import sys
+
+from tests.protocol.explorer import Result, explore
+from tests.protocol.situation import Call, Setup
+from tests.protocol.world import World
+
+PAUSE, RESUME, STOP = Call("pause", 1), Call("resume", 2), Call("stop")
+
+SMALL = {
+    "2 engines, 2 front ends, 2 requests": Setup(front_ends=2, requests=2),
+    "3 engines, 1 request": Setup(engines=3),
+    "3 engines, 2 requests, every notice lost": Setup(engines=3, requests=2, notices=False),
+    "3 orders in flight to each engine": Setup(order_window=3),
+    "a gather in every 2nd step": Setup(gather_interval=2, steps=3),
+    "the coordinator restarts": Setup(coordinator_restarts=1, stats=True, notices=False),
+    "an engine restarts": Setup(engine_restarts=1, notices=False),
+    "stop while held": Setup(requests=0, calls=(PAUSE, STOP)),
+    "stop with a request on its way": Setup(calls=(STOP,)),
+}
+
+LARGE = {
+    "the coordinator restarts, with notices": Setup(coordinator_restarts=1, stats=True),
+    "an engine restarts, with notices": Setup(engine_restarts=1),
+    "3 engines, stopped": Setup(engines=3, calls=(STOP,), notices=False),
+    "held, resumed": Setup(calls=(PAUSE, RESUME), notices=False),
+    "gather in every 2nd step, 2 requests": Setup(gather_interval=2, steps=3, requests=2),
+    "2 engines, 2 front ends, 2 requests, 1 repeat": Setup(front_ends=2, requests=2, duplicates=1),
+    "held, resumed, with notices": Setup(calls=(PAUSE, RESUME)),
+    "2 engines, 2 front ends, 3 requests": Setup(front_ends=2, requests=3),
+    "held, 2 requests": Setup(requests=2, calls=(PAUSE, RESUME), notices=False),
+    "3 engines, 2 front ends, 2 requests": Setup(engines=3, front_ends=2, requests=2),
+}
+
+
+def settles(setup: Setup) -> bool:
+    """Whether nothing may start the group once all is done.
+
+    What a coordinator did not hear before its restart may make it start the group once more.
+    """
+    return setup.coordinator_restarts == 0
+
+
+def check(setup: Setup) -> Result:
+    """Explore one configuration, however long it takes."""
+    return explore(World(setup), max_states=20_000_000, settles=settles(setup))
+
+
+def main(arguments: list[str]) -> int:
+    """Explore and print one line each; return 1 if a problem was found."""
+    known = SMALL | LARGE
+    names = list(LARGE if arguments == ["large"] else arguments or SMALL)
+    failed = False
+    for name in names:
+        result = check(known[name])
+        megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        print(f"{name}: {result}, {megabytes:,} MB", flush=True)
+        if result.problem is not None:
+            print(result.problem)
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

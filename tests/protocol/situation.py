@@ -1,0 +1,135 @@
+"""A configuration of the protocol's world, its states as plain tuples, small changes of them."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from coordinator.wave import LockstepWave
+from engine.wave import EngineWave
+from tests.protocol.explorer import State
+
+GONE = "gone"
+
+
+class Call(NamedTuple):
+    """An operator's wish, sent to some ranks: "pause", "resume" or "stop"."""
+
+    name: str
+    epoch: int | None = None
+    ranks: tuple[int, ...] = ()
+    """Empty means all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A configuration to explore; the classes are replaced by mutants."""
+
+    engines: int = 2
+    front_ends: int = 1
+    requests: int = 1
+    steps: int = 1
+    """Steps that one request takes."""
+    gather_interval: int = 1
+    duplicates: int = 0
+    """How many notices or orders may be delivered once more than they were sent."""
+    calls: tuple[Call, ...] = ()
+    """Operators' calls, issued in this order at any moment, without waiting for answers."""
+    coordinator_restarts: int = 0
+    engine_restarts: int = 0
+    """Engines that die; the group is formed anew, and front ends send their requests again."""
+    stats: bool = False
+    """Engines report their stats at any moment, and repeat start reports while they wait."""
+    order_window: int = 1
+    """Orders on their way to one engine at most: what is older is lost when another is sent."""
+    notices: bool = True
+    """False: every notice is lost."""
+    drains_late: bool = False
+    """A wrong loop, which takes messages between a gather and its verdict."""
+    engine: type[EngineWave] = EngineWave
+    coordinator: type[LockstepWave] = LockstepWave
+
+    @property
+    def max_wave(self) -> int:
+        """A request may cause a wave by itself and one by its notice; a call causes one."""
+        forming = 1 + self.engine_restarts
+        requests = self.requests * (1 + self.notices) * (1 + self.engine_restarts)
+        calls = len(self.calls) * self.engines
+        return forming + requests + calls + self.duplicates + 2 * self.coordinator_restarts
+
+
+class Rank(NamedTuple):
+    """One engine in a state of the world."""
+
+    wave: int
+    """Number of its `EngineWave`."""
+    work: tuple[int, ...] = ()
+    """Steps left of each request."""
+    inside: Any = None
+    """The collective that it is in, as (kind, tag or row), or `GONE`."""
+    orders: tuple[tuple[int, ...], ...] = ()
+    reports: tuple[tuple[Any, ...], ...] = ()
+    calls: tuple[Call, ...] = ()
+
+
+class Front(NamedTuple):
+    """One front end in a state of the world."""
+
+    cluster: int
+    """Number of its `ClusterState`."""
+    views: tuple[tuple[Any, ...], ...] = ()
+    sent: tuple[tuple[int, ...], ...] = ()
+    """By rank: waves stamped on the requests on their way there."""
+
+
+class Hub(NamedTuple):
+    """The coordinator in a state of the world."""
+
+    state: int
+    notices: tuple[tuple[int, int], ...] = ()
+    """(rank, wave) of each on its way."""
+
+
+class Rest(NamedTuple):
+    """What is still to come, and what is done."""
+
+    unsent: int
+    done: int = 0
+    calls: int = 0
+    duplicates: int = 0
+    coordinator_restarts: int = 0
+    engine_restarts: int = 0
+
+
+# -- small changes of a state --------------------------------------------------------------------
+
+
+def put(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def without(items: tuple[Any, ...], item: Any) -> tuple[Any, ...]:
+    index = items.index(item)
+    return items[:index] + items[index + 1 :]
+
+
+def with_rank(state: State, number: int, rank: Rank) -> State:
+    return (put(state[0], number, rank), *state[1:])
+
+
+def with_front(state: State, index: int, front: Front) -> State:
+    ranks, hub, fronts, rest = state
+    if not rest.unsent:
+        # What a front end has seen decides about nothing any more.
+        front = front._replace(cluster=0, views=())
+        fronts = tuple(each._replace(cluster=0, views=()) for each in fronts)
+    return (ranks, hub, tuple(sorted(put(fronts, index, front))), rest)
+
+
+def less_duplicates(state: State) -> State:
+    rest = state[3]
+    return (*state[:3], rest._replace(duplicates=rest.duplicates - 1))
+
+
+def add_orders(rank: Rank, orders: tuple[tuple[int, ...], ...], window: int) -> Rank:
+    # A second copy of an order that is still on its way is the same as one copy.
+    others = tuple(order for order in rank.orders if order not in orders)
+    return rank._replace(orders=(others + orders)[-window:])

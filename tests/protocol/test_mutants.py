@@ -1,0 +1,336 @@
+"""The explorer finds bugs: each of these protocols has one, and is not let through.
+
+Every mutant is the production machine with one rule broken, explored in the smallest
+configuration in which that rule matters; the unbroken machine passes there.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from coordinator.wave import Clock, LockstepWave
+from engine.messages import StartDpWave, StartWave, WakeUp, WaveComplete
+from engine.scheduler.admission import RankState
+from engine.wave import Action, EngineWave, GatherRow, Park, Phase, Verdict, is_hold
+from tests.protocol.explorer import explore
+from tests.protocol.situation import Call, Setup
+from tests.protocol.world import World
+
+RESUME, STOP = Call("resume", 2), Call("stop")
+
+
+# -- the coordinator -----------------------------------------------------------------------------
+
+
+class RunningByOrder(LockstepWave):
+    """Believes that the group runs because it was told to."""
+
+    def notice(self, notice: WakeUp) -> bool:
+        news = super().notice(notice)
+        if news:
+            self._started = set(self._members)
+        return news
+
+    def orders(self, now: float) -> list[StartDpWave]:
+        if self._order_at < 0:
+            self._order_at = now
+            return [StartDpWave(self.wave, self._excluded_rank, self._hold_epoch)]
+        return super().orders(now)
+
+
+class OrderOnce(LockstepWave):
+    """Sends each order once, and trusts that it arrives."""
+
+    def orders(self, now: float) -> list[StartDpWave]:
+        return super().orders(now) if self._order_at < 0 else []
+
+    @property
+    def orders_due(self) -> float:
+        return float("inf")
+
+
+class OneStarterIsEnough(LockstepWave):
+    """Takes the first engine that runs for the whole group."""
+
+    def _needs_order(self) -> bool:
+        return len(self._started) < 2 if self.running else super()._needs_order()
+
+
+class CompletesAnyWave(LockstepWave):
+    """Takes every wave_complete for the end of the present wave."""
+
+    def report(self, report: StartWave | WaveComplete) -> bool:
+        news = super().report(report)
+        if isinstance(report, WaveComplete):
+            self._started = set()
+        return news
+
+
+class FollowsTheLastReport(LockstepWave):
+    """Takes the wave of whatever report came last."""
+
+    def report(self, report: StartWave | WaveComplete) -> bool:
+        ended = isinstance(report, WaveComplete)
+        self.wave = report.wave + ended
+        self._clock = Clock(report.topology, report.wave + ended)
+        return super().report(report)
+
+
+class WakesForOldNotices(LockstepWave):
+    """Wakes the group for a request that an earlier wave has long answered."""
+
+    def notice(self, notice: WakeUp) -> bool:
+        return super().notice(WakeUp(notice.front_end, notice.rank, self.wave))
+
+
+class ForgetsHolds(LockstepWave):
+    """Does not know that a group is held. Held engines know it themselves, so no harm is done."""
+
+    def _is_held(self) -> bool:
+        return False
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+class WaitsForTheOrder(EngineWave):
+    """Asks for the group but does not start itself, and is the one that orders exclude."""
+
+    asked = False
+
+    def next_action(self, has_work: bool, load: RankState) -> Action:
+        if self.phase is not Phase.PAUSED:
+            self.asked = False
+            return super().next_action(has_work, load)
+        if has_work and not self.asked:
+            self.asked = True
+            self._report_start()
+        return Park()
+
+
+class IgnoresStaleRequests(EngineWave):
+    """A paused rank is not started by a request stamped with an earlier wave."""
+
+    fresh = False
+
+    def request_received(self, wave: int) -> None:
+        self.fresh |= wave >= self.wave
+        super().request_received(wave)
+
+    def _has_to_start(self, has_work: bool) -> bool:
+        return super()._has_to_start(has_work and self.fresh)
+
+
+class LeavesWakingToFrontEnds(EngineWave):
+    """Starts with its request, but tells nobody: the front end's notice is to wake the others."""
+
+    def _report_start(self) -> None:
+        pass
+
+
+class StartsOnArrivalOnly(EngineWave):
+    """Looks at a request when it arrives, not at what it holds."""
+
+    arrived = False
+
+    def request_received(self, wave: int) -> None:
+        self.arrived = self.phase is Phase.PAUSED
+        super().request_received(wave)
+
+    def _has_to_start(self, has_work: bool) -> bool:
+        return super()._has_to_start(has_work and self.arrived)
+
+
+class PausesAlone(EngineWave):
+    """Pauses when it has no work itself."""
+
+    def gathered(self, table: Sequence[Sequence[int]]) -> None:
+        own = table[self._rank]
+        super().gathered([own] * len(table) if self.phase is Phase.RUNNING else table)
+
+
+class SkipsDummySteps(EngineWave):
+    """Sits out the steps for which it has no work."""
+
+    def next_action(self, has_work: bool, load: RankState) -> Action:
+        action = super().next_action(has_work, load)
+        if self._loads is not None and not has_work:
+            self.stepped()
+            return super().next_action(has_work, load)
+        return action
+
+
+class GathersByOwnCount(EngineWave):
+    """Counts the steps to the next gather from its own last work."""
+
+    worked = 0
+
+    def next_action(self, has_work: bool, load: RankState) -> Action:
+        self.worked = self.worked + 1 if has_work else 0
+        return super().next_action(has_work, load)
+
+    def _gathers_now(self) -> bool:
+        return super()._gathers_now() or (self.phase is Phase.RUNNING and self.worked == 0)
+
+
+class ObeysBackwards(EngineWave):
+    """Goes to whatever wave an order or a request names."""
+
+    def _adopt(self, wave: int) -> None:
+        self.wave = wave
+
+
+class ObeysOldOrders(EngineWave):
+    """Starts for orders of waves that are over."""
+
+    def start_ordered(self, order: StartDpWave) -> None:
+        wave = max(order.wave, self.wave)
+        super().start_ordered(StartDpWave(wave, order.excluded_rank, order.hold_epoch))
+
+
+class HoldsAlone(EngineWave):
+    """Is held as soon as it is asked, without asking the others."""
+
+    def pause_requested(self, epoch: int | None = None) -> None:
+        super().pause_requested(epoch)
+        if self.phase in (Phase.PAUSED, Phase.RUNNING) and is_hold(self.hold_epoch):
+            self._stop(Verdict(Phase.HELD, self.wave, self.hold_epoch))
+
+
+class RequestsEndHolds(EngineWave):
+    """A request starts a held rank as if it were paused."""
+
+    def _has_to_start(self, has_work: bool) -> bool:
+        return super()._has_to_start(has_work) or (self.phase is Phase.HELD and has_work)
+
+
+class OrdersEndHolds(EngineWave):
+    """A late order starts a held rank as if it were paused."""
+
+    def start_ordered(self, order: StartDpWave) -> None:
+        is_new = order.wave >= self.wave
+        super().start_ordered(order)
+        if self.phase is Phase.HELD and is_new:
+            self._start()
+
+
+class ResumesAlone(EngineWave):
+    """Resumes without telling the others which operation that was."""
+
+    def _report_start(self) -> None:
+        told, self.hold_epoch = self.hold_epoch, 0
+        super()._report_start()
+        self.hold_epoch = told
+
+
+class ResumesByItsOwnState(EngineWave):
+    """Every resume begins with a gather, unless this rank happens to be stepping."""
+
+    def resume_requested(self, epoch: int | None = None) -> None:
+        if self.phase is Phase.PAUSED:
+            self._start()
+        elif self.phase is Phase.RUNNING:
+            self._loads = None
+            self._tag += 1
+        super().resume_requested(epoch)
+
+
+class LeavesAlone(EngineWave):
+    """Leaves when it is told to and has no work itself."""
+
+    def next_action(self, has_work: bool, load: RankState) -> Action:
+        if self._leaving and not has_work:
+            self.phase = Phase.LEFT
+        return super().next_action(has_work, load)
+
+
+class LeavesWithoutLooking(EngineWave):
+    """Leaves at the next gather, also when somebody still has work."""
+
+    def gathered(self, table: Sequence[Sequence[int]]) -> None:
+        rows = [GatherRow.unpack(values) for values in table]
+        urgent = [row._replace(leaving=2 * (row.leaving > 0)) for row in rows]
+        super().gathered([row.pack() for row in urgent])
+
+
+# -- the verdicts --------------------------------------------------------------------------------
+
+NOTICED = Setup(order_window=2)
+REPEATED = Setup(duplicates=1)
+NO_NOTICES = Setup(requests=2, notices=False)
+HELD_ONCE = Setup(calls=(Call("pause", 1, (1,)), RESUME), notices=False)
+NOTICED_WHILE_HELD = Setup(
+    calls=(Call("pause", 1, (0,)), Call("resume", 2, (0,))), coordinator=ForgetsHolds
+)
+RESUMED_AT_ONE = Setup(calls=(Call("pause", 1, (0,)), Call("resume", 2, (1,))), notices=False)
+STOPPED = Setup(calls=(STOP,), notices=False)
+STOPPED_AT_ONE = Setup(calls=(Call("stop", None, (1,)),), notices=False)
+LONG_STEPS = Setup(steps=3, gather_interval=2, notices=False)
+LATE_DRAIN = Setup(requests=2, drains_late=True, notices=False)
+
+HANG, LONER, STALE, RESTLESS = "no way to the end", "enters", "goes back", "waves for|left again"
+"""What is found: a request that never ends, a rank alone in a collective, a wave that goes back,
+and waves that nobody needs."""
+
+COORDINATORS = [
+    (RunningByOrder, NOTICED, HANG),
+    (OrderOnce, NO_NOTICES, HANG),
+    (OneStarterIsEnough, Setup(engines=3, notices=False), HANG),
+    (CompletesAnyWave, NO_NOTICES, HANG),
+    (FollowsTheLastReport, NO_NOTICES, STALE),
+    (WakesForOldNotices, REPEATED, RESTLESS),
+]
+
+ENGINES = [
+    (WaitsForTheOrder, NO_NOTICES, HANG),
+    (IgnoresStaleRequests, NO_NOTICES, HANG),
+    (LeavesWakingToFrontEnds, NOTICED, HANG),
+    (StartsOnArrivalOnly, LATE_DRAIN, HANG),
+    (PausesAlone, NO_NOTICES, LONER),
+    (SkipsDummySteps, NO_NOTICES, LONER),
+    (GathersByOwnCount, LONG_STEPS, LONER),
+    (ObeysBackwards, NO_NOTICES, STALE),
+    (ObeysOldOrders, Setup(notices=False), RESTLESS),
+    (HoldsAlone, HELD_ONCE, LONER),
+    (RequestsEndHolds, HELD_ONCE, LONER),
+    (OrdersEndHolds, NOTICED_WHILE_HELD, LONER),
+    (ResumesAlone, RESUMED_AT_ONE, HANG),
+    (ResumesByItsOwnState, HELD_ONCE, LONER),
+    (LeavesAlone, STOPPED_AT_ONE, LONER),
+    (LeavesWithoutLooking, STOPPED, "unfinished"),
+]
+
+CONFIGURATIONS = {
+    "noticed": NOTICED, "repeated": REPEATED, "no notices": NO_NOTICES, "held once": HELD_ONCE,
+    "noticed while held": NOTICED_WHILE_HELD, "resumed at one rank": RESUMED_AT_ONE,
+    "stopped": STOPPED, "stopped at one rank": STOPPED_AT_ONE, "long steps": LONG_STEPS,
+    "late drain": LATE_DRAIN,
+}  # fmt: skip
+"""Where the mutants are shown."""
+
+
+def named(value: object) -> str:
+    """Name a mutant in a test's id, and nothing else."""
+    return value.__name__ if isinstance(value, type) else ""
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_unbroken_protocol_passes_where_the_mutants_fail(name: str) -> None:
+    result = explore(World(CONFIGURATIONS[name]))
+    assert result.problem is None, result.problem
+
+
+@pytest.mark.parametrize(("mutant", "setup", "what"), COORDINATORS, ids=named)
+def test_a_broken_coordinator_is_found(mutant: type[LockstepWave], setup: Setup, what: str) -> None:
+    problem = explore(World(replace(setup, coordinator=mutant))).problem
+    assert problem is not None
+    assert re.search(what, f"{problem.kind}: {problem.text}"), problem
+
+
+@pytest.mark.parametrize(("mutant", "setup", "what"), ENGINES, ids=named)
+def test_a_broken_engine_is_found(mutant: type[EngineWave], setup: Setup, what: str) -> None:
+    problem = explore(World(replace(setup, engine=mutant))).problem
+    assert problem is not None
+    assert re.search(what, f"{problem.kind}: {problem.text}"), problem

@@ -1,0 +1,450 @@
+"""A whole lockstep cluster as one explorable system: the production state machines, no sockets.
+
+Engines run `EngineWave` behind a minimal queue, the coordinator is `CoordinatorState`, front ends
+are `ClusterState`. What lies between them is modelled as weakly as the sockets are:
+
+- requests: first in, first out for each front end and engine, never lost
+- reports to the coordinator: first in, first out for each engine, lost only when it restarts
+- views: first in, first out; a front end reads them when it likes
+- notices and orders: lost, delayed, reordered, and as often as `duplicates` says, repeated
+- operators' calls: never lost, in any order
+
+A collective is what it is: a rank that enters waits until all ranks of the group are in the same
+one. Ranks then leave it at once; that one could leave later changes nothing for anybody else,
+because a rank inside takes no messages. All requests are alike, and so are front ends, so states
+are told apart by counts and with the front ends sorted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator.state import (
+    CoordinatorParameters,
+    CoordinatorState,
+    Event,
+    FromMember,
+    PublishOrder,
+    PublishView,
+    Tick,
+)
+from engine.messages import ClusterView, StartDpWave, WakeUp
+from engine.scheduler.admission import RankState
+from engine.wave import EngineWave, Gather, Leave, LockstepError, Park, Phase, Step
+from server.cluster_state import ClusterState
+from tests.protocol.explorer import Arena, Label, State, Violation
+from tests.protocol.situation import (
+    GONE,
+    Front,
+    Hub,
+    Rank,
+    Rest,
+    Setup,
+    add_orders,
+    less_duplicates,
+    put,
+    with_front,
+    with_rank,
+    without,
+)
+from tests.protocol.wire import (
+    coordinator_view,
+    engine_view,
+    front_view,
+    hello,
+    obey,
+    ready,
+    replace_member,
+    report_event,
+    report_key,
+    tick_until_due,
+    view_key,
+)
+
+FOREVER = float("inf")
+_LOAD = RankState(*[0] * len(RankState._fields))
+
+
+@dataclass
+class World:
+    """The transitions of one configuration; see `System`."""
+
+    setup: Setup
+    engines: Arena[EngineWave] = field(default_factory=lambda: Arena(engine_view))
+    hubs: Arena[CoordinatorState] = field(default_factory=lambda: Arena(coordinator_view))
+    fronts: Arena[ClusterState] = field(default_factory=lambda: Arena(front_view))
+
+    # -- System ----------------------------------------------------------------------------------
+
+    def initial(self) -> State:
+        """A group that has just been formed, an empty coordinator's first view at the front."""
+        setup = self.setup
+        ranks = tuple(
+            Rank(self.engines.intern(self._new_engine(rank))) for rank in range(setup.engines)
+        )
+        hub, view = self._new_hub(epoch=1, waves=[0] * setup.engines)
+        blank = Front(
+            self.fronts.intern(ClusterState(0, 1, FOREVER, None)), (), ((),) * setup.engines
+        )
+        front = self._see(blank, view)
+        rest = Rest(
+            setup.requests, 0, 0, setup.duplicates, setup.coordinator_restarts,
+            setup.engine_restarts,
+        )  # fmt: skip
+        return (ranks, Hub(hub), (front,) * setup.front_ends, rest)
+
+    def is_final(self, state: State) -> bool:
+        ranks, hub, _, rest = state
+        to_come = (rest.unsent, rest.coordinator_restarts, rest.engine_restarts)
+        if any(to_come) or rest.calls < len(self.setup.calls):
+            return False
+        if any(call.name == "stop" for call in self.setup.calls):
+            return all(rank.inside == GONE for rank in ranks)
+        if rest.done < self.setup.requests:
+            return False
+        if not all(self._is_at_rest(rank) for rank in ranks):
+            return False
+        waves = [self.engines.objects[rank.wave] for rank in ranks]
+        view = self.hubs.objects[hub.state]._wave
+        if any(wave.wave > self.setup.max_wave for wave in waves):
+            raise Violation(f"{waves[0].wave} waves for {self.setup.requests} requests")
+        return not view.running and all(wave.wave == view.wave for wave in waves)
+
+    def _is_at_rest(self, rank: Rank) -> bool:
+        if rank.calls or any(report[0] != "stats" for report in rank.reports):
+            return False
+        if self.engines.objects[rank.wave].phase is not Phase.PAUSED:
+            return False
+        return self._act(rank)[0] == rank
+
+    def successors(self, state: State) -> Iterator[tuple[Label, State]]:
+        ranks, _, fronts, rest = state
+        for number, rank in enumerate(ranks):
+            if rank.inside is None:
+                yield from self._enter(state, number)
+            if rank.inside is None or (self.setup.drains_late and rank.inside[0] == "gather"):
+                yield from self._take(state, number)
+            for order in rank.orders:
+                lost = rank._replace(orders=without(rank.orders, order))
+                yield ("lose order", number, order), with_rank(state, number, lost)
+            if rank.reports:
+                yield self._deliver_report(state, number)
+            if self.setup.stats:
+                yield from self._repeat_evidence(state, number)
+        yield from self._hub_transitions(state)
+        if rest.unsent:
+            for index in range(len(fronts)):
+                yield from self._send(state, index)
+        if rest.calls < len(self.setup.calls):
+            yield self._issue_call(state)
+        if rest.engine_restarts:
+            for number in range(len(ranks)):
+                yield self._restart_engine(state, number)
+
+    # -- engines ---------------------------------------------------------------------------------
+
+    def _new_engine(self, rank: int, wave: int = 0, topology: int = 0) -> EngineWave:
+        return self.setup.engine(
+            rank=rank,
+            incarnation=rank + 1,
+            wave=wave,
+            topology=topology,
+            gather_interval=self.setup.gather_interval,
+        )
+
+    def _restart_engine(self, state: State, number: int) -> tuple[Label, State]:
+        """Replace a rank and form the group anew; what was sent to the dead one is sent again."""
+        ranks, hub, fronts, rest = state
+        topology = self.engines.objects[ranks[0].wave].topology + 1
+        welcome = self.hubs.objects[hub.state]._wave.wave
+        new = self._new_engine(number, welcome, topology)
+        again = len(ranks[number].work) + sum(len(front.sent[number]) for front in fronts)
+        rest = rest._replace(unsent=rest.unsent + again, engine_restarts=rest.engine_restarts - 1)
+        fronts = tuple(sorted(front._replace(sent=put(front.sent, number, ())) for front in fronts))
+        survivors = tuple(
+            self._apply(rank, ("regroup", topology), lambda e: e.regroup(topology))[0]
+            for rank in ranks
+        )
+        ranks = put(survivors, number, Rank(self.engines.intern(new), calls=ranks[number].calls))
+        ranks = tuple(rank._replace(inside=None) for rank in ranks)
+        hub_state, _ = self.hubs.apply(
+            hub.state, ("replaced", number), lambda h: replace_member(h, number)
+        )
+        view = view_key(self.hubs.objects[hub_state])
+        if rest.unsent:
+            fronts = tuple(self._show(front, (view,)) for front in fronts)
+        return ("engine restarts", number), (ranks, hub._replace(state=hub_state), fronts, rest)
+
+    def _apply(self, rank: Rank, event: Any, act: Any) -> tuple[Rank, Any]:
+        """Let a rank's `EngineWave` act, and put its reports on their way."""
+
+        def run(engine: EngineWave) -> Any:
+            wave = engine.wave
+            try:
+                returned = act(engine)
+            except LockstepError as error:
+                raise Violation(str(error)) from error
+            if engine.wave < wave:
+                raise Violation(f"an engine's wave goes back from {wave} to {engine.wave}")
+            return returned, tuple(report_key(report) for report in engine.take_reports())
+
+        wave, (returned, reports) = self.engines.apply(rank.wave, event, run)
+        return rank._replace(wave=wave, reports=rank.reports + reports), returned
+
+    def _act(self, rank: Rank) -> tuple[Rank, Any]:
+        has_work = bool(rank.work)
+        return self._apply(rank, ("act", has_work), lambda e: e.next_action(has_work, _LOAD))
+
+    def _enter(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
+        rank, action = self._act(state[0][number])
+        if isinstance(action, Park):
+            if rank != state[0][number]:
+                yield ("settle", number), with_rank(state, number, rank)
+            return
+        if isinstance(action, Leave):
+            rank = self._left(rank)
+        elif isinstance(action, Gather):
+            rank = rank._replace(inside=("gather", tuple(action.row.pack())))
+        else:
+            rank = rank._replace(inside=("step", action.tag))
+        state = with_rank(state, number, rank)
+        if rank.inside != GONE:
+            self._check_company(state[0], number)
+        yield ("enter", number, rank.inside), self._complete(state)
+
+    def _left(self, rank: Rank) -> Rank:
+        if rank.work:
+            raise Violation(f"a rank leaves with {len(rank.work)} requests unfinished")
+        return rank._replace(inside=GONE)
+
+    def _check_company(self, ranks: tuple[Rank, ...], number: int) -> None:
+        own = self.engines.objects[ranks[number].wave]
+        kind, tag = ranks[number].inside[0], own._tag
+        for peer_number, peer in enumerate(ranks):
+            wave = self.engines.objects[peer.wave]
+            if peer.inside == GONE or wave.phase is Phase.LEFT:
+                raise Violation(f"rank {number} enters a {kind} but {peer_number} has left")
+            if peer.inside is None:
+                if wave.phase is Phase.HELD and wave._held_at >= own.hold_epoch:
+                    raise Violation(f"rank {number} enters a {kind} but {peer_number} is held")
+            elif peer.inside[0] != kind or wave._tag != tag:
+                raise Violation(
+                    f"rank {number} enters {kind} {tag} but {peer_number} is in "
+                    f"{peer.inside[0]} {wave._tag}"
+                )
+
+    def _complete(self, state: State) -> State:
+        """Let all ranks out of a collective that all are in, up to where they take messages."""
+        ranks, hub, fronts, rest = state
+        while all(rank.inside not in (None, GONE) for rank in ranks):
+            kind = ranks[0].inside[0]
+            if kind == "gather":
+                table = tuple(rank.inside[1] for rank in ranks)
+                ranks = tuple(self._return_from_gather(rank, table) for rank in ranks)
+                for number, rank in enumerate(ranks):
+                    if rank.inside is not None and rank.inside != GONE:
+                        self._check_company(ranks, number)
+            else:
+                done = sum(left == 1 for rank in ranks for left in rank.work)
+                rest = rest._replace(done=rest.done + done)
+                ranks = tuple(self._return_from_step(rank) for rank in ranks)
+        return (ranks, hub, fronts, rest)
+
+    def _return_from_gather(self, rank: Rank, table: tuple[tuple[int, ...], ...]) -> Rank:
+        rank, _ = self._apply(rank, ("gathered", table), lambda e: e.gathered(table))
+        after, action = self._act(rank)
+        if isinstance(action, Step):
+            return after._replace(inside=("step", action.tag))
+        if isinstance(action, Leave):
+            return self._left(after)
+        return rank._replace(inside=None)
+
+    def _return_from_step(self, rank: Rank) -> Rank:
+        rank, _ = self._apply(rank, "stepped", lambda e: e.stepped())
+        work = tuple(left - 1 for left in rank.work if left > 1)
+        return rank._replace(work=work, inside=None)
+
+    def _take(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
+        """Take one message that has arrived."""
+        before = state[0][number]
+        for order in before.orders:
+            yield from self._take_order(state, number, order)
+        for call in before.calls:
+            rank, _ = self._apply(before, call, lambda e, call=call: obey(e, call))
+            rank = rank._replace(calls=without(before.calls, call))
+            yield ("take call", number, call), with_rank(state, number, rank)
+        for index, front in enumerate(state[2]):
+            if front.sent[number]:
+                wave, *others = front.sent[number]
+                rank, _ = self._apply(
+                    before, ("request", wave), lambda e, wave=wave: e.request_received(wave)
+                )
+                rank = rank._replace(work=tuple(sorted((*rank.work, self.setup.steps))))
+                front = front._replace(sent=put(front.sent, number, tuple(others)))
+                after = with_front(with_rank(state, number, rank), index, front)
+                yield ("take request", number, wave), after
+
+    def _take_order(
+        self, state: State, number: int, order: tuple[int, ...]
+    ) -> Iterator[tuple[Label, State]]:
+        before = state[0][number]
+        rank, _ = self._apply(
+            before, ("order", order), lambda e: e.start_ordered(StartDpWave(*order))
+        )
+        taken = rank._replace(orders=without(before.orders, order))
+        yield ("take order", number, order), with_rank(state, number, taken)
+        if state[3].duplicates and rank != before:
+            again = with_rank(less_duplicates(state), number, rank)
+            yield ("take order, repeated", number, order), again
+
+    def _repeat_evidence(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
+        before = state[0][number]
+        engine = self.engines.objects[before.wave]
+        if before.inside is not None and before.inside != GONE and engine.awaits_peers:
+            rank, _ = self._apply(before, "tick", tick_until_due)
+            if rank.reports[-1] not in before.reports:
+                yield ("ask again", number), with_rank(state, number, rank)
+        elif before.inside is None and engine.phase is not Phase.FORMING:
+            stats = ("stats", engine.wave, engine.running, engine.hold_epoch, engine.topology)
+            if not before.reports:
+                rank = before._replace(reports=(*before.reports, stats))
+                yield ("stats", number), with_rank(state, number, rank)
+
+    # -- coordinator -----------------------------------------------------------------------------
+
+    def _new_hub(self, epoch: int, waves: list[int]) -> tuple[int, tuple[Any, ...]]:
+        """Return a coordinator that all engines have registered with, and its view."""
+        state = CoordinatorState(
+            CoordinatorParameters(
+                epoch=epoch, front_publish="", back_publish="", back_output="",
+                publish_interval=FOREVER, publish_idle_interval=FOREVER, member_timeout=FOREVER,
+            )
+        )  # fmt: skip
+        for rank, wave in enumerate(waves):
+            state.handle(FromMember(b"", hello(rank, wave)), 0.0)
+            if rank == 0:
+                lockstep = self.setup.coordinator()
+                lockstep.adopt(wave)
+                state._wave = lockstep
+        for rank in range(len(waves)):
+            state.handle(FromMember(b"", ready(rank)), 0.0)
+        return self.hubs.intern(state), view_key(state)
+
+    def _tell(self, state: State, key: Any, event: Event | None) -> State:
+        """Give the coordinator an event (None: the time of its next order) and do what it says."""
+
+        def run(hub: CoordinatorState) -> Any:
+            wave = hub._wave.wave
+            if event is None:
+                actions = hub.handle(Tick(), hub.next_deadline(0.0))
+            else:
+                actions = hub.handle(event, 0.0)
+            if hub._wave.wave < wave:
+                raise Violation(f"the coordinator's wave goes back to {hub._wave.wave}")
+            orders = tuple(
+                (a.order.wave, a.order.excluded_rank, a.order.hold_epoch, a.order.topology)
+                for a in actions
+                if isinstance(a, PublishOrder) and isinstance(a.order, StartDpWave)
+            )
+            views = tuple(
+                (a.view.epoch, a.view.wave, a.view.running)
+                for a in actions
+                if isinstance(a, PublishView)
+            )
+            return orders, views
+
+        ranks, hub, fronts, rest = state
+        number, (orders, views) = self.hubs.apply(hub.state, key, run)
+        if orders:
+            ranks = tuple(add_orders(rank, orders, self.setup.order_window) for rank in ranks)
+        if views and rest.unsent:
+            fronts = tuple(self._show(front, views) for front in fronts)
+        newest = max(self.engines.objects[rank.wave].wave for rank in ranks)
+        if self.hubs.objects[number]._wave.wave > newest:
+            raise Violation("the coordinator is in a wave that no engine knows")
+        return (ranks, hub._replace(state=number), fronts, rest)
+
+    def _deliver_report(self, state: State, number: int) -> tuple[Label, State]:
+        rank = state[0][number]
+        report, *others = rank.reports
+        state = with_rank(state, number, rank._replace(reports=tuple(others)))
+        event = report_event(number, report)
+        return ("report", number, report), self._tell(state, (number, report), event)
+
+    def _hub_transitions(self, state: State) -> Iterator[tuple[Label, State]]:
+        hub = state[1]
+        for notice in dict.fromkeys(hub.notices):
+            rank, wave = notice
+            event = WakeUp(0, rank, wave)
+            lost = (state[0], hub._replace(notices=without(hub.notices, notice)), *state[2:])
+            yield ("lose notice", notice), lost
+            yield ("notice", notice), self._tell(lost, ("notice", notice), event)
+            if state[3].duplicates:
+                after = self._tell(less_duplicates(state), ("notice", notice), event)
+                yield ("notice, repeated", notice), after
+        if self.hubs.objects[hub.state]._wave.orders_due < FOREVER:
+            after = self._tell(state, "order again", None)
+            if after != state:
+                yield ("order again",), after
+        if state[3].coordinator_restarts:
+            yield self._restart_hub(state, keeps_reports=False)
+            yield self._restart_hub(state, keeps_reports=True)
+
+    def _restart_hub(self, state: State, *, keeps_reports: bool) -> tuple[Label, State]:
+        ranks, hub, fronts, rest = state
+        waves = [self.engines.objects[rank.wave].wave for rank in ranks]
+        epoch = self.hubs.objects[hub.state]._parameters.epoch + 1
+        number, view = self._new_hub(epoch, waves)
+        if not keeps_reports:
+            ranks = tuple(rank._replace(reports=()) for rank in ranks)
+        fronts = tuple(front._replace(views=(view,)) for front in fronts)
+        rest = rest._replace(coordinator_restarts=rest.coordinator_restarts - 1)
+        return ("coordinator restarts", keeps_reports), (ranks, Hub(number), fronts, rest)
+
+    # -- front ends and operators ----------------------------------------------------------------
+
+    def _show(self, front: Front, views: tuple[tuple[Any, ...], ...]) -> Front:
+        cluster = self.fronts.objects[front.cluster]
+        last = front.views[-1] if front.views else front_view(cluster)
+        return front if last == views[-1] else front._replace(views=(*front.views, views[-1]))
+
+    def _see(self, front: Front, view: tuple[Any, ...]) -> Front:
+        def look(cluster: ClusterState) -> None:
+            epoch, wave, running = view
+            version = 0 if cluster.view is None else cluster.view.version + 1
+            before = cluster.wave
+            cluster.update_view(ClusterView(epoch, version, wave, running, [], 0), 0.0)
+            if cluster.wave < before:
+                raise Violation(f"a front end's wave goes back from {before} to {cluster.wave}")
+
+        number, _ = self.fronts.apply(front.cluster, view, look)
+        return front._replace(cluster=number)
+
+    def _send(self, state: State, index: int) -> Iterator[tuple[Label, State]]:
+        """Send a request anywhere, after reading none, some or all of the views that came."""
+        ranks, hub, fronts, rest = state
+        front = fronts[index]
+        while True:
+            cluster = self.fronts.objects[front.cluster]
+            for number in range(len(ranks)):
+                sent = put(front.sent, number, (*front.sent[number], cluster.wave))
+                after = (ranks, hub, fronts, rest._replace(unsent=rest.unsent - 1))
+                after = with_front(after, index, front._replace(sent=sent))
+                yield ("send", index, number, cluster.wave), after
+                if cluster.paused and self.setup.notices:
+                    notices = tuple(sorted((*hub.notices, (number, cluster.wave))))
+                    after = (after[0], hub._replace(notices=notices), *after[2:])
+                    yield ("send with notice", index, number, cluster.wave), after
+            if not front.views:
+                return
+            front = self._see(front, front.views[0])._replace(views=front.views[1:])
+
+    def _issue_call(self, state: State) -> tuple[Label, State]:
+        ranks, hub, fronts, rest = state
+        call = self.setup.calls[rest.calls]
+        asked = call.ranks or range(len(ranks))
+        ranks = tuple(
+            rank._replace(calls=(*rank.calls, call)) if number in asked else rank
+            for number, rank in enumerate(ranks)
+        )
+        return ("issue", call), (ranks, hub, fronts, rest._replace(calls=rest.calls + 1))

@@ -1,0 +1,202 @@
+import re
+from typing import Any
+
+import pytest
+
+from benchmarks import headless_chromium
+from engine.messages import ClusterView, EngineEntry, EngineSetup, EngineStats
+
+needs_chromium = pytest.mark.skipif(
+    headless_chromium.find() is None, reason="no Chromium is installed (apt install chromium)"
+)
+
+
+def engine(rank: int, *, ready: bool = True, **counts: Any) -> EngineEntry:
+    stats = {
+        "version": 1, "wave": 4, "step": 100, "waiting": 0, "running": 0, "kv_usage": 0.0,
+        "queued_prefill_tokens": 0,
+    }  # fmt: skip
+    return EngineEntry(
+        rank=rank,
+        incarnation=1000 + rank,
+        ready=ready,
+        host="node-a",
+        restarts=0,
+        setup=EngineSetup(64, 16, 512, "print") if ready else None,
+        stats=EngineStats(rank, 1000 + rank, **{**stats, **counts}) if ready else None,
+    )
+
+
+def view(*engines: EngineEntry, running: bool = True) -> ClusterView:
+    return ClusterView(
+        epoch=1, version=1, wave=4, running=running, engines=list(engines), num_front_ends=2,
+        wakeups_total={"front_end": 3},
+    )  # fmt: skip
+
+
+def test_the_status_is_the_view_of_the_cluster(http: Any, engines: Any) -> None:
+    busy = engine(0, waiting=2, running=5, kv_usage=0.75, generation_tokens_total=900)
+    engines.view = view(engine(1, ready=False), busy)
+    engines.stats_age = {0: 0.25}
+    response = http.get("/status.json")
+    assert response.headers["cache-control"] == "no-store"
+    body = response.json()
+    assert body["models"] == ["tiny", "also-tiny"]
+    assert (body["ready"], body["running"], body["wave"], body["num_front_ends"]) == (
+        True, True, 4, 2
+    )  # fmt: skip
+    assert body["wakeups_total"] == {"front_end": 3}
+    first, second = body["engines"]
+    assert (first["rank"], first["ready"], first["host"]) == (0, True, "node-a")
+    assert (first["num_kv_blocks"], first["block_size"], first["stats_age"]) == (64, 16, 0.25)
+    counts = first["counts"]
+    assert (counts["waiting"], counts["running"], counts["kv_usage"]) == (2, 5, 0.75)
+    assert counts["generation_tokens_total"] == 900
+    assert (second["rank"], second["ready"], second["counts"]) == (1, False, None)
+
+
+def test_the_status_before_the_first_view(http: Any, engines: Any) -> None:
+    engines.ready = False
+    body = http.get("/status.json").json()
+    assert (body["ready"], body["running"], body["engines"]) == (False, False, [])
+
+
+def test_times_to_first_token_are_summed(http: Any) -> None:
+    for _ in range(3):
+        http.complete()
+    times = http.get("/status.json").json()["first_token_times"]
+    assert times["count"] == 3
+    assert 0 < times["sum"] < 60
+
+
+def test_the_status_is_documented(http: Any) -> None:
+    document = http.get("/openapi.json").json()
+    answer = document["paths"]["/status.json"]["get"]["responses"]["200"]
+    assert answer["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/StatusResponse"
+    }
+    assert "EngineOverview" in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize(
+    ("path", "media_type"),
+    [("/", "text/html"), ("/status.css", "text/css"), ("/status.js", "text/javascript")],
+)
+def test_the_page_and_its_files_allow_nothing_from_elsewhere(
+    http: Any, path: str, media_type: str
+) -> None:
+    response = http.get(path)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == f"{media_type}; charset=utf-8"
+    policy = response.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert "unsafe" not in policy
+    used = re.findall(r"""(?:src|href)=["']([^"']+)|url\(([^)]+)""", response.text)
+    assert not [name for names in used for name in names if "//" in name.removeprefix("data:image")
+                and not name.startswith("data:")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Any:
+    program = headless_chromium.find()
+    assert program is not None
+    with headless_chromium.Browser(program) as opened:
+        yield opened
+
+
+def text_of(browser: Any, selector: str) -> str:
+    return str(browser.run(f"document.querySelector({selector!r}).innerText"))
+
+
+@needs_chromium
+def test_the_page_shows_engines_and_rates_as_they_change(
+    browser: Any, app: Any, engines: Any, served: Any
+) -> None:
+    engines.view = view(engine(0, running=5, waiting=2, kv_usage=0.5), engine(1, ready=False))
+    with served(app) as url:
+        browser.open(url)
+        browser.wait_until("document.querySelectorAll('#engines tr').length === 2")
+        first = text_of(browser, "#engines tr:nth-child(1)")
+        assert "queueing" in first
+        assert "50 %" in first
+        assert "starting" in text_of(browser, "#engines tr:nth-child(2)")
+        assert text_of(browser, "#state") == "running"
+        assert text_of(browser, "#wave") == "4"
+        assert text_of(browser, "#engines-title") == "Engines: 1 of 2 ready"
+
+        engines.view = view(engine(0, generation_tokens_total=5000), running=False)
+        browser.wait_until("document.getElementById('token-rate').innerText !== '0'")
+        browser.wait_until("document.querySelectorAll('#engines tr').length === 1")
+        assert "idle" in text_of(browser, "#engines")
+        assert text_of(browser, "#state") == "paused"
+        path = browser.run("document.querySelector('#token-spark .line').getAttribute('d')")
+        assert path.startswith("M")
+    browser.wait_until("!document.getElementById('trouble').hidden")
+    assert text_of(browser, "#state") == "no connection"
+
+
+@needs_chromium
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_the_playground_streams(
+    browser: Any, app: Any, engines: Any, served: Any, endpoint: str
+) -> None:
+    engines.view = view(engine(0))
+    engines.script = engines.answer("hello <b>again</b>")
+    with served(app) as url:
+        browser.open(url)
+        browser.wait_until("document.getElementById('model').value === 'tiny'")
+        browser.run(
+            f"document.getElementById('endpoint').value = '{endpoint}';"
+            "document.getElementById('prompt').value = 'the quick fox';"
+            "document.getElementById('playground').requestSubmit()"
+        )
+        browser.wait_until("document.getElementById('output-facts').innerText.includes('tokens')")
+        assert text_of(browser, "#output") == "hello <b>again</b>"
+        assert browser.run("document.getElementById('stop').disabled") is True
+    prompt = engines.tokenizer.decode(
+        engines.streams[0].prompt_token_ids, skip_special_tokens=False
+    )
+    assert "the quick fox" in prompt
+
+
+@needs_chromium
+def test_the_playground_stops_and_shows_errors(
+    browser: Any, app: Any, engines: Any, served: Any
+) -> None:
+    engines.view = view(engine(0))
+    engines.script = lambda stream: engines.answer("hello world")(stream)[:2]
+    with served(app) as url:
+        browser.open(url)
+        browser.run("document.getElementById('playground').requestSubmit()")
+        browser.wait_until("document.getElementById('output').innerText.length > 0")
+        browser.run("document.getElementById('stop').click()")
+        browser.wait_until("document.getElementById('output-facts').innerText === 'stopped'")
+        browser.run(
+            "document.getElementById('temperature').max = 9;"
+            "document.getElementById('temperature').value = 5;"
+            "document.getElementById('playground').requestSubmit()"
+        )
+        browser.wait_until(
+            "document.getElementById('output-facts').innerText.startsWith('failed: temperature')"
+        )
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_fits_a_phone_and_breaks_no_rule_of_its_own(
+    browser: Any, app: Any, engines: Any, served: Any, dark: bool
+) -> None:
+    engines.view = view(*(engine(rank, running=3) for rank in range(3)))
+    with served(app) as url:
+        browser.console.clear()
+        browser.open(url, width=360, height=740, dark=dark)
+        browser.wait_until("document.querySelectorAll('#engines tr').length === 3")
+        assert browser.run("document.documentElement.scrollWidth") <= 360
+        ground = browser.run("getComputedStyle(document.body).backgroundColor")
+        assert (ground == "rgb(16, 21, 28)") is dark
+        unnamed = browser.run(
+            "[...document.querySelectorAll('input, select, textarea, button')]"
+            ".filter((each) => !(each.labels?.length || each.innerText)).length"
+        )
+        assert unnamed == 0
+        assert browser.console == []
