@@ -27,8 +27,6 @@ from rich.progress import (
 )
 
 from benchmarks.simulation.calibration import (
-    LOADS,
-    POLICIES,
     STREAMS,
     Case,
     Mean,
@@ -36,11 +34,11 @@ from benchmarks.simulation.calibration import (
     cases,
     checks,
     mean_of,
-    run_one,
+    run_case,
 )
 from benchmarks.simulation.costs import CostModel
 from benchmarks.simulation.fleet import Fleet, FleetShape
-from benchmarks.simulation.lockstep import LockstepGroup
+from benchmarks.simulation.lockstep import ByPolicy, FewestRequests, LockstepGroup, Router
 from benchmarks.simulation.plots import PlottingUnavailable, draw_calibration, draw_run, load_pyplot
 from benchmarks.simulation.records import Recorder, summarize
 from benchmarks.simulation.replica import EngineShape
@@ -57,9 +55,11 @@ from benchmarks.simulation.workload import (
     read_trace,
 )
 from engine.config import SchedulerConfig
+from server.routing import POLICIES as ROUTING_POLICIES
 
 DOCS = Path(__file__).parent.parent / "docs"
 TIMELINE_POINTS = 400
+DRAWN = [Case("pub", policy) for policy in ("none", "balance", "level")]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -80,6 +80,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     fleet.add_argument("--routing-policy", choices=routing, default=routing[0])
     lockstep = commands.add_parser("lockstep", help="one group that steps together")
     lockstep.add_argument("--ranks", type=int, default=4)
+    lockstep.add_argument(
+        "--routing-policy", choices=("fewest-requests", *routing), default="fewest-requests"
+    )
     lockstep.add_argument("--gather-first", action="store_true", help="the wrong order of a step")
     for command in (fleet, lockstep):
         _add_common(command)
@@ -165,6 +168,12 @@ def costs_of(arguments: argparse.Namespace) -> CostModel:
     )
 
 
+def _router_of(arguments: argparse.Namespace) -> Router:
+    if arguments.routing_policy == "fewest-requests":
+        return FewestRequests()
+    return ByPolicy(ROUTING_POLICIES[arguments.routing_policy](0))
+
+
 @contextmanager
 def progress_bar(console: Console) -> Iterator[Progress]:
     """Show how far a simulation is, and how long it will take."""
@@ -205,6 +214,7 @@ def simulate(arguments: argparse.Namespace, console: Console) -> Recorder:
             shape_of_rank,
             costs_of(arguments),
             workload,
+            route=_router_of(arguments),
             gather_first=arguments.gather_first,
         )
         policy = arguments.admission_policy or "default policy"
@@ -233,20 +243,13 @@ def simulate_c1(output: Path, console: Console) -> bool:
     with progress_bar(console) as progress:
         task = progress.add_task("runs", total=len(everything) * len(STREAMS))
         for case in everything:
-            progress.update(task, description=f"{case.load}, {case.policy}")
+            progress.update(task, description=", ".join(filter(None, case)))
             runs: list[Run] = []
             for seed in STREAMS:
-                runs.append(
-                    run_one(
-                        LOADS[case.load],
-                        POLICIES[case.policy],
-                        seed,
-                        gather_first=case.order == "gather first",
-                    )
-                )
+                runs.append(run_case(case, seed))
                 progress.advance(task)
             means[case] = mean_of(runs)
-            if case.load == "pub" and case.policy in ("none", "balance", "level"):
+            if case in DRAWN:
                 published[case.policy] = runs[0].recorder
     found = checks(means)
     for check in found:

@@ -24,6 +24,7 @@ from engine.messages import (
 from engine.scheduler.admission import AdmissionPolicy, AdmitAll
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.scheduler.outputs import Outputs
+from engine.scheduler.policies import build_admission_policy
 from engine.scheduler.scheduler import Scheduler
 from engine.utilities import call_utility
 
@@ -90,7 +91,7 @@ class EngineCore:
         self._executor = executor
         self._block_size = config.cache.block_size
         self._max_num_seqs = config.scheduler.max_num_seqs
-        self._admission: AdmissionPolicy = AdmitAll() if admission is None else admission
+        self._admission = admission or build_admission_policy(config.scheduler, lockstep_size=1)
         self._scheduler = Scheduler(config.scheduler, config.cache, executor.info)
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[_Launched] = deque()

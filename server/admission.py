@@ -74,6 +74,8 @@ class Reservation:
         Raises:
             Overloaded: there are more than estimated, and they do not fit.
         """
+        if not self._admission.counts_tokens:
+            return
         more = tokens - self._tokens
         if more > 0:
             self._admission.grow(more, tokens, now)
@@ -83,6 +85,8 @@ class Reservation:
 
     def computed(self, tokens: int) -> None:
         """These prompt tokens have been computed: they wait no longer."""
+        if not self._tokens:
+            return
         tokens = min(tokens, self._tokens)
         self._tokens -= tokens
         self._admission.table.add(0, -tokens)
@@ -104,6 +108,7 @@ class Admission:
         self.table = table
         self._max_queue = limits.max_queue
         self._max_tokens = limits.max_queue_tokens
+        self.counts_tokens = limits.max_queue_tokens is not None
         self._num_slots = num_slots
         self._rate = DrainRate()
         self._next_sample = 0.0
@@ -115,6 +120,8 @@ class Admission:
             Overloaded: they do not fit into the queue.
         """
         table = self.table
+        if not self.counts_tokens:
+            tokens = 0
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_INTERVAL
             self._rate.sample(now, table.ended())

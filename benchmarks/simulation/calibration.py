@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from benchmarks.simulation.costs import CostModel
-from benchmarks.simulation.lockstep import HoldCheck, LockstepGroup, Progress, Router
+from benchmarks.simulation.lockstep import ByPolicy, HoldCheck, LockstepGroup, Router
 from benchmarks.simulation.records import Recorder, Summary, summarize
 from benchmarks.simulation.replica import EngineShape
 from benchmarks.simulation.workload import (
@@ -24,6 +24,7 @@ from benchmarks.simulation.workload import (
     poisson,
 )
 from engine.config import SchedulerConfig
+from server.routing import LeastLoaded
 
 COSTS = CostModel(step_ns=20_000_000, decode_ns=300_000, kv_token_ns=70, prefill_token_ns=315_000)
 """20 ms per step, 0.3 ms per sequence, 0.07 us per token attended to, 315 us per prefill token."""
@@ -72,10 +73,10 @@ class Load:
 BURST_AT = 60.0
 
 LOADS = {
-    "pub": Load("published: 128 clients, 3,500 tokens in, N(1500, 24) out"),
+    "pub": Load("the published load: 128 clients, 3,500 tokens in, N(1500, 24) out"),
     "var": Load("varied output U(750, 2250)", output="uniform:750,2250"),
     "mixed": Load(
-        "mixed: lognormal input (median 2,000, sigma 0.8, at most 12,000), exponential output "
+        "lognormal input (median 2,000, sigma 0.8, at most 12,000), exponential output "
         "(mean 900)",
         prompt="lognormal:2000,0.8,max=12000",
         output="exponential:900",
@@ -112,6 +113,19 @@ PROFILES = {"level w=4 8/rank", "level w=2 32/rank"}
 
 PROFILE_LOADS = {"pub", "var", "poisson"}
 
+ROUTED_POLICIES = ("none", "balance", "level")
+ROUTED_LOADS = ("pub", "var", "mixed", "poisson")
+"""Where the routing of production is compared."""
+
+
+class Case(NamedTuple):
+    """What is to be run, once per random stream."""
+
+    load: str
+    policy: str
+    variant: Literal["", "gather first", "least-loaded"] = ""
+    """The wrong order of a step, or production's routing by requests and prefill tokens."""
+
 
 class Run(NamedTuple):
     """One load under one policy with one random stream."""
@@ -125,6 +139,17 @@ def _first_rank(requests: list[int], prefill_tokens: list[int]) -> int:
     return 0
 
 
+def run_case(case: Case, seed: int) -> Run:
+    """Simulate a case with one random stream."""
+    return run_one(
+        LOADS[case.load],
+        POLICIES[case.policy],
+        seed,
+        gather_first=case.variant == "gather first",
+        route=ByPolicy(LeastLoaded()) if case.variant == "least-loaded" else None,
+    )
+
+
 def run_one(
     load: Load,
     policy: SchedulerConfig,
@@ -132,20 +157,18 @@ def run_one(
     *,
     gather_first: bool = False,
     route: Router | None = None,
-    costs: CostModel = COSTS,
-    progress: Progress = lambda finished: None,
 ) -> Run:
     """Simulate one load under one policy."""
     limits = _limited(policy, load.max_num_seqs)
     group = LockstepGroup(
         load.ranks,
         EngineShape(limits, NUM_KV_BLOCKS),
-        costs,
+        COSTS,
         load.workload(seed),
         route=_first_rank if load.one_rank else route,
         gather_first=gather_first,
     )
-    recorder = group.run(progress)
+    recorder = group.run()
     return Run(summarize(recorder), group.holds, recorder)
 
 
@@ -160,14 +183,6 @@ def _limited(policy: SchedulerConfig, max_num_seqs: int) -> SchedulerConfig:
     )
 
 
-class Case(NamedTuple):
-    """What is to be run, once per random stream."""
-
-    load: str
-    policy: str
-    order: Literal["drain first", "gather first"] = "drain first"
-
-
 def cases() -> Iterator[Case]:
     """Yield everything that the results page needs."""
     for load in LOADS:
@@ -176,6 +191,9 @@ def cases() -> Iterator[Case]:
                 yield Case(load, policy)
     for policy in ("none", "level"):
         yield Case("poisson", policy, "gather first")
+    for policy in ROUTED_POLICIES:
+        for load in ROUTED_LOADS:
+            yield Case(load, policy, "least-loaded")
 
 
 class Mean(NamedTuple):
@@ -246,7 +264,8 @@ class _Checker:
         return self.of(load, policy).rate / self.of(load, over).rate - 1
 
     def within(self, load: str, name: str, value: float, low: float, high: float) -> Check:
-        return Check(load, f"{name} {low:g} to {high:g}", f"{value:.4g}", low <= value <= high)
+        limits = f"at least {low:,g}" if high == float("inf") else f"{low:,.5g} to {high:,.5g}"
+        return Check(load, f"{name} {limits}", f"{value:,.4g}", low <= value <= high)
 
     def gains(
         self, load: str, policy: str, low: float, high: float = float("inf"), over: str = "none"
@@ -350,7 +369,7 @@ def _eight_ranks(check: _Checker) -> list[Check]:
 
 def _invariants(check: _Checker) -> list[Check]:
     proper = {
-        case: mean for case, mean in check.means.items() if case.order == "drain first"
+        case: mean for case, mean in check.means.items() if case.variant != "gather first"
     }  # fmt: skip
     level = {case: mean for case, mean in proper.items() if case.policy == "level"}
     longest = max(level.items(), key=lambda item: item[1].longest_hold / LOADS[item[0].load].ranks)

@@ -11,6 +11,7 @@ from benchmarks.simulation.replica import EngineShape, Replica, message
 from benchmarks.simulation.workload import Workload, first_arrivals
 from engine.scheduler.admission import AdmissionPolicy, Grant, RankState
 from engine.scheduler.policies import build_admission_policy
+from server.routing import EngineLoad, RoutingPolicy
 
 Progress = Callable[[int], None]
 """Told now and then how many requests are complete."""
@@ -33,6 +34,21 @@ class FewestRequests:
         tied = [rank for rank, count in enumerate(requests) if count == least]
         self._turn += 1
         return tied[self._turn % len(tied)]
+
+
+class ByPolicy:
+    """What a routing policy of production chooses when it knows all loads exactly."""
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self._policy = policy
+
+    def __call__(self, requests: list[int], prefill_tokens: list[int]) -> int:
+        return self._policy.choose(
+            [
+                EngineLoad(rank, count, 0, tokens, 0.0)
+                for rank, (count, tokens) in enumerate(zip(requests, prefill_tokens, strict=True))
+            ]
+        ).rank
 
 
 @dataclass

@@ -11,7 +11,13 @@ from benchmarks.simulation.workload import NS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = {"none": "0.55", "balance": "tab:orange", "level": "tab:blue"}
+_COLOURS = {
+    "none": "0.55",
+    "balance": "tab:orange",
+    "cadence 2": "tab:olive",
+    "cadence 4": "tab:green",
+    "level": "tab:blue",
+}
 _BAR_LOADS = ("pub", "var", "mixed", "over", "under", "sync", "dp8 pub", "dp8 var")
 _BAR_POLICIES = ("balance", "cadence 2", "cadence 4", "level")
 
@@ -89,7 +95,7 @@ def draw_calibration(
     axes[1][1].set(xscale="log", xlabel="ITL ms", ylabel="share of tokens", ylim=(0.5, 1.0))
     axes[1][1].set_title("published load: time between tokens")
     axes[1][1].grid(alpha=0.3)
-    axes[1][1].legend()
+    axes[1][1].legend(loc="lower right")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -103,7 +109,7 @@ def _draw_gains(axes: "Axes", means: Mapping[Case, Mean]) -> None:
             for load in _BAR_LOADS
         ]
         places = [place + (index - 1.5) * width for place in range(len(_BAR_LOADS))]
-        axes.bar(places, gains, width, label=policy)
+        axes.bar(places, gains, width, label=policy, color=_COLOURS[policy])
     axes.set_xticks(range(len(_BAR_LOADS)), _BAR_LOADS)
     axes.set_ylabel("output tok/s over none, %")
     axes.set_title("throughput gain by load")
@@ -147,4 +153,4 @@ def _draw_cdf(axes: "Axes", series: Mapping[str, Sequence[float]], label: str) -
         axes.plot(ordered, shares, label=name, color=_COLOURS.get(name))
     axes.set(xlabel=label, ylabel="share of requests", ylim=(0, 1))
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower right")

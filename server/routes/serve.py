@@ -32,10 +32,11 @@ def chunk_frames(request: SamplingFields, head: ChunkHead) -> ChunkFrames:
     return ChunkFrames(head, include_usage=options is not None and bool(options.include_usage))
 
 
-def _time_left(call: Call, context: Context) -> float | None:
-    if context.request_timeout is None:
+async def _answer(call: Call, submission: Submission, writer: ChunkWriter | None) -> Whole | None:
+    if writer is not None:
+        await send_stream(call, submission, writer)
         return None
-    return call.arrived + context.request_timeout - time.monotonic()
+    return Whole(await submission.collect(), submission.usage())
 
 
 async def serve(
@@ -65,11 +66,11 @@ async def serve(
             reservation=call.reservation,
         )
         try:
-            async with asyncio.timeout(_time_left(call, context)):
-                if writer is not None:
-                    await send_stream(call, submission, writer)
-                    return None
-                return Whole(await submission.collect(), submission.usage())
+            if context.request_timeout is None:
+                return await _answer(call, submission, writer)
+            left = call.arrived + context.request_timeout - time.monotonic()
+            async with asyncio.timeout(left):
+                return await _answer(call, submission, writer)
         except TimeoutError:
             submission.close("error")
             late = timed_out(f"The request took longer than {context.request_timeout:g} s.")

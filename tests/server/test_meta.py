@@ -76,6 +76,7 @@ def test_the_document_describes_every_path_with_bodies_and_errors(http: Any) -> 
         "/version",
         "/metrics",
         "/metrics/engine/{rank}",
+        "/status.json",
     }
     create = document["paths"]["/v1/chat/completions"]["post"]
     body = create["requestBody"]["content"]["application/json"]["schema"]

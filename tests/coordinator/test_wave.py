@@ -1,0 +1,245 @@
+"""How the coordinator follows a lockstep group, and how it wakes it."""
+
+import pytest
+
+from coordinator.state import (
+    CoordinatorParameters,
+    CoordinatorState,
+    FromMember,
+    PublishOrder,
+    PublishView,
+    Tick,
+)
+from coordinator.wave import NEVER, ORDER_INTERVAL, IndependentWave, LockstepWave
+from engine.messages import (
+    EngineSetup,
+    EngineStats,
+    Hello,
+    Ready,
+    StartDpWave,
+    StartWave,
+    WakeUp,
+    WaveComplete,
+)
+
+
+def stats(
+    rank: int, wave: int, *, runs: bool, hold_epoch: int = 0, topology: int = 0
+) -> EngineStats:
+    return EngineStats(
+        rank=rank, incarnation=1, version=1, wave=wave, step=0, waiting=0, running=0,
+        kv_usage=0.0, queued_prefill_tokens=0, wave_running=runs, hold_epoch=hold_epoch,
+        topology=topology,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def wave() -> LockstepWave:
+    """Of a group of three, paused in wave 5."""
+    made = LockstepWave()
+    made.take_members(frozenset({0, 1, 2}))
+    made.report(WaveComplete(0, 1, 4))
+    assert (made.wave, made.running, made.orders(0.0)) == (5, False, [])
+    return made
+
+
+def start(wave: LockstepWave, rank: int, number: int = 5) -> bool:
+    return wave.report(StartWave(rank, 1, number))
+
+
+# -- evidence ------------------------------------------------------------------------------------
+
+
+def test_running_begins_with_the_first_start_and_ends_with_rank_0s_report(
+    wave: LockstepWave,
+) -> None:
+    assert start(wave, 2)
+    assert wave.running
+    assert not start(wave, 1), "no news"
+    assert wave.report(WaveComplete(0, 1, 5))
+    assert (wave.wave, wave.running) == (6, False)
+
+
+def test_a_start_of_the_next_wave_may_come_before_the_end_of_this_one(wave: LockstepWave) -> None:
+    start(wave, 2)
+    start(wave, 1, 6)
+    assert not wave.report(WaveComplete(0, 1, 5))
+    assert (wave.wave, wave.running) == (6, True)
+
+
+def test_what_is_told_late_or_twice_changes_nothing(wave: LockstepWave) -> None:
+    start(wave, 1)
+    wave.report(WaveComplete(0, 1, 5))
+    for late in (StartWave(2, 1, 5), StartWave(1, 1, 5), WaveComplete(0, 1, 5)):
+        assert not wave.report(late)
+    assert (wave.wave, wave.running, wave.orders(1.0)) == (6, False, [])
+
+
+def test_stats_are_evidence_as_good_as_reports(wave: LockstepWave) -> None:
+    assert wave.stats(stats(0, 5, runs=True))
+    assert wave.running
+    assert not wave.stats(stats(1, 5, runs=False)), "rank 1 has not come yet"
+    assert wave.running
+    assert wave.stats(stats(1, 6, runs=False)), "it has come and gone"
+    assert (wave.wave, wave.running) == (6, False)
+
+
+def test_a_new_topology_is_believed_though_its_wave_is_lower(wave: LockstepWave) -> None:
+    start(wave, 2, 9)
+    assert not wave.report(StartWave(1, 1, 7))
+    wave.report(StartWave(1, 1, 7, 0, 1))
+    assert (wave.wave, wave.running) == (9, True), "the number itself never goes back"
+    (order,) = wave.orders(1.0)
+    assert (order.wave, order.topology) == (9, 1)
+
+
+def test_a_member_that_has_gone_keeps_nothing_running(wave: LockstepWave) -> None:
+    start(wave, 2)
+    wave.take_members(frozenset({0, 1}))
+    assert not wave.running
+
+
+# -- orders --------------------------------------------------------------------------------------
+
+
+def test_a_start_wakes_the_others_until_all_have_come(wave: LockstepWave) -> None:
+    start(wave, 2)
+    assert wave.orders(1.0) == [StartDpWave(5, 2)]
+    assert wave.orders(1.0) == []
+    start(wave, 0)
+    assert wave.orders_due == 1.0 + ORDER_INTERVAL
+    assert wave.orders(wave.orders_due) == [StartDpWave(5, -1)]
+    start(wave, 1)
+    assert wave.orders_due == NEVER
+    assert wave.orders(9.0) == []
+
+
+def test_orders_are_repeated_every_20_to_50_milliseconds() -> None:
+    assert 0.02 <= ORDER_INTERVAL <= 0.05
+
+
+def test_a_notice_wakes_all_but_the_engine_that_gets_the_request(wave: LockstepWave) -> None:
+    assert wave.notice(WakeUp(0, 1, 5))
+    assert wave.orders(1.0) == [StartDpWave(5, 1)]
+    assert not wave.running
+    assert not wave.notice(WakeUp(1, 2, 5)), "they are being woken"
+    assert wave.orders(1.0) == []
+    assert wave.orders(1.0 + ORDER_INTERVAL) == [StartDpWave(5, -1)]
+
+
+def test_a_notice_of_an_earlier_wave_is_too_late(wave: LockstepWave) -> None:
+    assert not wave.notice(WakeUp(0, 1, 4))
+    assert wave.orders(1.0) == []
+
+
+def test_what_a_notice_wanted_is_over_with_the_wave(wave: LockstepWave) -> None:
+    wave.notice(WakeUp(0, 1, 5))
+    for rank in range(3):
+        start(wave, rank)
+    wave.report(WaveComplete(0, 1, 5))
+    assert wave.orders(1.0) == []
+
+
+def test_a_held_group_is_not_woken_but_by_its_resume(wave: LockstepWave) -> None:
+    wave.report(StartWave(0, 1, 5, 1))
+    wave.report(WaveComplete(0, 1, 5, 1))
+    assert not wave.notice(WakeUp(0, 1, 6))
+    assert wave.orders(1.0) == []
+    wave.report(StartWave(1, 1, 6, 2))
+    assert wave.orders(1.0) == [StartDpWave(6, 1, 2)]
+
+
+def test_a_group_that_has_gone_takes_its_hold_along(wave: LockstepWave) -> None:
+    wave.report(StartWave(0, 1, 5, 1))
+    wave.report(WaveComplete(0, 1, 5, 1))
+    wave.take_members(frozenset())
+    wave.take_members(frozenset({0, 1}))
+    assert wave.notice(WakeUp(0, 1, 6))
+    assert wave.orders(1.0) == [StartDpWave(6, 1, 0)]
+
+
+def test_a_rank_that_joins_a_running_group_is_called(wave: LockstepWave) -> None:
+    for rank in range(3):
+        start(wave, rank)
+    assert wave.orders(1.0) == []
+    wave.take_members(frozenset({0, 1, 2, 3}))
+    assert wave.orders(1.0) == [StartDpWave(5, -1)]
+
+
+def test_wake_ups_are_counted_by_who_asked_first(wave: LockstepWave) -> None:
+    wave.notice(WakeUp(0, 1, 5))
+    wave.orders(1.0)
+    start(wave, 1)
+    assert wave.wakeups == {"front_end": 1, "engine": 0}
+    wave.report(WaveComplete(0, 1, 5))
+    start(wave, 1, 6)
+    assert wave.wakeups == {"front_end": 1, "engine": 1}
+
+
+# -- independent engines -------------------------------------------------------------------------
+
+
+def busy(rank: int, requests: int) -> EngineStats:
+    return EngineStats(rank, 1, 1, 0, 0, 0, requests, 0.0, 0)
+
+
+def test_independent_engines_need_no_order_to_be_repeated() -> None:
+    wave = IndependentWave()
+    wave.take_members(frozenset({0, 1}))
+    assert wave.notice(WakeUp(0, 1, 0))
+    assert wave.orders(0.0) == [StartDpWave(0, 1)]
+    assert (wave.orders(9.0), wave.orders_due) == ([], NEVER)
+
+
+def test_the_wave_of_independent_engines_counts_how_often_all_were_idle() -> None:
+    wave = IndependentWave()
+    assert wave.stats(busy(0, 1))
+    assert not wave.stats(busy(1, 1))
+    assert not wave.stats(busy(0, 0))
+    assert wave.stats(busy(1, 0))
+    assert (wave.wave, wave.running) == (1, False)
+
+
+# -- in the coordinator's state ------------------------------------------------------------------
+
+
+def lockstep_cluster() -> CoordinatorState:
+    """A coordinator with two ready engines of a lockstep group."""
+    state = CoordinatorState(
+        CoordinatorParameters(
+            epoch=1, front_publish="", back_publish="", back_output="",
+            publish_interval=0.1, publish_idle_interval=3.0, member_timeout=5.0,
+        )
+    )  # fmt: skip
+    for rank in range(2):
+        hello = Hello("engine", rank, 10 + rank, "", 0, {"lockstep": "true"})
+        state.handle(FromMember(b"", hello), 0.0)
+        ready = Ready("engine", rank, 10 + rank, EngineSetup(1, 1, 1, ""))
+        state.handle(FromMember(b"", ready), 0.0)
+    return state
+
+
+def test_the_coordinator_comes_back_in_time_to_repeat_an_order() -> None:
+    state = lockstep_cluster()
+    state.handle(StartWave(1, 11, 3), 1.0)
+    due = state.next_deadline(1.0)
+    assert due == 1.0 + ORDER_INTERVAL
+    assert PublishOrder(StartDpWave(3, -1)) in state.handle(Tick(), due)
+    state.handle(StartWave(0, 10, 3), due)
+    assert state.next_deadline(due) > due + ORDER_INTERVAL
+
+
+def test_both_edges_of_running_are_published_at_once() -> None:
+    state = lockstep_cluster()
+    for report, expected in (
+        (StartWave(1, 11, 3), (3, True)),
+        (WaveComplete(0, 10, 3), (4, False)),
+    ):
+        views = [a.view for a in state.handle(report, 1.0) if isinstance(a, PublishView)]
+        assert [(view.wave, view.running) for view in views] == [expected]
+
+
+def test_reports_of_a_process_that_is_no_member_are_not_believed() -> None:
+    state = lockstep_cluster()
+    state.handle(StartWave(1, 99, 3), 1.0)
+    assert (state.view().wave, state.view().running) == (0, False)
