@@ -10,7 +10,7 @@ from types import TracebackType
 
 import psutil
 
-_READY = re.compile(r"swell is ready after ([\d.]+) s: (http://\S+)")
+_READY = re.compile(r"swell is ready after ([\d.]+) s: (https?://\S+)")
 
 
 class StackFailed(Exception):

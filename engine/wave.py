@@ -254,6 +254,10 @@ class EngineWave:
         """
         self._adopt(wave)
 
+    def welcomed(self, wave: int) -> None:
+        """A coordinator that this rank registered with (again) knows of `wave`."""
+        self._adopt(wave)
+
     def start_ordered(self, order: StartDpWave) -> None:
         """The coordinator orders the group to run; it may do so late, twice or never."""
         if order.topology != self.topology:

@@ -89,6 +89,9 @@ class GuardConfig(Section, frozen=True, kw_only=True):
         float,
         Meta(gt=0, description="Seconds that a client may take to send a request's head or body."),
     ] = 60.0
+    keep_alive_timeout: Annotated[
+        int, Meta(ge=1, description="Seconds for which an idle connection is kept for reuse.")
+    ] = 75
     send_timeout: Annotated[
         float,
         Meta(gt=0, description="Seconds after which a client that does not read is cut off."),

@@ -169,6 +169,7 @@ class FrontEnd:
                 port=http.port,
                 loop="none",
                 http=limited_protocol(guards),
+                timeout_keep_alive=guards.keep_alive_timeout,
                 ws="none",
                 lifespan="off",
                 log_config=None,

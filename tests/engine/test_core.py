@@ -111,6 +111,13 @@ def test_received_counts_are_kept_per_front_end_process(core: EngineCore) -> Non
     assert Received(0, 555, 1, 3) in core.stats().received
 
 
+def test_tokens_that_another_engine_drew_are_received_too(core: EngineCore) -> None:
+    begun = msgspec.structs.replace(request(1, 0, length=5), output_token_ids=[7, 8])
+    core.handle(begun)
+    assert core.stats().received[0] == Received(0, 100, 1, begun.num_tokens)
+    assert begun.num_tokens == 7
+
+
 def test_a_front_end_that_comes_back_keeps_its_counts(core: EngineCore) -> None:
     core.handle(request(1, 0))
     core.front_end_left(0)

@@ -45,12 +45,11 @@ def test_another_secret_or_none_gets_nothing_through(
         outsider = keyed(context, tmp_path, "beta")
     else:
         outsider = Transport(ClusterConfig(insecure_cluster=True), context)
-    push = outsider.connect(zmq.PUSH, address)
-    monitor = push.get_monitor_socket()
-    push.send(b"let me in")
-    assert monitor.poll(5000), "the handshake is attempted"
-    assert not pull.poll(300)
-    push.disable_monitor()
+    outsider.connect(zmq.PUSH, address).send(b"let me in")
+    keyed(context, tmp_path, "alpha").connect(zmq.PUSH, address).send(b"friend")
+    assert pull.poll(5000)
+    assert pull.recv() == b"friend"
+    assert not pull.poll(500), "the outsider came first and had time enough"
 
 
 def test_tcp_without_a_key_needs_explicit_leave(context: Context) -> None:

@@ -125,6 +125,14 @@ def test_a_paused_engine_parks_and_says_nothing() -> None:
     assert wave.take_reports() == []
 
 
+def test_a_welcome_of_a_restarted_coordinator_moves_the_clock_and_starts_nothing() -> None:
+    wave = paused()
+    wave.welcomed(9)
+    wave.welcomed(2)
+    assert wave.wave == 9
+    assert wave.next_action(False, IDLE) == Park()
+
+
 @pytest.mark.parametrize("stamp", [0, 1, 2])
 def test_a_request_starts_a_paused_engine_whatever_its_stamp(stamp: int) -> None:
     wave = paused(rank=1)

@@ -259,6 +259,24 @@ def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(tmp_path: Path,
     asyncio.run(scenario())
 
 
+def test_a_moved_request_weighs_with_all_its_tokens(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            stream = w.client.submit("a", [1, 2], GREEDY)
+            dying, other = engines[stream.rank], engines[1 - stream.rank]
+            request = await dying.receive()
+            dying.send(RequestOutput(request.id, [7, 8, 9]))  # type: ignore[union-attr]
+            await stream.next()
+            dying.die("boom")
+            moved = await other.receive()
+            assert isinstance(moved, AddRequest)
+            (load,) = w.client._state.loads()
+            assert (load.requests, load.prefill_tokens) == (1, moved.num_tokens) == (1, 5)
+
+    asyncio.run(scenario())
+
+
 def test_late_outputs_of_an_engine_given_up_for_dead_are_dropped(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
