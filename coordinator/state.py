@@ -12,6 +12,7 @@ from coordinator.wave import GroupWave, IndependentWave, LockstepWave
 from engine.messages import (
     ClusterView,
     CoordinatorReply,
+    Draining,
     EngineEntry,
     EngineReport,
     EngineSetup,
@@ -113,6 +114,7 @@ class _Member:
     pid: int
     last_seen: float
     ready: bool = False
+    draining: bool = False
     group_config: dict[str, str] = field(default_factory=dict)
     addresses: FrontEndAddresses | None = None
     setup: EngineSetup | None = None
@@ -177,14 +179,14 @@ class CoordinatorState:
         match message:
             case Hello():
                 return self._hello(sender, message, now)
-            case Ready() | Heartbeat():
+            case Ready() | Heartbeat() | Draining():
                 return self._alive(sender, message, now)
             case Goodbye():
                 if self._find(message) is None:
                     return []
                 return self._remove(message.kind, message.index, "said goodbye")
 
-    def _find(self, message: Ready | Heartbeat | Goodbye) -> _Member | None:
+    def _find(self, message: Ready | Heartbeat | Draining | Goodbye) -> _Member | None:
         member = self._members[message.kind].get(message.index)
         return member if member and member.incarnation == message.incarnation else None
 
@@ -268,14 +270,20 @@ class CoordinatorState:
                     )
         return None
 
-    def _alive(self, sender: bytes, message: Ready | Heartbeat, now: float) -> list[Action]:
+    def _alive(
+        self, sender: bytes, message: Ready | Heartbeat | Draining, now: float
+    ) -> list[Action]:
         member = self._find(message)
         epoch = self._parameters.epoch
         if member is None:
             return [Reply(sender, HeartbeatAck(epoch, known=False))]
         member.last_seen = now
         actions: list[Action] = [Reply(sender, HeartbeatAck(epoch, known=True))]
-        if isinstance(message, Ready) and not member.ready:
+        if isinstance(message, Draining) and not member.draining:
+            member.draining, member.ready = True, False
+            self._engines_changed()
+            actions.append(Notice(f"{message.kind.replace('_', ' ')} {message.index} drains"))
+        if isinstance(message, Ready) and not member.ready and not member.draining:
             refusal = self._fingerprint_refusal(message)
             if refusal is not None:
                 removed = self._remove(message.kind, message.index, "was refused")

@@ -189,6 +189,10 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     heartbeat_interval: Annotated[
         float, Meta(gt=0, description="Seconds between heartbeats to the coordinator.")
     ] = 1.0
+    drain_timeout: Annotated[
+        float,
+        Meta(ge=0, description="Seconds that an engine gets to end its requests after SIGTERM."),
+    ] = 30.0
     engine_timeout: Annotated[
         float, Meta(gt=0, description="Seconds without a heartbeat after which a member is gone.")
     ] = 5.0

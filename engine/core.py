@@ -120,6 +120,11 @@ class EngineCore:
             return True
         return self._scheduler.has_work and not (self.is_paused or self.is_sleeping)
 
+    @property
+    def has_front_ends(self) -> bool:
+        """Whether anybody is there who could send requests."""
+        return any(front_end.present for front_end in self._front_ends.values())
+
     def front_end_joined(self, index: int, incarnation: int) -> None:
         """A front end is there (again); a new incarnation replaces its predecessor."""
         known = self._front_ends.get(index)

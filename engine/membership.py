@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.messages import (
     CoordinatorReply,
+    Draining,
     EngineSetup,
     FrontEndAddresses,
     Goodbye,
@@ -67,6 +68,7 @@ class Membership:
         self._interval = heartbeat_interval
         self._setup: EngineSetup | None = None
         self._is_ready = False
+        self._is_draining = False
         self._joined_once = False
         self._next_send = float("-inf")
         self.epoch: int | None = None
@@ -79,6 +81,11 @@ class Membership:
         """The member has set itself up; READY is sent at the next tick."""
         self._setup = setup
         self._is_ready = True
+        self._next_send = float("-inf")
+
+    def drain(self) -> None:
+        """The member wants nothing new from now on; DRAINING is sent at the next tick."""
+        self._is_draining = True
         self._next_send = float("-inf")
 
     def tick(self, now: float) -> list[MemberMessage]:
@@ -101,6 +108,8 @@ class Membership:
                 )
             ]
         self._next_send = now + self._interval
+        if self._is_draining:
+            return [Draining(me.kind, self.index, me.incarnation)]
         if self._is_ready:
             # READY is repeated as the heartbeat of a ready member: losing one does not matter.
             return [Ready(me.kind, self.index, me.incarnation, self._setup)]

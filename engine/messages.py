@@ -289,7 +289,15 @@ class Goodbye(Message, frozen=True):
     incarnation: int
 
 
-MemberMessage = Hello | Ready | Heartbeat | Goodbye
+class Draining(Message, frozen=True):
+    """The member finishes what it has and wants nothing new; its heartbeat until the goodbye."""
+
+    kind: MemberKind
+    index: int
+    incarnation: int
+
+
+MemberMessage = Hello | Ready | Heartbeat | Draining | Goodbye
 
 
 class FrontEndEntry(msgspec.Struct, frozen=True, array_like=True):

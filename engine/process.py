@@ -7,6 +7,8 @@ thread runs steps. They share two queues and nothing else.
 import logging
 import secrets
 import signal
+import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -26,6 +28,7 @@ from engine.messages import (
 )
 from engine.model_files import model_directory
 from engine.receiver import (
+    Drain,
     FrontEndJoined,
     FrontEndLeft,
     InboxItem,
@@ -43,6 +46,13 @@ IDLE_STATS_INTERVAL = 2.0
 """Seconds between stats of an engine without work, so that their age tells stale from idle."""
 
 
+LATE_SENDS_SECONDS = 0.5
+"""How long a draining engine without work waits for requests that are on their way."""
+
+DRAINING_WAIT = 0.02
+"""Seconds between looks at whether a draining engine may end."""
+
+
 class CannotStart(Exception):
     """The engine cannot start, and trying again would not help."""
 
@@ -50,10 +60,21 @@ class CannotStart(Exception):
 class EngineLoop:
     """The main thread: drain the inbox, step, hand the outputs to the sender."""
 
-    def __init__(self, core: EngineCore, inbox: "SimpleQueue[InboxItem]", sender: Sender) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        inbox: "SimpleQueue[InboxItem]",
+        sender: Sender,
+        *,
+        on_drain: Callable[[], None],
+        drain_timeout: float,
+    ) -> None:
         self._core = core
         self._inbox = inbox
         self._outbox = sender.outbox
+        self._on_drain = on_drain
+        self._drain_timeout = drain_timeout
+        self._draining_since: float | None = None
         self._stopped: Stop | None = None
 
     def run(self) -> Stop:
@@ -65,6 +86,8 @@ class EngineLoop:
         while True:
             had_work = self._core.has_work
             self._drain(block=not had_work)
+            if self._stopped is None and self._has_drained():
+                self._stopped = Stop()
             if self._stopped is not None:
                 return self._stopped
             if not self._core.has_work:
@@ -77,9 +100,19 @@ class EngineLoop:
             for front_end, result in step.utility_results:
                 self._outbox.put(UtilityDone(front_end, result))
 
+    def _has_drained(self) -> bool:
+        if self._draining_since is None:
+            return False
+        elapsed = time.monotonic() - self._draining_since
+        if self._core.has_work:
+            return elapsed > self._drain_timeout
+        # What front ends sent before they heard of it may still be on its way.
+        return elapsed > LATE_SENDS_SECONDS or not self._core.has_front_ends
+
     def _drain(self, *, block: bool) -> None:
+        draining = self._draining_since is not None
         try:
-            item = self._inbox.get(block=block, timeout=IDLE_STATS_INTERVAL)
+            item = self._inbox.get(block, DRAINING_WAIT if draining else IDLE_STATS_INTERVAL)
         except Empty:
             if block:
                 self._outbox.put(StepDone(self._core.stats(), {}))
@@ -98,6 +131,9 @@ class EngineLoop:
                 self._core.front_end_left(index)
             case WaveStarted(wave) | Welcomed(_, wave):
                 self._core.wave = max(self._core.wave, wave)
+            case Drain():
+                self._draining_since = time.monotonic()
+                self._on_drain()
             case Stop():
                 self._stopped = item
 
@@ -141,6 +177,7 @@ class EngineProcess:
         self._lifeline = lifeline
         self._incarnation = incarnation
         self._serving = False
+        self._asked_to_end = False
         self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         transport = Transport(config.cluster, self._context)
@@ -155,14 +192,15 @@ class EngineProcess:
         )
 
     def request_stop(self) -> None:
-        """End the loop, or the start-up at once; for signal handlers.
+        """Drain, at the second call end at once, as while starting; for signal handlers.
 
         Raises:
             SystemExit: the engine does not serve yet.
         """
         if not self._serving:
             raise SystemExit(0)
-        self._inbox.put(Stop())
+        self._inbox.put(Stop() if self._asked_to_end else Drain())
+        self._asked_to_end = True
 
     def run(self) -> int:
         """Serve until stopped and return the exit code."""
@@ -194,7 +232,13 @@ class EngineProcess:
         tokens = info.num_kv_blocks * self._config.cache.block_size
         self._lifeline.ready(f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)")
         try:
-            stop = EngineLoop(core, self._inbox, self._sender).run()
+            stop = EngineLoop(
+                core,
+                self._inbox,
+                self._sender,
+                on_drain=self._receiver.drain,
+                drain_timeout=self._config.cluster.drain_timeout,
+            ).run()
         except Exception as error:
             logger.exception("engine %d cannot go on", rank)
             reason = str(error) if isinstance(error, StepFailed) else repr(error)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _SUBSCRIBE_ALL = b"\x01"
 _CONTROL_ADDRESS = "inproc://receiver-control"
-_READY, _STOP = b"ready", b"stop"
+_READY, _DRAIN, _STOP = b"ready", b"drain", b"stop"
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,18 @@ class WaveStarted:
 
 
 @dataclass(frozen=True)
+class Drain:
+    """The engine has to finish what it has, then end."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """The engine has to end, for this reason if it is an error."""
 
     error: str | None = None
 
 
-InboxItem = EngineInput | Welcomed | FrontEndJoined | FrontEndLeft | WaveStarted | Stop
+InboxItem = EngineInput | Welcomed | FrontEndJoined | FrontEndLeft | WaveStarted | Drain | Stop
 
 
 class Receiver:
@@ -138,6 +143,10 @@ class Receiver:
         self._setup = setup
         self._control.send(_READY)
 
+    def drain(self) -> None:
+        """Tell the coordinator that the engine wants nothing new."""
+        self._control.send(_DRAIN)
+
     def stop(self, timeout: float = 2.0) -> None:
         """Say goodbye, close every socket and wait for the thread."""
         self._control.send(_STOP)
@@ -180,10 +189,13 @@ class Receiver:
         return int(1000 * (HELLO_INTERVAL if joining else self._cluster.heartbeat_interval))
 
     def _command(self) -> None:
-        if self._commands.recv() == _READY:
-            self._membership.ready(self._setup)
-        else:
-            self._stopping = True
+        match self._commands.recv():
+            case b"ready":
+                self._membership.ready(self._setup)
+            case b"drain":
+                self._membership.drain()
+            case _:
+                self._stopping = True
 
     def _reply(self, reply: CoordinatorReply) -> None:
         event = self._membership.receive(reply)

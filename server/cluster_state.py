@@ -182,9 +182,9 @@ class ClusterState:
         }
 
     def address_of(self, rank: int) -> tuple[int, bytes] | None:
-        """Return (incarnation, socket identity) of an engine that can take requests."""
+        """Return (incarnation, socket identity) of an engine that can be reached."""
         route = self._routes.get(rank)
-        if route is None or not _usable(route) or route.identity is None:
+        if route is None or route.identity is None:
             return None
         return route.entry.incarnation, route.identity
 

@@ -15,7 +15,8 @@ from server.generation_client import NoEngineAvailable, ReaderTooSlow
 MAX_BACKLOG = 1 << 16
 """Tokens that are kept for a client that does not read before its request is aborted."""
 
-_MERGE_AT = 64
+_MERGED = 64
+"""Unread outputs that become one."""
 
 
 class RequestStream:
@@ -32,7 +33,7 @@ class RequestStream:
         self.finished = False
         self._on_close = on_close
         self._unread: list[RequestOutput] = []
-        self._since_merge = 0
+        self._merge_at = _MERGED
         self._backlog = 0
         self._error: NoEngineAvailable | ReaderTooSlow | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -47,17 +48,20 @@ class RequestStream:
         """Take what one step added."""
         self.output_token_ids += output.token_ids
         self._unread.append(output)
-        self._since_merge += 1
-        if self._since_merge == _MERGE_AT:
-            self._unread[-_MERGE_AT:] = [merge(self._unread[-_MERGE_AT:])]
-            self._since_merge = 0
-        self._backlog += _weight(output)
         self.finished = output.finish_reason is not None
+        if len(self._unread) >= self._merge_at:
+            self._merge_unread()
+        self._wake()
+
+    def _merge_unread(self) -> None:
+        piece = merge(self._unread[-_MERGED:])
+        self._unread[-_MERGED:] = [piece]
+        self._merge_at = len(self._unread) + _MERGED
+        self._backlog += _weight(piece)
         if self._backlog > MAX_BACKLOG and not self.finished:
             self.close()
             self.finished = True
             self._error = ReaderTooSlow("The client read too slowly: the request was aborted.")
-        self._wake()
 
     def fail(self, error: NoEngineAvailable) -> None:
         """End the stream: nothing can go on with it."""
@@ -94,7 +98,7 @@ class RequestStream:
         if not self._unread and self._error is not None:
             raise self._error
         outputs, self._unread = self._unread, []
-        self._since_merge = self._backlog = 0
+        self._merge_at, self._backlog = _MERGED, 0
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
     def close(self) -> None:

@@ -23,10 +23,16 @@ from server.token_stream import MAX_BACKLOG, RequestStream
 
 GUARD_SECONDS = 20
 BODY = b'{"prompt": "x", "stream": true}'
-HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    b"Content-Length: %d\r\n\r\n" % len(BODY)
-)
+
+
+def head(length: int) -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % length
+    )
+
+
+HEAD = head(len(BODY))
 
 
 @contextlib.asynccontextmanager
@@ -157,9 +163,9 @@ class Flood:
 
     def __init__(self, engines: Any) -> None:
         self._engines = engines
-        self.stream: RequestStream | None = None
+        self.streams: list[RequestStream] = []
         self.closed = asyncio.Event()
-        self.pump: asyncio.Task[None] | None = None
+        self.pumps: list[asyncio.Task[None]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engines, name)
@@ -168,9 +174,10 @@ class Flood:
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, **_: Any
     ) -> RequestStream:
         request = AddRequest(1, request_id, 0, 0, prompt_token_ids, sampling)
-        self.stream = RequestStream(request, lambda stream: self.closed.set())
-        self.pump = asyncio.create_task(self._generate(self.stream))
-        return self.stream
+        stream = RequestStream(request, lambda stream: self.closed.set())
+        self.streams.append(stream)
+        self.pumps.append(asyncio.create_task(self._generate(stream)))
+        return stream
 
     async def _generate(self, stream: RequestStream) -> None:
         while not self.closed.is_set():
@@ -201,15 +208,20 @@ class TestReaders:
 
         run(scenario)
 
-    def test_what_is_kept_for_a_client_that_pauses_has_an_end(self, app: Any, engines: Any) -> None:
+    @pytest.mark.parametrize("choices", [1, 3])
+    def test_what_is_kept_for_a_client_that_pauses_has_an_end(
+        self, app: Any, engines: Any, choices: int
+    ) -> None:
         async def scenario() -> None:
             async with served(app, GuardConfig()) as port:
                 reader, writer = await connect(port)
-                writer.write(HEAD + BODY)
+                body = b'{"prompt": "x", "stream": true, "n": %d}' % choices
+                writer.write(head(len(body)) + body)
                 writer.transport.pause_reading()
                 await until(lambda: engines.closed.is_set())
-                stream = engines.stream
-                assert sum(len(each.token_ids) for each in stream._unread) <= MAX_BACKLOG + 8
+                for stream in engines.streams:
+                    unread = sum(len(each.token_ids) for each in stream._unread)
+                    assert unread <= MAX_BACKLOG + 64 * 8
                 writer.transport.resume_reading()
                 answer = b""
                 while b"data: [DONE]" not in answer:

@@ -47,7 +47,8 @@ def test_a_stream_that_nobody_reads_is_aborted(scored: bool) -> None:
         while not owner.closed:
             owner.stream.put(RequestOutput(1, [put], logprobs=[SCORE] if scored else None))
             put += 1
-        assert put == (MAX_BACKLOG // 23 if scored else MAX_BACKLOG) + 1
+        weight = 23 if scored else 1
+        assert MAX_BACKLOG < put * weight <= MAX_BACKLOG + 64 * weight
         assert owner.stream.finished
         assert len((await owner.stream.next()).token_ids) == put
         with pytest.raises(ReaderTooSlow):
