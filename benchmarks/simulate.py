@@ -86,6 +86,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     lockstep.add_argument("--gather-first", action="store_true", help="the wrong order of a step")
     for command in (fleet, lockstep):
         _add_common(command)
+    lockstep.set_defaults(requests=2000, rate=40.0)
     c1 = commands.add_parser("c1", help="the calibrated group: all loads, policies and streams")
     c1.add_argument("--output", type=Path, default=DOCS, help="directory for page and plot")
     return parser.parse_args(arguments)
@@ -192,6 +193,8 @@ def simulate(arguments: argparse.Namespace, console: Console) -> Recorder:
     """Run one simulation and print its numbers."""
     workload = workload_of(arguments)
     simulation: Fleet | LockstepGroup
+    expected = workload.arrivals_ns[-1] if workload.arrivals_ns else 60 * NS
+    sample_every = max(1, expected // TIMELINE_POINTS)
     if arguments.command == "fleet":
         shape = FleetShape(
             arguments.engines,
@@ -202,10 +205,7 @@ def simulate(arguments: argparse.Namespace, console: Console) -> Recorder:
             arguments.publish_interval,
             arguments.routing_policy,
         )
-        last = workload.arrivals_ns[-1] if workload.arrivals_ns else 60 * NS
-        simulation = Fleet(
-            shape, workload, seed=arguments.seed, sample_every_ns=max(1, last // TIMELINE_POINTS)
-        )
+        simulation = Fleet(shape, workload, seed=arguments.seed, sample_every_ns=sample_every)
         title = f"{shape.engines} engines, {shape.front_ends} front ends"
     else:
         shape_of_rank = engine_of(arguments)
@@ -216,6 +216,7 @@ def simulate(arguments: argparse.Namespace, console: Console) -> Recorder:
             workload,
             route=_router_of(arguments),
             gather_first=arguments.gather_first,
+            sample_every_ns=sample_every,
         )
         policy = arguments.admission_policy or "default policy"
         title = f"lockstep group of {arguments.ranks}, {policy}"

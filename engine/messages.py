@@ -14,6 +14,7 @@ Directions, by socket (binder first):
 | back publish   | XPUB coordinator / XSUB engines   | `GroupOrder`    |                   |
 | requests       | ROUTER front end / DEALER engine  | `EngineInput`   | `EngineGreeting`  |
 | outputs        | PULL front end / PUSH engine      |                 | `EngineOutput`    |
+| control        | ROUTER supervisor / DEALER front ends | `ControlStatus` | `ControlRequest` |
 """
 
 from typing import Literal
@@ -469,6 +470,39 @@ class ChildFailed(Message, frozen=True):
 
 
 ChildStatus = ChildProgress | ChildReady | ChildFailed
+
+
+# -- front end <-> supervisor (control socket of one node) -----------------------------------------
+
+
+class ScaleEngines(Message, frozen=True):
+    """Run so many engines from now on."""
+
+    data_parallel_size: int
+
+
+class RestartEngines(Message, frozen=True):
+    """Replace every engine, one after the other."""
+
+
+class ControlQuery(Message, frozen=True):
+    """Ask for the present state only."""
+
+
+ControlRequest = ScaleEngines | RestartEngines | ControlQuery
+
+
+class ControlStatus(Message, frozen=True):
+    """The engines of the node as its supervisor sees them; the answer to every request."""
+
+    data_parallel_size: int
+    """How many engines there shall be."""
+    engines: dict[str, str]
+    """Phase of each engine by rank: "ready", "retiring", or what it does while it starts."""
+    busy: bool
+    """Whether engines are being added, retired or replaced."""
+    error: str | None = None
+    """Why the last change was not carried out."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -17,6 +17,7 @@ from server.admission import Admission
 from server.admission_table import AdmissionTable
 from server.asgi import Call, foreseen, raw_endpoint
 from server.config import FrontEndConfig
+from server.control import SupervisorControl
 from server.errors import ApiError
 from server.generation_client import GenerationClient, NoEngineAvailable
 from server.guards import admin_keys, install
@@ -34,9 +35,16 @@ from server.routes.chat import create_chat_completion
 from server.routes.completions import create_completion
 from server.routes.context import Context, make_context
 from server.routes.meta import MetaRoutes
+from server.routes.scaling import ScalingRoutes
 from server.routes.status import status_routes
 from server.routes.tokenize import detokenize, tokenize
-from server.schemas.admin import EngineList, UtilityAnswers, UtilityRequest
+from server.schemas.admin import (
+    EngineList,
+    ScaleRequest,
+    ScaleStatus,
+    UtilityAnswers,
+    UtilityRequest,
+)
 from server.schemas.chat import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
 from server.schemas.common import HealthResponse, Model, ModelList, VersionResponse
 from server.schemas.completions import CompletionRequest, CompletionResponse
@@ -59,11 +67,12 @@ def build_app(
     tokenizer: ServedTokenizer,
     metrics: FrontEndMetrics,
     table: AdmissionTable | None = None,
+    control: SupervisorControl | None = None,
 ) -> FastAPI:
     """Return the application of one front end.
 
     `table` is where the front ends of a node count what they have taken on; None for one that is
-    alone.
+    alone. `control` reaches the node's supervisor, if it has one.
     """
     admission = Admission(table or AdmissionTable(None), config.overload, lambda: client.num_slots)
     context = make_context(config, client, tokenizer, metrics, admission, created=int(time.time()))
@@ -105,7 +114,7 @@ def build_app(
         *status_routes(context),
     ]
     if admin_keys(config.guards):
-        app.router.routes += _admin_routes(context)
+        app.router.routes += _admin_routes(context, control)
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
     install(app, config.guards, metrics)
@@ -115,10 +124,20 @@ def build_app(
     return app
 
 
-def _admin_routes(context: Context) -> list[APIRoute]:
+def _admin_routes(context: Context, control: SupervisorControl | None) -> list[APIRoute]:
     admin = AdminRoutes(context)
+    scaling = ScalingRoutes(control)
     errors = (400, 403, 500)
     return [
+        _get("/admin/scale", scaling.status, json_responses(ScaleStatus, 403, 503)),
+        _post(
+            "/admin/scale",
+            scaling.scale,
+            ScaleRequest,
+            json_responses(ScaleStatus, *errors, 413, 415, 503),
+            context,
+        ),
+        _plain("POST", "/admin/restart", scaling.restart, json_responses(ScaleStatus, 403, 503)),
         _get("/admin/engines", admin.list_engines, json_responses(EngineList, 403)),
         _plain(
             "POST",

@@ -105,8 +105,11 @@ class Call:
             raise invalid_body(error, body) from error
 
     async def _read(self) -> bytes:
-        first, more = await self._receive_part()
-        if not more:
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        first: bytes = message.get("body", b"")
+        if not message.get("more_body", False):
             self._check_size(len(first))
             return first
         declared = next((v for name, v in self._headers if name == b"content-length"), b"0")
@@ -122,17 +125,14 @@ class Call:
         parts, size, more = [first], len(first), True
         while more:
             self._check_size(size)
-            part, more = await self._receive_part()
-            parts.append(part)
-            size += len(part)
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            more = message.get("more_body", False)
         self._check_size(size)
         return b"".join(parts)
-
-    async def _receive_part(self) -> tuple[bytes, bool]:
-        message = await self.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        return message.get("body", b""), message.get("more_body", False)
 
     def _check_size(self, size: int) -> None:
         if size > self._limits.max_bytes:

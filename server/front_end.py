@@ -29,6 +29,7 @@ from server.app import build_app
 from server.cluster_link import ClusterLink, JoinRefused
 from server.cluster_state import ClusterState
 from server.config import FrontEndConfig
+from server.control import SupervisorControl
 from server.engine_client import EngineClient
 from server.guards import BadGuards, tls_options
 from server.http_protocol import limited_protocol
@@ -55,6 +56,8 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     """Private directory for this node's local sockets."""
     listen_fd: int | None = None
     """Listening HTTP socket that the supervisor bound, shared by all front ends."""
+    control: str | None = None
+    """Address of the supervisor's control socket."""
     load_table: str | None = None
     """Path of the table in which the front ends of this node see each other's sends."""
     admission_table: str | None = None
@@ -107,12 +110,19 @@ class FrontEnd:
         link.subscribe(client.view_changed)
         interval = self._config.http.log_stats_interval
         stats = asyncio.create_task(log_stats(client, interval)) if interval and not index else None
+        control = None
+        if self._launch.control is not None:
+            control = SupervisorControl(self._launch.control, self._transport)
         try:
-            app = build_app(self._config, client, tokenizer, metrics, self._admission(index))
+            app = build_app(
+                self._config, client, tokenizer, metrics, self._admission(index), control
+            )
             await self._serve_http(app, link, client)
         finally:
             if stats is not None:
                 stats.cancel()
+            if control is not None:
+                control.close()
             link.close()
             client.close()
 

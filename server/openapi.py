@@ -24,6 +24,7 @@ _RESPONSES = (
     StatusResponse,
     common.ErrorResponse,
     admin.EngineList,
+    admin.ScaleStatus,
     admin.UtilityAnswers,
 )
 

@@ -32,6 +32,8 @@ class Role:
     environment: dict[str, str] = field(default_factory=dict)
     inherit: tuple[int, ...] = ()
     child: Child | None = None
+    keeping: asyncio.Task[None] | None = None
+    """The task that keeps the place filled."""
     incarnation: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     phase: str = "starting"
@@ -48,8 +50,13 @@ def coordinator_role(config: ServeConfig) -> Role:
     )
 
 
-def member_roles(config: ServeConfig, directory: Path, listen_fd: int) -> list[Role]:
-    """Return the places of all engines and front ends of a node.
+def control_address(directory: Path) -> str:
+    """Return where a node's supervisor listens for its front ends."""
+    return f"ipc://{directory}/control"
+
+
+def front_end_roles(config: ServeConfig, directory: Path, listen_fd: int) -> list[Role]:
+    """Return the places of all front ends of a node.
 
     Args:
         directory: the node's private directory; the files that front ends share are made in it.
@@ -60,15 +67,14 @@ def member_roles(config: ServeConfig, directory: Path, listen_fd: int) -> list[R
     load_table = directory / "loads"
     create_load_table(load_table, config.supervisor.api_server_count)
     create_admission_table(directory / "admission", config.supervisor.api_server_count)
-    engines = [_engine_role(config, rank) for rank in range(config.parallel.data_parallel_size)]
-    front_ends = [
+    return [
         _front_end_role(config, index, directory, listen_fd)
         for index in range(config.supervisor.api_server_count)
     ]
-    return engines + front_ends
 
 
-def _engine_role(config: ServeConfig, rank: int) -> Role:
+def engine_role(config: ServeConfig, rank: int) -> Role:
+    """Return the place of one engine."""
     engine = config.engine()
     parallel = msgspec.structs.replace(engine.parallel, data_parallel_rank=rank)
     of_rank = msgspec.structs.replace(engine, parallel=parallel)
@@ -90,6 +96,7 @@ def _front_end_role(config: ServeConfig, index: int, directory: Path, listen_fd:
             "incarnation": incarnation,
             "socket_dir": str(directory),
             "listen_fd": listen_fd,
+            "control": control_address(directory),
             "load_table": str(directory / "loads"),
             "admission_table": str(directory / "admission"),
         }

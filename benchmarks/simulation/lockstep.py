@@ -8,7 +8,7 @@ from typing import Protocol
 from benchmarks.simulation.costs import CostModel, StepCost
 from benchmarks.simulation.records import Recorder
 from benchmarks.simulation.replica import EngineShape, Replica, message
-from benchmarks.simulation.workload import Workload, first_arrivals
+from benchmarks.simulation.workload import NS, Workload, first_arrivals
 from engine.scheduler.admission import AdmissionPolicy, Grant, RankState
 from engine.scheduler.policies import build_admission_policy
 from server.routing import EngineLoad, RoutingPolicy
@@ -91,6 +91,7 @@ class LockstepGroup:
         route: chooses a rank for each request.
         gather_first: take the ranks' states before the arrivals are taken in, which is wrong and
             shows why the order matters.
+        sample_every_ns: distance of the timeline's points.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class LockstepGroup:
         *,
         route: Router | None = None,
         gather_first: bool = False,
+        sample_every_ns: int = NS,
     ) -> None:
         self.replicas = [Replica(shape, costs) for _ in range(ranks)]
-        self.recorder = Recorder(ranks)
+        self.recorder = Recorder(ranks, sample_every_ns)
         self.holds = HoldCheck()
         self._policies = [build_admission_policy(shape.scheduler, ranks) for _ in range(ranks)]
         self._workload = workload

@@ -38,7 +38,6 @@ class Replica:
         self.inbox: list[AddRequest] = []
         self.prefill_tokens = 0
         """Of the step that runs or ran last."""
-        self.num_decodes = 0
         self._costs = costs
         self._plan: BatchPlan | None = None
 
@@ -68,7 +67,6 @@ class Replica:
         self._plan = self.scheduler.schedule(grant)
         cost = self._costs.of(self._plan)
         self.prefill_tokens = cost.prefill_tokens
-        self.num_decodes = self._plan.counts.count(1)
         return cost
 
     def finish(self) -> Outputs:

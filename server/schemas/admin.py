@@ -55,3 +55,22 @@ class UtilityAnswers(msgspec.Struct):
     """What the engines answered, by rank."""
 
     answers: list[UtilityAnswer]
+
+
+class ScaleRequest(RequestBody):
+    """How many engines the node shall run."""
+
+    data_parallel_size: int = Field(ge=1, le=1024)
+
+
+class ScaleStatus(msgspec.Struct):
+    """The engines of the node as its supervisor sees them."""
+
+    data_parallel_size: int
+    """How many engines there shall be."""
+    engines: dict[str, str]
+    """Phase of each engine by rank: "ready", "retiring", or what it does while it starts."""
+    busy: bool
+    """Whether engines are being added, retired or replaced."""
+    error: str | None
+    """Why the last change was not carried out."""

@@ -259,6 +259,8 @@ class LeavesWithoutLooking(EngineWave):
 
 NOTICED = Setup(order_window=2)
 REPEATED = Setup(duplicates=1)
+ONE_REQUEST = Setup(notices=False)
+THREE_ENGINES = Setup(engines=3, notices=False)
 NO_NOTICES = Setup(requests=2, notices=False)
 HELD_ONCE = Setup(calls=(Call("pause", 1, (1,)), RESUME), notices=False)
 NOTICED_WHILE_HELD = Setup(
@@ -277,7 +279,7 @@ and waves that nobody needs."""
 COORDINATORS = [
     (RunningByOrder, NOTICED, HANG),
     (OrderOnce, NO_NOTICES, HANG),
-    (OneStarterIsEnough, Setup(engines=3, notices=False), HANG),
+    (OneStarterIsEnough, THREE_ENGINES, HANG),
     (CompletesAnyWave, NO_NOTICES, HANG),
     (FollowsTheLastReport, NO_NOTICES, STALE),
     (WakesForOldNotices, REPEATED, RESTLESS),
@@ -292,7 +294,7 @@ ENGINES = [
     (SkipsDummySteps, NO_NOTICES, LONER),
     (GathersByOwnCount, LONG_STEPS, LONER),
     (ObeysBackwards, NO_NOTICES, STALE),
-    (ObeysOldOrders, Setup(notices=False), RESTLESS),
+    (ObeysOldOrders, ONE_REQUEST, RESTLESS),
     (HoldsAlone, HELD_ONCE, LONER),
     (RequestsEndHolds, HELD_ONCE, LONER),
     (OrdersEndHolds, NOTICED_WHILE_HELD, LONER),
@@ -306,7 +308,7 @@ CONFIGURATIONS = {
     "noticed": NOTICED, "repeated": REPEATED, "no notices": NO_NOTICES, "held once": HELD_ONCE,
     "noticed while held": NOTICED_WHILE_HELD, "resumed at one rank": RESUMED_AT_ONE,
     "stopped": STOPPED, "stopped at one rank": STOPPED_AT_ONE, "long steps": LONG_STEPS,
-    "late drain": LATE_DRAIN,
+    "late drain": LATE_DRAIN, "one request": ONE_REQUEST, "three engines": THREE_ENGINES,
 }  # fmt: skip
 """Where the mutants are shown."""
 
