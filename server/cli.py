@@ -17,6 +17,7 @@ from coordinator.config import CoordinatorConfig
 from engine import settings
 from engine.config import EngineConfig, Section
 from server.config import FrontEndConfig, ServeConfig
+from server.scale_command import ScaleConfig, scale
 
 
 class Command(NamedTuple):
@@ -25,7 +26,8 @@ class Command(NamedTuple):
     help: str
     example: str
     config: type[Section]
-    takes_model: bool
+    positional: tuple[str, str] | None
+    """Name and help text of the setting that may stand without its flag."""
     hidden: frozenset[str]
     run: Callable[[Any], int]
 
@@ -64,13 +66,15 @@ def _bench(config: BenchConfig) -> int:
     return command.bench(config)
 
 
+MODEL = ("model", "model directory or hub id; the bundled model if absent")
+
 COMMANDS = {
     "serve": Command(
         "run a coordinator, engines and API servers on this node",
         "swell serve                              # the bundled model on port 8000\n"
         "swell serve Qwen/Qwen3-0.6B --data-parallel-size 4 --port 8080",
         ServeConfig,
-        True,
+        MODEL,
         frozenset({"coordinator", "data_parallel_rank", "data_parallel_size_local"}),
         _serve,
     ),
@@ -78,7 +82,7 @@ COMMANDS = {
         "run only the coordinator",
         "swell coordinator --coordinator 0.0.0.0:7550 --cluster-key-file /run/secrets/key",
         CoordinatorConfig,
-        False,
+        None,
         frozenset(),
         _coordinator,
     ),
@@ -86,7 +90,7 @@ COMMANDS = {
         "run one engine that joins a coordinator",
         "swell engine ./my-model --coordinator head:7550 --cluster-key-file /run/secrets/key",
         EngineConfig,
-        True,
+        MODEL,
         frozenset(),
         _engine,
     ),
@@ -94,16 +98,24 @@ COMMANDS = {
         "run one API server that joins a coordinator",
         "swell api-server ./my-model --coordinator head:7550 --host 0.0.0.0 --port 8000",
         FrontEndConfig,
-        True,
+        MODEL,
         frozenset(),
         _api_server,
+    ),
+    "scale": Command(
+        "change the number of engines of a running node",
+        "swell scale 4\nSWELL_ADMIN_KEY=... swell scale 2 --url http://head:8000",
+        ScaleConfig,
+        ("size", "number of engines; without it only shows what there is"),
+        frozenset(),
+        scale,
     ),
     "bench": Command(
         "load a server and report latencies and throughput",
         "swell bench --max-concurrency 64 --random-input-len 100 --ignore-eos\n"
         "swell bench --url http://head:8000 --request-rate 20 --goodput ttft:500 tpot:50",
         BenchConfig,
-        False,
+        None,
         frozenset(),
         _bench,
     ),
@@ -132,11 +144,11 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
-        if command.takes_model:
-            sub.add_argument(
-                "model", nargs="?", help="model directory or hub id; the bundled model if absent"
-            )
-        hidden = command.hidden | {"model"} if command.takes_model else command.hidden
+        hidden = command.hidden
+        if command.positional is not None:
+            setting, text = command.positional
+            sub.add_argument(setting, nargs="?", help=text)
+            hidden |= {setting}
         settings.add_arguments(sub, command.config, hidden)
     return parser
 

@@ -34,7 +34,10 @@ class Keeper:
     """Fills places with processes, whatever happens to these."""
 
     def __init__(
-        self, console: Console, log_format: Literal["text", "json"], report_death: Callable[[Role], None]
+        self,
+        console: Console,
+        log_format: Literal["text", "json"],
+        report_death: Callable[[Role], None],
     ) -> None:
         self._console = console
         self._log_format = log_format

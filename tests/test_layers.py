@@ -73,7 +73,8 @@ def test_scheduling_knows_no_tensors_sockets_or_clocks(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "coordinator/state.py", ROOT / "coordinator/wave.py", ROOT / "server/cluster_state.py",
+    [ROOT / "coordinator/state.py", ROOT / "coordinator/wave.py", ROOT / "engine/wave.py",
+     ROOT / "server/cluster_state.py",
      ROOT / "server/routing.py", ROOT / "engine/membership.py", ROOT / "engine/roster.py"],
     ids=str,
 )  # fmt: skip

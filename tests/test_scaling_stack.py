@@ -1,11 +1,15 @@
 """Engines added, taken away and replaced under load: nobody notices."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +128,26 @@ def test_an_impossible_size_is_refused_by_name(stack_with_admin: str, size: obje
     error = json.loads(caught.value.read())["error"]
     caught.value.close()
     assert (caught.value.code, error["param"]) == (400, "data_parallel_size")
+
+
+def swell_scale(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("swell")), "scale", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_scales_and_says_so(stack_with_admin: str) -> None:
+    flags = ("--url", stack_with_admin, "--admin-key", ADMIN_KEY)
+    done = swell_scale("3", *flags)
+    assert (done.returncode, done.stdout) == (
+        0, "3 engines: engine 0 ready, engine 1 ready, engine 2 ready\n"
+    )  # fmt: skip
+    assert swell_scale(*flags).stdout == done.stdout
+    wrong_key = swell_scale("2", "--url", stack_with_admin, "--admin-key", "wrong")
+    assert wrong_key.returncode == 1
+    assert "key" in wrong_key.stderr
+    nobody = swell_scale("2", "--url", "http://127.0.0.1:9")
+    assert nobody.returncode == 1
+    assert "cannot be reached" in nobody.stderr
 
 
 @pytest.fixture(scope="module")
