@@ -1,7 +1,8 @@
 """Kills and stops random processes of a running stack under load and prints the tally.
 
 Every request's answer is compared with that of an undisturbed run. A request may fail only if a
-front end was killed while it was under way, because its connection may have ended there.
+front end was killed while it was under way, because its connection may have ended there. Engines
+compute in float32: in bfloat16 a batch of another size may round to another token.
 
     python -m benchmarks.chaos --minutes 5
     python -m benchmarks.chaos --minutes 1 --kinds engine coordinator -- --executor simulated
@@ -16,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import psutil
@@ -78,7 +80,11 @@ async def ask(client: httpx.AsyncClient, task: Task, tally: Tally) -> str:
         answer = await client.post(task.path, json=task.body)
         answer.raise_for_status()
         body = answer.json()
-        return json.dumps([body["choices"], body["usage"]["completion_tokens"]])
+        told = [
+            (c.get("text") or c["message"]["content"], c["finish_reason"], tokens_of(c))
+            for c in body["choices"]
+        ]
+        return json.dumps([told, body["usage"]["completion_tokens"]])
     texts: Counter[int] = Counter()
     pieces: dict[int, str] = {}
     done = False
@@ -104,6 +110,13 @@ async def ask(client: httpx.AsyncClient, task: Task, tally: Tally) -> str:
     if not done:
         raise ConnectionError("the stream ended without [DONE]")
     return json.dumps(sorted(pieces.items()))
+
+
+def tokens_of(choice: dict[str, Any]) -> list[str] | None:
+    """Return the tokens that a choice's log probabilities are of; their values may round."""
+    logprobs = choice.get("logprobs")
+    tokens: list[str] | None = logprobs and logprobs.get("tokens")
+    return tokens
 
 
 class Disturber:
@@ -247,7 +260,8 @@ def main() -> int:
     parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
     options = parser.parse_args()
     console = Console()
-    flags = ["--data-parallel-size", "3", "--log-level", "error", *options.serve]
+    flags = ["--data-parallel-size", "3", "--dtype", "float32", "--log-level", "error"]
+    flags += options.serve
     with RunningStack(*flags, timeout=300) as stack:
         before = resources(stack)
         with Progress(console=console) as progress:
