@@ -2,7 +2,7 @@
 
 import os
 
-SPIN_COUNT = 2500
+SPIN_COUNT = 2000
 """Iterations of libgomp's wait loop, of about 0.05 us each: some 0.1 ms."""
 
 
