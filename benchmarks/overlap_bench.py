@@ -26,9 +26,9 @@ from rich.table import Table
 
 from engine.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.executor.environment import settle_environment
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import Executor, PendingResult
-from engine.executor.spinning import limit_spinning
 from engine.messages import AddRequest, SamplingParams
 from engine.scheduler.batch import BatchPlan
 from engine.sender import ConnectFrontEnd, Sender, StepDone
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    limit_spinning()
+    settle_environment()
     with tempfile.TemporaryDirectory() as directory, zmq.Context() as context:
         options.address = f"ipc://{directory}/outputs"
         outputs = context.socket(zmq.PULL)

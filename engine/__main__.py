@@ -1,5 +1,7 @@
 """`python -m engine`: one engine below a supervisor, which sends its launch parameters."""
 
+import logging
+import os
 import sys
 
 from engine.config import EngineLaunch
@@ -8,4 +10,8 @@ from engine.process import run
 
 lifeline = Lifeline.from_environment()
 launch = lifeline.read_launch(EngineLaunch)
-sys.exit(run(launch.config, lifeline, launch.incarnation))
+code = run(launch.config, lifeline, launch.incarnation)
+# Everything has been closed in order; taking the interpreter apart under torch can take seconds.
+logging.shutdown()
+sys.stdout.flush()
+os._exit(code)

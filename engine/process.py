@@ -16,8 +16,8 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.core import EngineCore, StepFailed
+from engine.executor.environment import settle_environment
 from engine.executor.interface import Executor
-from engine.executor.spinning import limit_spinning
 from engine.lifeline import CANNOT_START, Lifeline
 from engine.logs import name_process
 from engine.membership import JOIN_TIMEOUT
@@ -148,7 +148,7 @@ def build_executor(config: EngineConfig, rank: int, lifeline: Lifeline) -> Execu
         vocab_size = msgspec.json.decode(model_config.read_bytes())["vocab_size"]
         return SimulatedExecutor(config, vocab_size=vocab_size)
     lifeline.progress("importing torch")
-    limit_spinning()
+    settle_environment()
     from engine.executor.in_process import InProcessExecutor  # imports torch
 
     engines_on_node = config.parallel.data_parallel_size_local or config.parallel.data_parallel_size

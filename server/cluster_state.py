@@ -241,7 +241,8 @@ def _received(stats: EngineStats | None, front_end: int, incarnation: int) -> Re
 
 
 def _usable(route: _Route) -> bool:
-    return route.entry.ready and route.identity is not None
+    halted = route.stats is not None and route.stats.halted
+    return route.entry.ready and route.identity is not None and not halted
 
 
 def _slots(route: _Route) -> int:

@@ -1,0 +1,30 @@
+"""What torch's libraries read from the environment; has to be settled before torch is imported.
+
+What the environment says already is left alone.
+"""
+
+import os
+
+SPIN_COUNT = 2000
+"""Iterations of libgomp's wait loop, of about 0.05 us each: some 0.1 ms."""
+
+CACHED_PRIMITIVES = 64
+"""Compiled oneDNN operations kept, in each of its two caches; a step of a model uses about ten."""
+
+
+def settle_environment() -> None:
+    """Have compute threads sleep soon, and bound what oneDNN keeps.
+
+    Between two parallel regions of a step threads wait for some microseconds, so a short spin
+    spares them the way through the kernel. The library's default of 300,000 iterations is for
+    machines that do nothing else: when front ends, other engines or anything at all share the
+    processors, a thread that waits for one that is not running burns its whole time slice, and
+    steps get many times slower.
+
+    oneDNN compiles every operation anew for every number of rows and keeps 1,024 of them with
+    their buffers: more than a gigabyte for a model of ten megabytes.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    for variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, str(CACHED_PRIMITIVES))

@@ -1,0 +1,48 @@
+"""What is settled before torch is imported: thread spinning and oneDNN's caches."""
+
+import os
+
+import pytest
+
+from engine.executor.environment import CACHED_PRIMITIVES, SPIN_COUNT, settle_environment
+
+VARIABLES = (
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+    "LRU_CACHE_CAPACITY",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def settled(name: str) -> str | None:
+    settle_environment()
+    return os.environ.get(name)
+
+
+def test_spinning_and_caches_are_limited_by_default() -> None:
+    assert settled("GOMP_SPINCOUNT") == str(SPIN_COUNT)
+    assert settled("LRU_CACHE_CAPACITY") == str(CACHED_PRIMITIVES)
+    assert settled("ONEDNN_PRIMITIVE_CACHE_CAPACITY") == str(CACHED_PRIMITIVES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "of", "expected"),
+    [
+        ("GOMP_SPINCOUNT", "7", "GOMP_SPINCOUNT", "7"),
+        ("OMP_WAIT_POLICY", "ACTIVE", "GOMP_SPINCOUNT", None),
+        ("LRU_CACHE_CAPACITY", "512", "LRU_CACHE_CAPACITY", "512"),
+    ],
+)
+def test_what_the_operator_has_chosen_is_left_alone(
+    environment: pytest.MonkeyPatch, name: str, value: str, of: str, expected: str | None
+) -> None:
+    environment.setenv(name, value)
+    assert settled(of) == expected
