@@ -18,7 +18,6 @@ ARCHITECTURES = [
     "qwen3-moe-many",
     "qwen3-moe-some-dense",
 ]
-VARIED = ["llama", "mistral-window", "qwen3-moe"]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -44,7 +43,7 @@ def test_sharded_checkpoint_loads(checkpoint, driver, prompt):
     assert (engine.logits({0: 20}) - model.logits(prompt(20))).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_prompt_in_uneven_chunks_gives_the_same_logits(name, checkpoint, driver, prompt):
     model = checkpoint(name)
     engine = driver(model.directory)
@@ -54,7 +53,7 @@ def test_prompt_in_uneven_chunks_gives_the_same_logits(name, checkpoint, driver,
     assert (torch.cat(parts) - model.logits(tokens)).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_prefix_in_blocks_of_another_sequence_is_reused(name, checkpoint, driver, prompt):
     model = checkpoint(name)
     engine = driver(model.directory)
@@ -70,7 +69,7 @@ def test_prefix_in_blocks_of_another_sequence_is_reused(name, checkpoint, driver
     assert engine.tokens[0][41:] == model.greedy(shared + prompt(9), 21)
 
 
-@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_preempted_sequence_continues_after_recomputation(name, checkpoint, driver, prompt):
     model = checkpoint(name)
     engine = driver(model.directory)
@@ -86,7 +85,7 @@ def test_preempted_sequence_continues_after_recomputation(name, checkpoint, driv
     assert engine.tokens[4][25:] == model.greedy(prompt(25), 32)
 
 
-@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_batch_of_mixed_lengths_equals_each_alone(name, checkpoint, driver, prompt):
     model = checkpoint(name)
     engine = driver(model.directory)
