@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
-
-transformers = pytest.importorskip("transformers")
 
 DIRECTORY = Path(__file__).parent.parent / "engine" / "bundled_model"
 

@@ -223,7 +223,6 @@ SMALL = ["--requests", "40", "--rate", "400", "--output", "uniform:2,20"]
 def test_the_command_prints_and_draws(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     figure = tmp_path / "run.png"
     assert simulate.main([*command, *SMALL, "--plot", str(figure)]) == 0
     assert figure.read_bytes().startswith(b"\x89PNG")

@@ -147,6 +147,12 @@ class World:
             )
         )  # fmt: skip
 
+    async def one_engine(self) -> PlayedEngine:
+        engine = self.engine(0, 10)
+        self.publish(engine)
+        await self.until(lambda: self.client.ready)
+        return engine
+
     async def two_engines(self) -> tuple[PlayedEngine, PlayedEngine]:
         first, second = self.engine(0, 10), self.engine(1, 11)
         self.publish(first, second)
@@ -190,9 +196,7 @@ def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) -> Non
 def test_a_request_to_paused_engines_comes_with_a_wake_up_notice(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
-            engine = w.engine(0, 10)
-            w.publish(engine)
-            await w.until(lambda: w.client.ready)
+            engine = await w.one_engine()
             w.client.submit("a", [1], GREEDY)
             assert w.notices == [WakeUp(0, 0, 3)]
             w.publish(engine, running=True)
@@ -206,9 +210,7 @@ def test_a_request_to_paused_engines_comes_with_a_wake_up_notice(tmp_path: Path)
 def test_closing_an_unfinished_stream_aborts_it_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
-            engine = w.engine(0, 10)
-            w.publish(engine)
-            await w.until(lambda: w.client.ready)
+            engine = await w.one_engine()
             stream = w.client.submit("a", [1], GREEDY)
             stream.close()
             stream.close()
@@ -316,9 +318,7 @@ def test_an_engine_that_wrongly_passed_for_dead_is_told_to_drop_what_moved_on(
 def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
-            engine = w.engine(0, 10)
-            w.publish(engine)
-            await w.until(lambda: w.client.ready)
+            engine = await w.one_engine()
             w.client.submit("a", [1], GREEDY)
             request = await engine.receive()
             assert isinstance(request, AddRequest)
@@ -352,9 +352,7 @@ def test_a_request_whose_engines_keep_dying_is_suspected_and_given_up(tmp_path: 
 def test_a_request_waits_for_a_replacement_when_the_only_engine_dies(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
-            engine = w.engine(0, 10)
-            w.publish(engine)
-            await w.until(lambda: w.client.ready)
+            await w.one_engine()
             stream = w.client.submit("a", [1], GREEDY)
             w.publish()
             with pytest.raises(NoEngineAvailable):
@@ -448,9 +446,7 @@ def test_nobody_can_be_called_before_an_engine_joins(tmp_path: Path) -> None:
 def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
-            engine = w.engine(0, 10)
-            w.publish(engine)
-            await w.until(lambda: w.client.ready)
+            engine = await w.one_engine()
             stream = w.client.submit("a", [1], GREEDY)
             request = await engine.receive()
             for junk in (b"", b"\xff\xff", b"\x93\x01\x02\x03", encode(WakeUp(0, 0, 0))):
