@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from engine.config import HealthConfig, Section
 from engine.settings import markdown_table
 from server.config import ServeConfig
 
@@ -12,14 +13,21 @@ HEADER = """# Settings
 Written by `make docs` from the definitions in `engine/config.py`, `server/config.py` and
 `coordinator/config.py`. Every setting is a flag, an environment variable and a key of the YAML
 file given by `--config` (the flag's name without the dashes in front). A flag wins over a
-variable, a variable over the file. `swell serve --help` shows the same.
+variable, a variable over the file. `swell serve --help` shows the same; the section Health is for
+`swell engine` and `swell coordinator`.
 
 """
 
 
+class Containers(Section, frozen=True, kw_only=True):
+    """What only `swell engine` and `swell coordinator` have."""
+
+    health: HealthConfig = HealthConfig()
+
+
 def render() -> str:
     """Return the whole page."""
-    return HEADER + markdown_table(ServeConfig)
+    return f"{HEADER}{markdown_table(ServeConfig)}\n{markdown_table(Containers)}"
 
 
 if __name__ == "__main__":

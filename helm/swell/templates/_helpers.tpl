@@ -1,0 +1,160 @@
+{{- define "swell.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "swell.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "swell.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "swell.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end }}
+
+{{- define "swell.selector" -}}
+app.kubernetes.io/name: {{ include "swell.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "swell.labels" -}}
+{{ include "swell.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "swell.serviceAccount" -}}
+{{- default (ternary (include "swell.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
+{{- end }}
+
+{{- /* Image of a component: list ROOT COMPONENT. */}}
+{{- define "swell.image" -}}
+{{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
+{{- with $root.Values.image.registry }}{{ . }}/{{ end }}{{ $component.repository }}:{{ default $root.Chart.AppVersion $root.Values.image.tag }}
+{{- end }}
+
+{{- /* Secret of a key: list ROOT VALUES-NAME. */}}
+{{- define "swell.secret" -}}
+{{- $root := index . 0 }}{{- $key := index $root.Values (index . 1) }}
+{{- default (include "swell.fullname" $root) $key.existingSecret -}}
+{{- end }}
+
+{{- define "swell.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "swell.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- /* Labels and annotations of a component's pods: list ROOT COMPONENT. No versions, so that a new
+chart alone starts no pod anew. */}}
+{{- define "swell.podMetadata" -}}
+{{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) -}}
+labels:
+  {{- include "swell.selector" $root | nindent 2 }}
+  app.kubernetes.io/component: {{ index . 1 }}
+  {{- with $component.podLabels }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- with $component.podAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* Where a component's pods may run: list ROOT COMPONENT. Without wishes they spread over nodes. */}}
+{{- define "swell.scheduling" -}}
+{{- $root := index . 0 }}{{- $name := index . 1 }}{{- $component := index $root.Values $name }}
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $component.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $component.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $component.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $component.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+{{- if $component.topologySpreadConstraints }}
+  {{- toYaml $component.topologySpreadConstraints | nindent 2 }}
+{{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "swell.selector" $root | nindent 8 }}
+        app.kubernetes.io/component: {{ $name }}
+{{- end }}
+{{- end }}
+
+{{- /* Variables that all processes have. */}}
+{{- define "swell.clusterEnv" -}}
+- {name: SWELL_CLUSTER_KEY_FILE, value: /run/secrets/swell/cluster-key}
+- {name: SWELL_LOG_FORMAT, value: json}
+- {name: SWELL_NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+{{- end }}
+
+{{- define "swell.modelEnv" -}}
+{{- with .Values.model.name }}
+- {name: SWELL_MODEL, value: {{ . | quote }}}
+{{- end }}
+{{- with .Values.model.servedName }}
+- {name: SWELL_SERVED_MODEL_NAME, value: {{ . | quote }}}
+{{- end }}
+{{- with .Values.model.maxLength }}
+- {name: SWELL_MAX_MODEL_LEN, value: {{ . | int | quote }}}
+{{- end }}
+{{- with .Values.model.hubSecret.name }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.model.hubSecret.key }}}}
+{{- end }}
+{{- end }}
+
+{{- /* A component's own variables, sorted by name. */}}
+{{- define "swell.ownEnv" -}}
+{{- range $name, $value := . }}
+- {name: {{ $name }}, value: {{ $value | toString | quote }}}
+{{- end }}
+{{- end }}
+
+{{- define "swell.clusterKeyVolume" -}}
+- name: cluster-key
+  secret:
+    secretName: {{ include "swell.secret" (list . "clusterKey") }}
+    defaultMode: 0440
+    items: [{key: {{ .Values.clusterKey.key }}, path: cluster-key}]
+- name: tmp
+  emptyDir: {medium: Memory, sizeLimit: 256Mi}
+{{- end }}
+
+{{- define "swell.clusterKeyMounts" -}}
+- {name: cluster-key, mountPath: /run/secrets/swell, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{- define "swell.modelVolume" -}}
+- name: models
+  {{- if .Values.model.volume }}
+  {{- toYaml .Values.model.volume | nindent 2 }}
+  {{- else }}
+  emptyDir: {}
+  {{- end }}
+{{- end }}
+
+{{- define "swell.modelMount" -}}
+- {name: models, mountPath: /models, readOnly: {{ .Values.model.readOnly }}}
+{{- end }}

@@ -1,0 +1,399 @@
+"""The Helm chart: rendered over a matrix of values, validated, and held to rules of operation."""
+
+import base64
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.deploy
+
+ROOT = Path(__file__).parent.parent.parent
+CHART = ROOT / "helm" / "swell"
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+VALUES = [CHART / "values.yaml", *EXAMPLES]
+KUBERNETES = ("1.27", "1.30", "1.33")
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject"}
+WORKLOADS = ("Deployment", "StatefulSet", "Pod")
+
+Manifest = dict[str, Any]
+
+
+def helm(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    own = ROOT / ".venv" / "helm" / "node_modules" / ".bin" / "helm"
+    binary = str(own) if own.is_file() else shutil.which("helm")
+    if binary is None:
+        pytest.skip("helm is not installed: `make test-deploy` installs it")
+    return subprocess.run(
+        [binary, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def render(values: Path | None = None, *settings: str, version: str = "1.30") -> list[Manifest]:
+    """Return the manifests of the chart with a values file and --set arguments."""
+    chosen = [] if values is None else ["-f", str(values)]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    done = helm(
+        "template", "demo", str(CHART), "--namespace", "llm", "--kube-version", f"{version}.0",
+        "--set", "clusterKey.value=secret", *chosen, *sets,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+
+
+def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Yield (name, pod specification) of everything that runs pods."""
+    for manifest in manifests:
+        if manifest["kind"] in WORKLOADS:
+            spec = manifest["spec"]
+            yield manifest["metadata"]["name"], spec.get("template", {}).get("spec", spec)
+
+
+def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    (found,) = (m for m in manifests if (m["kind"], m["metadata"]["name"]) == (kind, name))
+    return found
+
+
+def environment(manifest: Manifest) -> dict[str, Any]:
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+
+
+def named(paths: list[Path]) -> Any:
+    return pytest.mark.parametrize("values", paths, ids=lambda path: path.stem)
+
+
+# -- is it valid? ----------------------------------------------------------------------------------
+
+
+@named(VALUES)
+def test_lint_finds_nothing(values: Path) -> None:
+    done = helm("lint", "--strict", str(CHART), "-f", str(values))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_there_are_examples_enough() -> None:
+    assert len(EXAMPLES) >= 6
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@named(VALUES)
+def test_every_manifest_is_valid_for_every_version(values: Path, version: str) -> None:
+    import kubernetes_validate  # in the extra deploy-test only
+
+    manifests = render(values, version=version)
+    names = [(m["kind"], m["metadata"]["name"]) for m in manifests]
+    assert len(set(names)) == len(names)
+    for manifest in manifests:
+        if manifest["kind"] in CUSTOM:
+            continue
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_custom_resources_have_what_their_operators_need() -> None:
+    manifests = render(CHART / "examples" / "autoscaling.yaml")
+    scaled = find(manifests, "ScaledObject", "demo-swell-engine")["spec"]
+    assert scaled["scaleTargetRef"]["kind"] == "StatefulSet"
+    assert scaled["minReplicaCount"] < scaled["maxReplicaCount"]
+    (trigger,) = scaled["triggers"]
+    assert "swell_num_requests_waiting" in trigger["metadata"]["query"]
+    assert 'namespace="llm"' in trigger["metadata"]["query"]
+    assert isinstance(trigger["metadata"]["threshold"], str)
+
+    manifests = render(CHART / "examples" / "gateway.yaml")
+    route = find(manifests, "HTTPRoute", "demo-swell")["spec"]
+    service = find(manifests, "Service", "demo-swell")
+    (backend,) = route["rules"][0]["backendRefs"]
+    assert backend == {"name": "demo-swell", "port": service["spec"]["ports"][0]["port"]}
+    monitor = find(manifests, "ServiceMonitor", "demo-swell")["spec"]
+    labels = monitor["selector"]["matchLabels"]
+    chosen = [
+        manifest["metadata"]["name"]
+        for manifest in manifests
+        if manifest["kind"] == "Service"
+        and labels.items() <= manifest["metadata"]["labels"].items()
+    ]
+    assert chosen == ["demo-swell"], "engines have no metrics of their own"
+
+
+def test_dashboard_and_alerts_are_those_that_compose_uses() -> None:
+    manifests = render(CHART / "examples" / "gateway.yaml")
+    rules = find(manifests, "PrometheusRule", "demo-swell")["spec"]
+    assert rules == yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+    dashboard = find(manifests, "ConfigMap", "demo-swell-dashboard")
+    assert dashboard["data"]["swell.json"] == (
+        CHART / "files" / "dashboard.json"
+    ).read_text().strip("\n")
+    compose = (ROOT / "docker" / "compose.yaml").read_text()
+    assert "../helm/swell/files/alerts.yaml:" in compose
+    assert "../helm/swell/files/dashboard.json:" in compose
+
+
+@pytest.mark.parametrize(
+    ("setting", "named_in_error"),
+    [
+        ("api.replica=3", "replica"),
+        ("engine.replicas=many", "engine.replicas"),
+        ("image.tag=latest", "image.tag"),
+        ("engine.env.lower=1", "engine.env"),
+        ("api.route.enabled=true", "api.route.parentRefs"),
+        ("api.service.port=0", "api.service.port"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(setting: str, named_in_error: str) -> None:
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.30.0", "--set", setting)
+    assert done.returncode != 0
+    assert named_in_error in done.stderr
+
+
+def test_engines_that_step_together_are_not_scaled_while_they_run() -> None:
+    together = "engine.expertParallel=true,engine.autoscaling.enabled=true"
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.30.0", "--set", together)
+    assert done.returncode != 0
+    assert "autoscaling" in done.stderr
+
+
+# -- is it fit to run? -----------------------------------------------------------------------------
+
+
+@named(VALUES)
+def test_containers_run_with_no_rights_they_do_not_need(values: Path) -> None:
+    for name, pod in pods(render(values)):
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"], name
+        assert security["runAsUser"] >= 10000, name
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert pod["automountServiceAccountToken"] is False, name
+        assert pod["enableServiceLinks"] is False, "variables of Services look like settings"
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys(), name
+        for container in pod["containers"]:
+            own = container["securityContext"]
+            assert own["readOnlyRootFilesystem"], name
+            assert own["allowPrivilegeEscalation"] is False, name
+            assert own["capabilities"] == {"drop": ["ALL"]}, name
+
+
+@named(VALUES)
+def test_containers_have_requests_limits_and_a_fixed_version(values: Path) -> None:
+    for name, pod in pods(render(values)):
+        for container in pod["containers"]:
+            resources = container["resources"]
+            assert {"cpu", "memory"} <= resources["requests"].keys(), name
+            assert {"cpu", "memory"} <= resources["limits"].keys(), name
+            _, _, tag = container["image"].rpartition(":")
+            assert tag not in ("", "latest"), name
+            assert "/" not in tag, name
+
+
+@named(VALUES)
+def test_whatever_serves_is_probed_on_ports_it_has(values: Path) -> None:
+    for name, pod in pods(render(values)):
+        if name.endswith("-test"):
+            continue
+        for container in pod["containers"]:
+            ports = {port["name"] for port in container["ports"]}
+            for probe, path in (("livenessProbe", "/health"), ("readinessProbe", "/ready")):
+                assert container[probe]["httpGet"]["path"] == path, name
+                assert container[probe]["httpGet"]["port"] in ports, name
+            assert container["startupProbe"]["failureThreshold"] >= 1, name
+
+
+@named(VALUES)
+def test_pods_get_the_time_that_draining_takes(values: Path) -> None:
+    manifests = render(values)
+    for manifest in manifests:
+        if manifest["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        spec = manifest["spec"]["template"]["spec"]
+        variables = environment(manifest)
+        needed = float(variables.get("SWELL_DRAIN_TIMEOUT", 0))
+        if "SWELL_SHUTDOWN_TIMEOUT" in variables:
+            hook = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+            assert hook[0] == "sleep"
+            needed = float(variables["SWELL_SHUTDOWN_TIMEOUT"]) + float(hook[1])
+        assert spec["terminationGracePeriodSeconds"] > needed
+
+
+@named(VALUES)
+def test_selectors_find_the_pods_they_are_meant_for(values: Path) -> None:
+    manifests = render(values)
+    labels = {
+        manifest["metadata"]["name"]: manifest["spec"]["template"]["metadata"]["labels"]
+        for manifest in manifests
+        if manifest["kind"] in ("Deployment", "StatefulSet")
+    }
+    for manifest in manifests:
+        spec = manifest.get("spec", {})
+        match manifest["kind"]:
+            case "Deployment" | "StatefulSet":
+                wanted = spec["selector"]["matchLabels"]
+            case "Service":
+                wanted = spec["selector"]
+            case "PodDisruptionBudget":
+                wanted = spec["selector"]["matchLabels"]
+            case "NetworkPolicy":
+                wanted = spec["podSelector"]["matchLabels"]
+            case _:
+                continue
+        found = [name for name, has in labels.items() if wanted.items() <= has.items()]
+        assert len(found) == 1, manifest["metadata"]["name"]
+
+
+@named(VALUES)
+def test_mounts_have_volumes_and_secrets_are_no_variables_in_clear(values: Path) -> None:
+    for name, pod in pods(render(values)):
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        for container in pod["containers"]:
+            mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+            assert mounted == volumes, name
+            for entry in container["env"]:
+                if entry["name"].endswith(("_KEY", "_KEYS", "_TOKEN")):
+                    assert "secretKeyRef" in entry["valueFrom"], name
+
+
+def test_more_than_one_replica_is_protected_and_spread() -> None:
+    manifests = render()
+    budgets = {m["metadata"]["name"] for m in manifests if m["kind"] == "PodDisruptionBudget"}
+    assert budgets == {"demo-swell-api", "demo-swell-engine"}
+    for _, pod in pods(manifests):
+        if "topologySpreadConstraints" in pod:
+            (constraint,) = pod["topologySpreadConstraints"]
+            assert constraint["topologyKey"] == "kubernetes.io/hostname"
+
+
+def test_the_network_is_open_only_where_it_has_to_be() -> None:
+    manifests = render(CHART / "examples" / "gateway.yaml")
+    policies = {m["metadata"]["name"]: m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"}
+    assert policies.keys() == {f"demo-swell-{part}" for part in ("api", "coordinator", "engine")}
+    own, outside = policies["demo-swell-api"]["ingress"]
+    assert "ports" not in own
+    assert len(outside["from"]) == 2
+    assert outside["ports"] == [{"protocol": "TCP", "port": 8000}]
+    (registration,) = policies["demo-swell-coordinator"]["ingress"]
+    assert [port["port"] for port in registration["ports"]] == [7550, 7551, 7552, 7553]
+    closed = render(None, "networkPolicy.enabled=false")
+    assert not [m for m in closed if m["kind"] == "NetworkPolicy"]
+
+
+# -- does a value do what it says? -----------------------------------------------------------------
+
+
+def differing(before: list[Manifest], after: list[Manifest]) -> dict[str, tuple[Any, Any]]:
+    """Return the leaves that differ, by path, as (before, after)."""
+
+    def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict):
+            for key, child in value.items():
+                yield from leaves(child, f"{path}.{key}")
+        elif isinstance(value, list):
+            for number, child in enumerate(value):
+                # Variables are known by their names, whatever comes before them.
+                known = child.get("name", number) if isinstance(child, dict) else number
+                yield from leaves(child, f"{path}[{known}]")
+        else:
+            yield path, value
+
+    def flat(manifests: list[Manifest]) -> dict[str, Any]:
+        return {
+            path: leaf
+            for m in manifests
+            for path, leaf in leaves(m, f"{m['kind']}/{m['metadata']['name']}")
+        }
+
+    old, new = flat(before), flat(after)
+    return {
+        path: (old.get(path), new.get(path))
+        for path in old.keys() | new.keys()
+        if old.get(path) != new.get(path)
+    }
+
+
+def test_scaling_changes_nothing_but_the_number_of_replicas() -> None:
+    changed = differing(render(), render(None, "engine.replicas=5", "api.replicas=4"))
+    assert changed == {
+        "StatefulSet/demo-swell-engine.spec.replicas": (2, 5),
+        "Deployment/demo-swell-api.spec.replicas": (2, 4),
+    }
+
+
+def test_a_new_model_changes_the_variables_of_engines_and_api_only() -> None:
+    changed = differing(render(), render(None, "model.name=Qwen/Qwen3-0.6B"))
+    template = ".spec.template.spec.containers"
+    assert {path: after for path, (_, after) in changed.items()} == {
+        f"{kind}{template}[{name}].env[SWELL_MODEL].{key}": value
+        for kind, name in (("StatefulSet/demo-swell-engine", "engine"),
+                           ("Deployment/demo-swell-api", "api"))
+        for key, value in (("name", "SWELL_MODEL"), ("value", "Qwen/Qwen3-0.6B"))
+    }  # fmt: skip
+
+
+def test_a_new_image_changes_the_images_only() -> None:
+    changed = differing(render(), render(None, "image.tag=0.2.0"))
+    assert all(path.endswith(".image") for path in changed)
+    assert {after for _, after in changed.values()} == {
+        "swell-coordinator:0.2.0", "swell-server:0.2.0", "swell-engine:0.2.0"
+    }  # fmt: skip
+
+
+def test_autoscalers_own_the_number_of_replicas() -> None:
+    manifests = render(CHART / "examples" / "autoscaling.yaml")
+    assert "replicas" not in find(manifests, "StatefulSet", "demo-swell-engine")["spec"]
+    assert "replicas" not in find(manifests, "Deployment", "demo-swell-api")["spec"]
+    scaler = find(manifests, "HorizontalPodAutoscaler", "demo-swell-api")["spec"]
+    assert scaler["scaleTargetRef"]["name"] == "demo-swell-api"
+
+
+def test_gpu_engines_ask_for_gpus_and_cpu_engines_use_the_cores_they_have() -> None:
+    on_gpu = find(render(CHART / "examples" / "gpu-64.yaml"), "StatefulSet", "demo-swell-engine")
+    pod = on_gpu["spec"]["template"]["spec"]
+    assert on_gpu["spec"]["replicas"] == 64
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert pod["tolerations"]
+    assert environment(on_gpu)["SWELL_DEVICE"] == "cuda"
+    on_cpu = find(render(), "StatefulSet", "demo-swell-engine")
+    assert environment(on_cpu)["SWELL_THREADS"]["resourceFieldRef"]["resource"] == "limits.cpu"
+    assert "nvidia.com/gpu" not in str(on_cpu)
+
+
+def test_engines_that_share_experts_know_how_many_they_are() -> None:
+    manifests = render(CHART / "examples" / "expert-parallel.yaml")
+    variables = environment(find(manifests, "StatefulSet", "demo-swell-engine"))
+    assert variables["SWELL_ENABLE_EXPERT_PARALLEL"] == "true"
+    assert variables["SWELL_DATA_PARALLEL_SIZE"] == "8"
+    assert "pod-index" in variables["SWELL_DATA_PARALLEL_RANK"]["fieldRef"]["fieldPath"]
+
+
+def test_every_variable_that_the_chart_sets_is_a_setting() -> None:
+    known = (ROOT / "docs" / "settings.md").read_text()
+    for values in VALUES:
+        for manifest in render(values):
+            if manifest["kind"] in ("Deployment", "StatefulSet"):
+                for name in environment(manifest):
+                    assert f"`{name}`" in known or name == "HF_TOKEN", name
+
+
+def test_keys_are_kept_in_secrets_and_reach_the_processes_as_files() -> None:
+    manifests = render(None, "apiKeys.value=alpha", "adminKey.value=root")
+    data = find(manifests, "Secret", "demo-swell")["data"]
+    assert {name: base64.b64decode(value) for name, value in data.items()} == {
+        "cluster-key": b"secret", "api-keys": b"alpha", "admin-key": b"root"
+    }  # fmt: skip
+    variables = environment(find(manifests, "Deployment", "demo-swell-api"))
+    assert variables["SWELL_API_KEY_FILE"] == "/run/secrets/swell-api/api-keys"
+    assert variables["SWELL_ADMIN_KEY_FILE"] == "/run/secrets/swell-api/admin-key"
+    existing = render(CHART / "examples" / "gpu-64.yaml")
+    assert not [m for m in existing if m["kind"] == "Secret"]
+
+
+def test_a_generated_cluster_key_is_long_and_random() -> None:
+    keys = set()
+    for _ in range(2):
+        done = helm("template", "demo", str(CHART), "--kube-version", "1.30.0",
+                    "-s", "templates/secret.yaml")  # fmt: skip
+        keys.add(yaml.safe_load(done.stdout)["data"]["cluster-key"])
+    assert len(keys) == 2
+    assert all(len(base64.b64decode(key)) == 48 for key in keys)

@@ -1,0 +1,328 @@
+"""`docker-compose up` from a clean checkout, on a real Docker engine."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tests.deploy.conftest import Compose, fetch, wait_until
+from tests.deploy.docker_engine import Docker
+from tests.deploy.test_chart import render
+from tests.deploy.test_dashboards import ALERTS, TARGET
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1500)]
+
+MODEL = "swell-shakespeare"
+MEGABYTE = 1e6
+
+
+def post(compose: Compose, path: str, body: dict[str, object], timeout: float = 60.0) -> str:
+    request = urllib.request.Request(
+        f"{compose.url}{path}",
+        json.dumps({"model": MODEL, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def query(compose: Compose, expression: str) -> list[dict[str, object]]:
+    status, text = fetch(f"{compose.prometheus}/api/v1/query?query={quote(expression)}")
+    return json.loads(text)["data"]["result"] if status == 200 else []
+
+
+def test_both_endpoints_answer_from_the_host(compose: Compose) -> None:
+    print("seconds:", {name: round(took, 1) for name, took in compose.timings.items()})
+    completion = json.loads(post(compose, "/v1/completions", {"prompt": "ROMEO:", "max_tokens": 8}))
+    assert completion["usage"]["completion_tokens"] == 8
+    chat = {"messages": [{"role": "user", "content": "Good morrow"}], "max_tokens": 8}
+    answered = json.loads(post(compose, "/v1/chat/completions", chat))
+    assert answered["choices"][0]["message"]["content"]
+    streamed = post(compose, "/v1/chat/completions", {**chat, "stream": True})
+    assert streamed.rstrip().endswith("data: [DONE]")
+
+
+def test_the_charts_test_pod_finds_a_running_stack_in_order(compose: Compose) -> None:
+    pod = next(m for m in render() if m["kind"] == "Pod")
+    (container,) = pod["spec"]["containers"]
+    assert {entry["name"] for entry in container["env"]} == {"URL"}
+    done = subprocess.run(
+        [sys.executable, *container["command"][1:]],
+        env={"URL": compose.url}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "completion_tokens" in done.stdout
+
+
+def test_the_image_with_torch_holds_no_more_than_it_needs(compose: Compose) -> None:
+    size = int(compose.docker.inspect("swelltest-engine:test", "{{.Size}}")) / MEGABYTE
+    print(f"engine: {size:.0f} MB")
+    assert size < 1300
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("coordinator", 250), ("server", 250)])
+def test_images_without_torch_are_small(compose: Compose, kind: str, limit: int) -> None:
+    image = f"swelltest-{kind}:test"
+    size = int(compose.docker.inspect(image, "{{.Size}}")) / MEGABYTE
+    print(f"{kind}: {size:.0f} MB")
+    assert size < limit
+    search = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"
+    found = compose.docker.run(
+        "docker", "run", "--rm", "--entrypoint", "python3", image, "-c", search
+    )
+    assert found.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("coordinator", "listening on"),
+        ("engine", "waiting for the coordinator"),
+        ("server", "waiting for the coordinator"),
+    ],
+)
+def test_an_image_alone_is_healthy_or_not_and_ends_at_sigterm(
+    compose: Compose, kind: str, said: str
+) -> None:
+    docker, name = compose.docker, f"swelltest-alone-{kind}"
+    config = json.loads(docker.inspect(f"swelltest-{kind}:test", "{{json .Config}}"))
+    assert config["User"] == "10001:10001"
+    assert config["Entrypoint"] == ["swell"]
+    assert config["Healthcheck"]["Test"][:4] == ["CMD", "python3", "-m", "engine.probe"]
+    # As process 1, without an init that would pass signals on.
+    docker.output(
+        "docker", "run", "-d", "--name", name, "--read-only", "--tmpfs", "/tmp",
+        "-e", "SWELL_INSECURE_CLUSTER=true", "-e", "SWELL_LOG_LEVEL=debug",
+        f"swelltest-{kind}:test",
+    )  # fmt: skip
+    try:
+        wait_until(lambda: said in docker.output("docker", "logs", name), said, within=60)
+        health = "{{.State.Health.Status}}"
+        expected = "healthy" if kind == "coordinator" else "starting"
+        wait_until(lambda: docker.inspect(name, health) == expected, expected, within=30)
+        began = time.monotonic()
+        docker.output("docker", "stop", "-t", "30", name)
+        assert time.monotonic() - began < 15
+        assert docker.inspect(name, "{{.State.ExitCode}}") == "0"
+    finally:
+        docker.output("docker", "rm", "-f", name)
+
+
+@pytest.mark.parametrize("service", ["coordinator", "engine", "api"])
+def test_processes_have_no_rights_they_do_not_need(compose: Compose, service: str) -> None:
+    (container, *_) = compose.containers(service)
+    print(service, compose.docker.inspect(container, "{{.Image}} {{.State.StartedAt}}"))
+    status = compose.docker.output("docker", "exec", container, "cat", "/proc/1/status")
+    assert re.search(r"^Uid:\s+10001\s", status, re.MULTILINE)
+    assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
+    refused = compose.docker.run("docker", "exec", container, "touch", "/opt/swell/x")
+    assert "Read-only file system" in refused.stdout
+
+
+def test_containers_become_healthy(compose: Compose) -> None:
+    for service in ("coordinator", "engine", "api"):
+        for container in compose.containers(service):
+            wait_until(
+                lambda which=container: (  # type: ignore[misc]
+                    compose.docker.inspect(which, "{{.State.Health.Status}}") == "healthy"
+                ),
+                f"{service} is healthy",
+                within=30,
+            )
+
+
+def test_prometheus_has_the_series_of_both_engines_and_the_wave(compose: Compose) -> None:
+    def engines() -> set[object]:
+        series = query(compose, "swell_num_requests_running")
+        return {entry["metric"]["engine"] for entry in series}  # type: ignore[index]
+
+    wait_until(lambda: engines() >= {"0", "1"}, "series of both engines", within=60)
+    assert query(compose, "swell_wave")
+
+
+def test_prometheus_has_loaded_the_alert_rules(compose: Compose) -> None:
+    wait_until(lambda: bool(query(compose, "swell_wave")), "a scrape", within=60)
+
+    def health() -> set[str]:
+        groups = json.loads(fetch(f"{compose.prometheus}/api/v1/rules")[1])["data"]["groups"]
+        return {rule["health"] for group in groups for rule in group["rules"]}
+
+    wait_until(lambda: health() == {"ok"}, "all rules are evaluated", within=60)
+
+
+def own_names(text: str) -> set[str]:
+    return set(re.findall(r"\bswell_[a-z0-9_]+", text))
+
+
+def test_every_metric_of_the_dashboard_and_the_alerts_exists(compose: Compose) -> None:
+    post(compose, "/v1/completions", {"prompt": "ROMEO:", "max_tokens": 4})
+    there = own_names(fetch(f"{compose.url}/metrics")[1])
+    wanted = own_names(TARGET.read_text()) | own_names(ALERTS.read_text())
+    assert len(wanted) > 20
+    assert not wanted - there
+
+
+def unanswered(compose: Compose, expressions: list[str]) -> list[str]:
+    """Return the expressions that have no value now; each has to be a valid one."""
+    empty = []
+    for expression in expressions:
+        asked = expression.replace("$job", ".*").replace("$model", ".*")
+        asked = quote(asked.replace("$__rate_interval", "1m"))
+        status, text = fetch(f"{compose.prometheus}/api/v1/query?query={asked}")
+        assert status == 200, text
+        if not json.loads(text)["data"]["result"]:
+            empty.append(expression)
+    return empty
+
+
+def test_prometheus_understands_every_expression_of_the_dashboard(compose: Compose) -> None:
+    panels = json.loads(TARGET.read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    empty: list[str] = []
+
+    def most_have_values() -> bool:
+        # A rate needs two scrapes of a series, and a series of requests needs requests.
+        post(compose, "/v1/completions", {"prompt": "ROMEO:", "max_tokens": 4, "stream": True})
+        empty[:] = unanswered(compose, expressions)
+        return len(empty) <= len(expressions) // 4
+
+    try:
+        wait_until(most_have_values, "values for the dashboard", within=120)
+    finally:
+        print("without a value:", *empty, sep="\n  ")
+
+
+def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:
+    metrics = fetch(f"{compose.url}/metrics")[1]
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=metrics, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+class Load:
+    """Clients that stream one long answer after the other."""
+
+    def __init__(self, compose: Compose, clients: int) -> None:
+        self.answers: list[str] = []
+        self.failures: list[str] = []
+        self._compose = compose
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(seed,)) for seed in range(clients)
+        ]
+
+    def _run(self, seed: int) -> None:
+        body: dict[str, object] = {
+            "prompt": f"Act {seed}", "max_tokens": 150, "seed": seed, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        while not self._over.is_set():
+            try:
+                self.answers.append(post(self._compose, "/v1/completions", body, timeout=120))
+            except OSError as error:
+                self.failures.append(repr(error))
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(130)
+
+
+def test_a_third_engine_is_picked_up_within_ten_seconds(compose: Compose) -> None:
+    compose("up", "-d", "--no-recreate", "--scale", "engine=3", "engine")
+    took = wait_until(
+        lambda: len(compose.metric_engines("swell_engine_up")) == 3, "three engines", within=10
+    )
+    print(f"third engine after {took:.1f} s")
+
+
+def test_killing_an_engine_under_load_loses_no_request(compose: Compose) -> None:
+    with Load(compose, clients=8) as load:
+        wait_until(lambda: len(load.answers) >= 8, "the load runs", within=90)
+        victim = compose.containers("engine")[0]
+        started = compose.docker.inspect(victim, "{{.State.StartedAt}}")
+        # Not `docker kill`, after which the restart policy would leave it stopped.
+        os.kill(int(compose.docker.inspect(victim, "{{.State.Pid}}")), signal.SIGKILL)
+        before = len(load.answers)
+        wait_until(lambda: len(load.answers) >= before + 24, "the load goes on", within=120)
+        wait_until(
+            lambda: (
+                compose.docker.inspect(victim, "{{.State.StartedAt}}") != started
+                and compose.docker.inspect(victim, "{{.State.Running}}") == "true"
+            ),
+            "the engine is started again",
+            within=30,
+        )
+    assert not load.failures
+    for answer in load.answers:
+        assert answer.rstrip().endswith("data: [DONE]")
+        assert '"completion_tokens":150' in answer.replace(" ", "")
+    print(f"{len(load.answers)} answers, none lost")
+
+
+def test_replacing_every_engine_under_load_loses_no_request(compose: Compose) -> None:
+    old = compose.containers("engine")
+    with Load(compose, clients=4) as load:
+        wait_until(lambda: len(load.answers) >= 4, "the load runs", within=90)
+        size = len(old) + 2
+        compose("up", "-d", "--no-deps", "--no-recreate", "--scale", f"engine={size}", "engine")
+        wait_until(
+            lambda: len(compose.metric_engines("swell_engine_up")) == size, "new ones", within=60
+        )
+        compose.docker.output("docker", "stop", "-t", "40", *old)
+        codes = {compose.docker.inspect(each, "{{.State.ExitCode}}") for each in old}
+        compose.docker.output("docker", "rm", *old)
+        wait_until(
+            lambda: len(compose.metric_engines("swell_engine_up")) == 2, "two left", within=30
+        )
+        before = len(load.answers)
+        wait_until(lambda: len(load.answers) >= before + 8, "the load goes on", within=120)
+    assert codes == {"0"}
+    assert not load.failures
+    assert all('"completion_tokens":150' in answer.replace(" ", "") for answer in load.answers)
+
+
+@pytest.mark.parametrize("service", ["engine", "api", "coordinator"])
+def test_a_stopped_container_ends_in_order_and_soon(compose: Compose, service: str) -> None:
+    container = compose.containers(service)[-1]
+    compose.docker.output("docker", "stop", "-t", "20", container)
+    assert compose.docker.inspect(container, "{{.State.ExitCode}}") == "0"
+    began = compose.docker.inspect(container, "{{.State.FinishedAt}}")
+    assert began
+    compose.docker.output("docker", "start", container)
+    wait_until(
+        lambda: compose.docker.inspect(container, "{{.State.Health.Status}}") == "healthy",
+        f"{service} is healthy again",
+        within=60,
+    )
+
+
+def test_compose_files_are_valid_for_both_versions_of_compose(
+    docker: Docker, checkout: Path
+) -> None:
+    commands = [("docker-compose",)]
+    if docker.run("docker", "compose", "version").returncode == 0:
+        commands.append(("docker", "compose"))  # type: ignore[arg-type]
+    for command in commands:
+        for files in (("compose.yaml",), ("compose.yaml", "compose.cuda.yaml")):
+            named = [part for file in files for part in ("-f", str(checkout / "docker" / file))]
+            said = docker.output(*command, *named, "config", ENGINES="4")
+            assert "engine.probe" in said
+            assert re.search(r"replicas: [14]\b", said)

@@ -1,0 +1,91 @@
+"""The dashboard and the alert rules: well-formed, up to date, and right in promtool's eyes."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.write_dashboard import TARGET, render
+
+pytestmark = pytest.mark.deploy
+
+ROOT = Path(__file__).parent.parent.parent
+ALERTS = ROOT / "helm" / "swell" / "files" / "alerts.yaml"
+DASHBOARD: dict[str, Any] = json.loads(TARGET.read_text(encoding="utf-8"))
+
+
+def promtool(*arguments: str) -> str:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    done = subprocess.run(
+        ["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_dashboard_is_what_the_script_writes() -> None:
+    assert TARGET.read_text(encoding="utf-8") == render(), "run scripts/write_dashboard.py"
+
+
+def test_panels_are_numbered_apart_and_do_not_overlap() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(at["x"] + dx, at["y"] + dy) for dx in range(at["w"]) for dy in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_the_dashboard_shows_what_operators_need() -> None:
+    kinds = {(panel["title"], panel["type"]) for panel in DASHBOARD["panels"]}
+    assert ("Time to first token", "heatmap") in kinds
+    assert ("Time between tokens", "heatmap") in kinds
+    assert {"Queues", "Waves", "KV cache", "Balance", "Faults"} <= {title for title, _ in kinds}
+    assert {"Imbalance", "Restarts"} <= {title for title, _ in kinds}
+
+
+def test_every_panel_but_rows_asks_the_chosen_data_source() -> None:
+    for panel in DASHBOARD["panels"]:
+        if panel["type"] == "row":
+            continue
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["targets"]
+        for target in panel["targets"]:
+            assert "$job" in target["expr"]
+
+
+def test_alert_rules_are_valid() -> None:
+    assert "SUCCESS" in promtool("check", "rules", str(ALERTS))
+
+
+def test_alerts_fire_when_they_should_and_not_otherwise(tmp_path: Path) -> None:
+    source = Path(__file__).with_name("alerts_test.yaml").read_text(encoding="utf-8")
+    tests = tmp_path / "tests.yaml"
+    tests.write_text(source.replace("[RULES]", f"[{ALERTS}]"), encoding="utf-8")
+    assert "SUCCESS" in promtool("test", "rules", str(tests))
+
+
+def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert len(alerts) >= 8
+    for alert in alerts:
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        assert alert["annotations"]["summary"]
+        assert alert["annotations"]["description"]
+
+
+def test_prometheus_of_the_compose_file_reads_its_configuration(tmp_path: Path) -> None:
+    source = (ROOT / "docker" / "prometheus.yml").read_text(encoding="utf-8")
+    configured = tmp_path / "prometheus.yml"
+    configured.write_text(re.sub(r"/etc/swell/alerts\.yaml", str(ALERTS), source), encoding="utf-8")
+    assert "SUCCESS" in promtool("check", "config", str(configured))

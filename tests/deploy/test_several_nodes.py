@@ -1,0 +1,234 @@
+"""A cluster of three nodes, each in a network namespace of its own."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.namespaces import Network, NoNamespaces
+
+pytestmark = pytest.mark.deploy
+
+SWELL = str(Path(sys.executable).with_name("swell"))
+MODEL = "swell-shakespeare"
+HEAD, NEAR, FAR = range(3)
+ENGINE_TIMEOUT = 2.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, within: float = 30.0) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within} s: {what}"
+        time.sleep(0.05)
+
+
+class Process:
+    """A swell process on a node, with what it prints."""
+
+    def __init__(self, network: Network, node: int, *arguments: str) -> None:
+        self.lines: list[str] = []
+        self._process = subprocess.Popen(
+            network.command(node, SWELL, *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        self.lines.extend(line.rstrip() for line in self._process.stdout)
+
+    def said(self, text: str) -> bool:
+        return any(text in line for line in list(self.lines))
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+        finally:
+            self._reader.join(5)
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+
+class Cluster:
+    """A coordinator and an API server on the head node, and whatever is started beside them."""
+
+    def __init__(self, network: Network, directory: Path, running: ExitStack) -> None:
+        self.network = network
+        self._running = running
+        key = directory / "cluster.key"
+        key.write_text("one for all")
+        self.flags = self.flags_with(key)
+        self.url = f"http://{network.address(HEAD)}:8000"
+        listen = ("--coordinator", f"{network.address(HEAD)}:7550")
+        self.coordinator = self.start(HEAD, "coordinator", *self.flags[2:], *listen)
+        self.api = self.start(
+            HEAD, "api-server", *self.flags, "--host", "0.0.0.0", "--api-server-count", "2"
+        )
+
+    def flags_with(self, key: Path) -> tuple[str, ...]:
+        return (
+            "--coordinator", f"{self.network.address(HEAD)}:7550", "--cluster-key-file", str(key),
+            "--engine-timeout", str(ENGINE_TIMEOUT), "--heartbeat-interval", "0.3",
+        )  # fmt: skip
+
+    def start(self, node: int, command: str, *arguments: str) -> Process:
+        here = ("--node", f"node-{node}", "--advertise-host", self.network.address(node))
+        process = Process(self.network, node, command, *arguments, *here)
+        self._running.callback(process.close)
+        return process
+
+    def engine(self, node: int, rank: int, *arguments: str) -> Process:
+        return self.start(
+            node, "engine", *self.flags, "--data-parallel-rank", str(rank), *arguments
+        )
+
+    def ready_engines(self) -> dict[int, str]:
+        """Return the node of each engine that is ready; none while nobody answers."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/status.json", timeout=5) as answer:
+                engines = json.load(answer)["engines"]
+        except OSError:
+            return {}
+        return {each["rank"]: each["host"] for each in engines if each["ready"]}
+
+    def wait_for_engines(self, *ranks: int) -> None:
+        wait_until(lambda: set(self.ready_engines()) == set(ranks), f"engines {ranks} are ready")
+
+    def complete(self, seed: int, max_tokens: int = 40) -> str:
+        body = {
+            "model": MODEL, "prompt": f"Scene {seed}", "max_tokens": max_tokens, "seed": seed,
+            "ignore_eos": True,
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            content = json.load(answer)
+        assert content["usage"]["completion_tokens"] == max_tokens
+        text: str = content["choices"][0]["text"]
+        return text
+
+    def complete_all(self, count: int, max_tokens: int) -> list[str]:
+        """Answer so many requests at the same time."""
+        answers: dict[int, str] = {}
+
+        def run(seed: int) -> None:
+            answers[seed] = self.complete(seed, max_tokens)
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+        assert sorted(answers) == list(range(count)), "requests were lost"
+        return [answers[seed] for seed in range(count)]
+
+    def metric(self, start: str) -> float:
+        """Return the sum of all samples whose line begins so."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+
+    def running_on(self, rank: int) -> float:
+        """Return how many requests an engine runs."""
+        return self.metric(f'swell_num_requests_running{{engine="{rank}"')
+
+    def runs(self) -> bool:
+        """Whether a wave is under way."""
+        with urllib.request.urlopen(f"{self.url}/status.json", timeout=5) as answer:
+            running: bool = json.load(answer)["running"]
+        return running
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    try:
+        with Network(3) as made:
+            yield made
+    except NoNamespaces as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def cluster(network: Network, tmp_path: Path) -> Iterator[Cluster]:
+    with ExitStack() as running:
+        yield Cluster(network, tmp_path, running)
+
+
+SIMULATED = ("--executor", "simulated", "--simulated-step-us", "10000")
+
+
+def test_engines_of_two_nodes_serve_the_third(cluster: Cluster) -> None:
+    cluster.engine(NEAR, 0, *SIMULATED)
+    cluster.engine(FAR, 1, *SIMULATED)
+    cluster.wait_for_engines(0, 1)
+    assert cluster.ready_engines() == {0: "node-1", 1: "node-2"}
+    undisturbed = cluster.complete_all(16, 40)
+    assert cluster.complete_all(16, 40) == undisturbed
+
+
+def test_a_wrong_cluster_key_is_refused_and_named_on_both_sides(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.engine(NEAR, 0, *SIMULATED)
+    cluster.wait_for_engines(0)
+    wrong = tmp_path / "wrong.key"
+    wrong.write_text("another")
+    stranger = cluster.start(FAR, "engine", *cluster.flags_with(wrong), *SIMULATED)
+    wait_until(lambda: stranger.said("--cluster-key-file holds another key"), "the engine says it")
+    wait_until(lambda: cluster.coordinator.said("its cluster key is not ours"), "and its peer")
+    cluster.complete_all(8, 20)
+    assert set(cluster.ready_engines()) == {0}
+
+
+def test_cutting_and_restoring_a_link_under_load_loses_nothing(cluster: Cluster) -> None:
+    cluster.engine(NEAR, 0, *SIMULATED)
+    cluster.engine(FAR, 1, *SIMULATED)
+    cluster.wait_for_engines(0, 1)
+    undisturbed = cluster.complete_all(16, 300)
+    disturbed: list[list[str]] = []
+    load = threading.Thread(target=lambda: disturbed.append(cluster.complete_all(16, 300)))
+    load.start()
+    wait_until(lambda: cluster.running_on(1) > 0, "the far engine has requests")
+    cluster.network.cut(FAR)
+    cluster.wait_for_engines(0)
+    cluster.network.restore(FAR)
+    load.join(90)
+    assert disturbed == [undisturbed]
+    cluster.wait_for_engines(0, 1)
+    assert cluster.complete_all(16, 300) == undisturbed
+    wait_until(lambda: cluster.running_on(0) + cluster.running_on(1) == 0, "everything ended")
+
+
+EXPERTS_APART = ("--data-parallel-size", "2", "--enable-expert-parallel", "--dtype", "float32")
+
+
+def test_engines_of_two_nodes_share_the_experts_of_a_model(cluster: Cluster) -> None:
+    cluster.engine(NEAR, 0, *EXPERTS_APART, "--threads", "1")
+    cluster.engine(FAR, 1, *EXPERTS_APART, "--threads", "1")
+    cluster.wait_for_engines(0, 1)
+    together = cluster.complete_all(4, 30)
+    wait_until(lambda: not cluster.runs(), "the group pauses")
+    before = cluster.metric("swell_dummy_steps_total")
+    assert cluster.complete(0, 30) == together[0]
+    wait_until(
+        lambda: cluster.metric("swell_dummy_steps_total") > before, "the idle engine stepped along"
+    )
+    wait_until(lambda: not cluster.runs(), "the group pauses again")
