@@ -2,7 +2,10 @@
 
 Every request's answer is compared with that of an undisturbed run. A request may fail only if a
 front end was killed while it was under way, because its connection may have ended there. Engines
-compute in float32: in bfloat16 a batch of another size may round to another token.
+run with --batch-invariant: else a batch of another size may round to another token.
+
+Before and after the storm, at rest, it looks at the memory, open files and threads of every
+process, at the metrics' files and series, and at the gauges, which have to be back at zero.
 
     python -m benchmarks.chaos --minutes 5
     python -m benchmarks.chaos --minutes 1 --kinds engine coordinator -- --executor simulated
@@ -10,6 +13,7 @@ compute in float32: in bfloat16 a batch of another size may round to another tok
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -17,6 +21,8 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -55,8 +61,13 @@ class Tally:
     """Longest pause between two pieces of one stream, in seconds."""
 
 
+WORDS = "([a-z]{2,9}[ ,]){400}"
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 400}
+"""More than any request here has tokens for."""
+
+
 def tasks(tokens: int) -> list[Task]:
-    """Return requests of every kind: greedy and seeded, streamed or not, n, logprobs, chat."""
+    """Return requests of every kind: seeded, streamed or not, n, logprobs, held to a form, chat."""
     base: dict[str, object] = {"model": MODEL, "max_tokens": tokens, "ignore_eos": True}
     made = []
     for i, name in enumerate(["ROMEO", "JULIET", "KING", "First Citizen", "GLOUCESTER", "HENRY"]):
@@ -66,6 +77,8 @@ def tasks(tokens: int) -> list[Task]:
             {"temperature": 1.0, "seed": 100 + i},
             {"temperature": 0.8, "seed": 7, "n": 2},
             {"temperature": 0, "seed": i, "logprobs": 2},
+            {"temperature": 1.0, "seed": i, "structured_outputs": {"regex": WORDS}},
+            {"temperature": 1.0, "seed": i, "structured_outputs": {"json": NUMBERS}},
         ):
             body = {**base, "prompt": prompt, **extra}
             made += [Task("/v1/completions", body, stream) for stream in (False, True)]
@@ -131,7 +144,7 @@ class Disturber:
 
     async def run(self, interval: float, until: float) -> None:
         """Disturb every `interval` seconds or so, until `until` (monotonic)."""
-        while time.monotonic() < until - interval:
+        while self._kinds and time.monotonic() < until - interval:
             await asyncio.sleep(interval * self._random.uniform(0.5, 1.5))
             await self._disturb(self._random.choice(self._kinds))
 
@@ -209,6 +222,53 @@ async def storm(stack: RunningStack, options: argparse.Namespace, progress: Prog
     return tally
 
 
+class Rest:
+    """What the metrics say, and leave behind, when nothing is going on."""
+
+    def __init__(self, directory: Path) -> None:
+        self._metrics = directory / "metrics"
+        self._directory = directory
+
+    def wait(self, stack: RunningStack, within: float = 45.0) -> bool:
+        """Wait until all processes are there again and no gauge counts a request."""
+        deadline = time.monotonic() + within
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                residue = self.residue(stack)
+                everybody = len(stack.processes()), residue["engines up"], residue["front ends"]
+                if everybody == (7, 3, 2) and residue["requests in gauges"] == 0:
+                    return True
+            time.sleep(0.5)
+        return False
+
+    def residue(self, stack: RunningStack) -> dict[str, float]:
+        """Return counts that must not grow with the number of processes that died."""
+        text = httpx.get(f"{stack.url}/metrics", timeout=10).text
+        samples = [line.split() for line in text.splitlines() if not line.startswith("#")]
+
+        def total(*names: str) -> float:
+            wanted = tuple(f"swell_{name}" for name in names)
+            return sum(float(s[-1]) for s in samples if s[0].partition("{")[0] in wanted)
+
+        return {
+            "requests in gauges": total("num_requests_running", "num_requests_waiting"),
+            "KV blocks in use, share": total("kv_cache_usage_perc"),
+            "engines up": total("engine_up"),
+            "front ends": total("front_ends"),
+            "series": len(samples),
+            "metric files": len(list(self._metrics.iterdir())),
+            "files in the socket directory": len(list(self._directory.iterdir())),
+        }
+
+    @staticmethod
+    def report(console: Console, before: dict[str, float], after: dict[str, float]) -> None:
+        """Print both."""
+        table = Table("at rest", "before", "after")
+        for name, value in before.items():
+            table.add_row(name, f"{value:g}", f"{after[name]:g}")
+        console.print(table)
+
+
 def resources(stack: RunningStack) -> dict[str, tuple[float, int, int]]:
     """Return (resident MB, open files, threads) per process."""
     found = {}
@@ -260,15 +320,23 @@ def main() -> int:
     parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
     options = parser.parse_args()
     console = Console()
-    flags = ["--data-parallel-size", "3", "--dtype", "float32", "--log-level", "error"]
+    flags = ["--data-parallel-size", "3", "--batch-invariant", "--log-level", "error"]
     flags += options.serve
-    with RunningStack(*flags, timeout=300) as stack:
-        before = resources(stack)
+    with (
+        TemporaryDirectory(prefix="chaos-") as directory,
+        RunningStack(*flags, "--socket-dir", directory, timeout=300) as stack,
+    ):
         with Progress(console=console) as progress:
+            rest = Rest(Path(directory))
+            warm_up = argparse.Namespace(**{**vars(options), "minutes": 0.1, "kinds": []})
+            asyncio.run(storm(stack, warm_up, progress))
+            before, residue_before = resources(stack), rest.residue(stack)
             tally = asyncio.run(storm(stack, options, progress))
+            is_calm = rest.wait(stack)
         report(console, tally, before, resources(stack))
+        rest.report(console, residue_before, rest.residue(stack))
         stack.stop()
-    return 1 if tally.failed or tally.wrong else 0
+    return 1 if tally.failed or tally.wrong or not is_calm else 0
 
 
 if __name__ == "__main__":

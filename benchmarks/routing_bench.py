@@ -24,9 +24,9 @@ from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig
 from engine.core import CoreStep, EngineCore
 from engine.executor.simulated import SimulatedExecutor
 from engine.messages import AddRequest, ClusterView, EngineEntry, EngineStats, SamplingParams
-from server.cluster_state import ClusterState
-from server.load_table import LoadTable, create_load_table
-from server.routing import POLICIES, RoutingPolicy
+from server.cluster.load_table import LoadTable, create_load_table
+from server.cluster.routing import POLICIES, RoutingPolicy
+from server.cluster.state import ClusterState
 
 HOP = 0.0002
 """Seconds from a front end to an engine."""
@@ -128,15 +128,24 @@ class Simulation:
     """Serves one workload under one policy."""
 
     def __init__(
-        self, policy: Callable[[int], RoutingPolicy], engines: int, front_ends: int, table: Path
+        self,
+        policy: Callable[[int], RoutingPolicy],
+        engines: int,
+        front_ends: int,
+        nodes: int,
+        directory: Path,
     ) -> None:
-        create_load_table(table, front_ends)
+        per_node = -(-front_ends // nodes)
+        for node in range(nodes):
+            create_load_table(directory / f"loads-{node}", per_node)
         self.result = Result(busy=[0.0] * engines)
         self._engines = [_Engine(rank, front_ends) for rank in range(engines)]
         self._policies = [policy(index) for index in range(front_ends)]
         self._front_ends = [
-            ClusterState(index, index + 1, 5.0, LoadTable(table, index))
+            ClusterState(index, index + 1, 5.0, LoadTable(table, place))
             for index in range(front_ends)
+            for node, place in [divmod(index, per_node)]
+            for table in [directory / f"loads-{node}"]
         ]
         entries = [
             EngineEntry(rank, rank + 1, True, "node", 0, engine.core.setup, None)
@@ -145,7 +154,7 @@ class Simulation:
         for state in self._front_ends:
             state.update_view(ClusterView(1, 1, 0, True, entries, front_ends), 0.0)
             for rank in range(engines):
-                state.greeted(rank, rank + 1, b"route")
+                state.greeted(rank, rank + 1, b"route", session=1, now=0.0)
         self._arrived: dict[int, float] = {}
         self._begun: set[int] = set()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -179,7 +188,8 @@ class Simulation:
     def _arrive(self, index: int, spec: Spec, now: float) -> None:
         sender = index % len(self._front_ends)
         state = self._front_ends[sender]
-        rank = self._policies[sender].choose(state.loads(), spec.prompt).rank
+        policy = self._policies[sender]
+        rank = policy.choose(state.loads(), spec.prompt, state.unseen_front_ends).rank
         sampling = SamplingParams(max_tokens=spec.output_tokens, seed=index, ignore_eos=True)
         request = AddRequest(index, "", sender, 0, spec.prompt, sampling)
         state.sent(rank, request.num_tokens)
@@ -222,7 +232,7 @@ class Simulation:
 
 
 def compare(
-    engines: int, front_ends: int, requests: int, seed: int
+    engines: int, front_ends: int, nodes: int, requests: int, seed: int
 ) -> dict[str, dict[str, Result]]:
     """Return a result for every workload and policy; all policies serve the same requests."""
     results: dict[str, dict[str, Result]] = {}
@@ -233,7 +243,7 @@ def compare(
             results[workload] = {}
             for name, policy in POLICIES.items():
                 progress.update(task, description=f"{workload}, {name}")
-                simulation = Simulation(policy, engines, front_ends, Path(directory) / "loads")
+                simulation = Simulation(policy, engines, front_ends, nodes, Path(directory))
                 results[workload][name] = simulation.run(specs)
                 progress.advance(task)
     return results
@@ -288,11 +298,16 @@ def main() -> None:
     )
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--front-ends", type=int, default=2)
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="front ends of different nodes do not see each other"
+    )
     parser.add_argument("--requests", type=int, default=1000, help="per workload and policy")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", action="store_true", help="tables for documents")
     options = parser.parse_args()
-    results = compare(options.engines, options.front_ends, options.requests, options.seed)
+    results = compare(
+        options.engines, options.front_ends, options.nodes, options.requests, options.seed
+    )
     show(results, markdown=options.markdown)
 
 

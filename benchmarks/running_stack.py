@@ -21,22 +21,24 @@ class RunningStack:
     """A `swell serve` process on a free port, as a context manager.
 
     Args:
-        arguments: flags for `swell serve`; `--port 0` is added.
+        arguments: flags for the command; `--port 0` is added.
         timeout: seconds until it has to be ready.
+        command: `serve`, or `api-server` for front ends without engines.
     """
 
-    def __init__(self, *arguments: str, timeout: float = 60.0) -> None:
+    def __init__(self, *arguments: str, timeout: float = 60.0, command: str = "serve") -> None:
         self.lines: list[str] = []
         self.url = ""
         self.ready_after = 0.0
         """Seconds from the start of the process until it said that it was ready."""
         self._arguments = arguments
+        self._command = command
         self._timeout = timeout
         self._ready = threading.Event()
         self._started_at = 0.0
 
     def __enter__(self) -> "RunningStack":
-        command = [str(Path(sys.executable).with_name("swell")), "serve", "--port", "0"]
+        command = [str(Path(sys.executable).with_name("swell")), self._command, "--port", "0"]
         self._started_at = time.monotonic()
         self.process = subprocess.Popen(
             [*command, *self._arguments],

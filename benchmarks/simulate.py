@@ -55,7 +55,7 @@ from benchmarks.simulation.workload import (
     read_trace,
 )
 from engine.config import SchedulerConfig
-from server.routing import POLICIES as ROUTING_POLICIES
+from server.cluster.routing import POLICIES as ROUTING_POLICIES
 
 DOCS = Path(__file__).parent.parent / "docs"
 TIMELINE_POINTS = 400

@@ -35,8 +35,8 @@ from engine.scheduler.admission import UNLIMITED, AdmitAll
 from engine.scheduler.outputs import Outputs
 from engine.scheduler.policies import build_admission_policy
 from engine.sender import STATS_INTERVAL, StatsThrottle
-from server.cluster_state import ClusterState
-from server.routing import POLICIES, RoutingPolicy
+from server.cluster.routing import POLICIES, RoutingPolicy
+from server.cluster.state import ClusterState
 
 Progress = Callable[[int], None]
 
@@ -196,7 +196,7 @@ class Fleet:
         view = self._coordinator.view()
         for front_end in self._front_ends:
             for rank in range(self._shape.engines):
-                front_end.cluster.greeted(rank, rank + 1, b"route")
+                front_end.cluster.greeted(rank, rank + 1, b"route", session=1, now=0.0)
             front_end.cluster.update_view(view, 0.0)
 
     def _tick(self, now: int) -> None:
@@ -226,7 +226,7 @@ class Fleet:
         self._num_sent += 1
         index = self._rng.randrange(len(self._front_ends))
         cluster, routing = self._front_ends[index]
-        rank = routing.choose(cluster.loads()).rank
+        rank = routing.choose(cluster.loads(), unseen_front_ends=cluster.unseen_front_ends).rank
         cluster.sent(rank, spec.prompt_tokens)
         request = message(self.recorder.arrived(spec, rank, now), spec, index)
         self._at(now + self._shape.hop_ns, lambda at: self._receive(rank, request, at))

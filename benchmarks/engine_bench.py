@@ -1,0 +1,266 @@
+"""Runs an engine without sockets and says where the time of its steps goes.
+
+python -m benchmarks.engine_bench 0.4b
+python -m benchmarks.engine_bench 2-layer --rows 64 --greedy
+python -m benchmarks.engine_bench 0.4b --rows 1 16 --prefill 512 --quantization int8 --threads 2
+
+Loads one model and, for every number of rows, decodes in that many sequences at once; for every
+prefill, computes prompts of that length, one a step. A step has these parts:
+
+schedule   the scheduler makes the plan
+prepare    the plan becomes arrays, attention is planned
+execute    the model, from token ids to logits; "linear" is the share of the step in its products
+sample     logits become tokens
+emit       the scheduler takes the tokens, the outputs are encoded for their front end
+
+Reported are medians over steps; "fastest" is the tenth of the steps that took least, which other
+work on the machine disturbs least.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from engine.executor.environment import settle_environment
+
+PARTS = ("schedule", "prepare", "execute", "sample", "emit")
+_WARM_UP_STEPS = 8
+
+
+class Load(NamedTuple):
+    """One line of the report."""
+
+    name: str
+    rows: int
+    prompt: int
+    tokens: int
+    """Tokens that each sequence generates."""
+    repetitions: int
+    warm_up: int
+    """Steps that do not count."""
+
+
+class Clock:
+    """Adds up the time spent in named parts, each step by itself."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._now: dict[str, float] = {}
+
+    def add(self, part: str, amount: float) -> None:
+        """Count time, or tokens, towards a part of the step that runs."""
+        self._now[part] = self._now.get(part, 0.0) + amount
+
+    def end_step(self, seconds: float) -> None:
+        """Close the step that ran."""
+        self.steps.append({**self._now, "step": seconds})
+        self._now = {}
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its time counted."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.add(part, time.perf_counter() - began)
+
+        return call
+
+
+@contextmanager
+def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Wrap an attribute of a module, class or object for a while."""
+    original = getattr(owner, name)
+    setattr(owner, name, wrap(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def instrumented(clock: Clock) -> Iterator[None]:
+    """Time the parts of every step of this process."""
+    from engine.models import int8, layers
+    from engine.models.decoder import Decoder
+    from engine.runner import model_runner
+    from engine.scheduler.scheduler import Scheduler
+
+    products = (layers.DenseLinear, layers.PackedLinear, int8.Int8Linear)
+    with ExitStack() as stack:
+        for owner, name, part in (
+            (Scheduler, "schedule", "schedule"),
+            (Scheduler, "update", "update"),
+            (Decoder, "hidden_states", "execute"),
+            (Decoder, "logits", "execute"),
+            (model_runner, "sample", "sample"),
+            (model_runner.ModelRunner, "run", "run"),
+            *((product, "__call__", "linear") for product in products),
+        ):
+            stack.enter_context(replaced(owner, name, lambda f, p=part: clock.timed(p, f)))
+        yield
+
+
+def run_load(core: Any, clock: Clock, load: Load, greedy: bool, vocab_size: int) -> None:
+    """Take all sequences through the core, and every step to the clock."""
+    import random
+
+    from engine.messages import AddRequest, SamplingParams, StepOutputs, encode
+
+    draw = random.Random(load.rows)
+    for id_ in range(load.rows):
+        sampling = SamplingParams(
+            max_tokens=load.tokens, seed=id_, ignore_eos=True, temperature=0.0 if greedy else 1.0
+        )
+        tokens = [draw.randrange(vocab_size) for _ in range(load.prompt)]
+        core.handle(AddRequest(id_, str(id_), 0, 0, tokens, sampling))
+    while core.has_work:
+        began = time.perf_counter()
+        step = core.step()
+        for outputs in step.outputs.values():
+            encode(StepOutputs(step.stats, outputs))
+        ended = time.perf_counter()
+        clock.add("tokens", sum(len(outputs) for outputs in step.outputs.values()))
+        clock.end_step(ended - began)
+
+
+def parts_of(step: dict[str, float]) -> dict[str, float]:
+    """Split a step's time; what is left over of the loop counts as emit."""
+    execute, sample = step.get("execute", 0.0), step.get("sample", 0.0)
+    schedule, run = step.get("schedule", 0.0), step.get("run", 0.0)
+    return {
+        "step": step["step"],
+        "schedule": schedule,
+        "prepare": run - execute - sample,
+        "execute": execute,
+        "sample": sample,
+        "emit": step["step"] - schedule - run,
+        "linear": step.get("linear", 0.0),
+    }
+
+
+def median_parts(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median seconds of every part."""
+    split = [parts_of(step) for step in steps]
+    return {name: statistics.median(each[name] for each in split) for name in split[0]}
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the parts of all steps and of the fastest ones, by load."""
+    from engine.core import EngineCore
+    from engine.executor.in_process import InProcessExecutor
+
+    config = engine_config(options)
+    executor = InProcessExecutor(config, engines_on_node=1)
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    vocab_size = executor.info.vocab_size
+    results = {}
+    for load in loads(options):
+        clock = Clock()
+        with instrumented(clock):
+            for _ in range(load.repetitions):
+                run_load(core, clock, load, options.greedy, vocab_size)
+        steps = [step for step in clock.steps if step["tokens"] == load.rows][load.warm_up :]
+        fastest = sorted(steps, key=lambda step: step["step"])[: max(1, len(steps) // 10)]
+        results[load.name] = {
+            "all": median_parts(steps),
+            "fastest": median_parts(fastest),
+        }
+    return results
+
+
+def loads(options: argparse.Namespace) -> list[Load]:
+    """Return what the command line asks for."""
+    decode = [
+        Load(f"decode, {rows} rows", rows, options.prompt, options.steps, 1, _WARM_UP_STEPS)
+        for rows in options.rows
+    ]
+    prefill = [
+        Load(f"prefill, {length} tokens", 1, length, 1, options.prefills + 2, 2)
+        for length in options.prefill
+    ]
+    return decode + prefill
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """Return the settings of the engine; a shape by name gets random weights."""
+    from benchmarks.make_model import SHAPES, write_config  # imports torch
+
+    model, load_format = options.model, "auto"
+    if model in SHAPES:
+        directory = Path("build/bench-shapes") / model
+        write_config(directory, SHAPES[model])
+        model, load_format = str(directory), "dummy"
+    longest = max([options.prompt + options.steps, *(length + 1 for length in options.prefill)])
+    # All prompts of a load in one step, so that all its sequences decode together.
+    budget = max([*options.prefill, *(rows * options.prompt for rows in options.rows)])
+    fields: dict[str, Any] = (
+        {} if options.quantization is None else {"quantization": options.quantization}
+    )
+    return EngineConfig(
+        model=ModelConfig(model=model, load_format=load_format, max_model_len=longest, **fields),
+        cache=CacheConfig(enable_prefix_caching=False),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max([1, *options.rows]), max_num_batched_tokens=budget
+        ),
+        executor=ExecutorConfig(threads=options.threads),
+    )
+
+
+def table(results: dict[str, dict[str, dict[str, float]]], which: str) -> Table:
+    """Return milliseconds and shares of the step."""
+    result = Table("load", "steps/s", "tok/s", "step ms", *PARTS, "linear", title=which)
+    for name, both in results.items():
+        parts = both[which]
+        step = parts["step"]
+        tokens = int(name.split()[1])
+        cells = [
+            f"{parts[part] * 1e3:.2f} ({parts[part] / step:.0%})" for part in (*PARTS, "linear")
+        ]
+        result.add_row(name, f"{1 / step:.1f}", f"{tokens / step:.0f}", f"{step * 1e3:.2f}", *cells)
+    return result
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a directory, or 0.4b or 2-layer: random weights")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64])
+    parser.add_argument("--prompt", type=int, default=16, help="tokens before the decodes")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps per number of rows")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512])
+    parser.add_argument("--prefills", type=int, default=8, help="prompts per length")
+    parser.add_argument("--greedy", action="store_true", help="temperature 0 instead of 1")
+    parser.add_argument("--quantization")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path, help="write the numbers, in seconds, to this file")
+    options = parser.parse_args()
+    if options.steps <= _WARM_UP_STEPS or options.prefills < 1:
+        parser.error(f"--steps has to be more than {_WARM_UP_STEPS}, --prefills at least 1")
+    if not options.rows and not options.prefill:
+        parser.error("nothing to do: --rows or --prefill needs a number")
+    settle_environment()
+    results = measure(options)
+    console = Console(width=150)
+    for which in ("all", "fastest"):
+        console.print(table(results, which))
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Kills and stops processes under load and compares every answer, byte for byte, with a calm run.
+
+Three engines and two API servers get greedy and seeded streams, whole answers, chats, choices,
+log probabilities and answers by JSON schema, all at once. Then one engine is killed, another one
+is stopped for a while and the coordinator is killed. Every answer has to be complete and the same
+as without all that. Engines run with --batch-invariant: else a batch of another size may round to
+another token.
+
+    python -m benchmarks.failover
+    python -m benchmarks.failover --streams 8 --tokens 60 --stop-seconds 8
+    python -m benchmarks.failover -- --dtype float32
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.running_stack import RunningStack
+
+MODEL = "swell-shakespeare"
+SPEAKERS = ["ROMEO", "JULIET", "KING HENRY", "First Citizen", "GLOUCESTER", "LADY ANNE", "WARWICK"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"speaker": {"type": "string", "maxLength": 20}, "act": {"type": "integer"}},
+    "required": ["speaker", "act"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request."""
+
+    kind: str
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Answer:
+    """What was told, and how long nothing was said in between."""
+
+    told: str = ""
+    error: str | None = None
+    longest_pause: float = 0.0
+    took: float = 0.0
+
+
+@dataclass
+class Progress:
+    """Pieces received so far, for the moment at which to strike."""
+
+    pieces: int = 0
+    done: int = 0
+    disturbances: list[tuple[float, str]] = field(default_factory=list)
+
+
+def asks(streams: int, tokens: int) -> list[Ask]:
+    """Return the mix: two kinds of streams in full number, the others an eighth of it each."""
+    made: list[Ask] = []
+    few = max(1, streams // 8)
+
+    def completion(kind: str, number: int, **options: object) -> None:
+        prompt = f"{SPEAKERS[number % len(SPEAKERS)]}: say {number} times what"
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+        made.append(Ask(kind, "/v1/completions", {**body, "seed": number, **options}))
+
+    for number in range(streams):
+        completion("greedy stream", number, temperature=0, stream=True)
+        completion("seeded stream", number, temperature=1.0, stream=True)
+    for number in range(few):
+        completion("whole", number, temperature=1.0)
+        completion("n=2", number, temperature=0.8, n=2, stream=True)
+        completion("logprobs", number, temperature=1.0, logprobs=3, stream=True)
+        messages = [{"role": "user", "content": f"Tell me of {SPEAKERS[number % 7]}"}]
+        chat: dict[str, Any] = {"model": MODEL, "messages": messages, "seed": number}
+        options = {"max_tokens": tokens, "ignore_eos": True, "stream": True}
+        made.append(Ask("chat", "/v1/chat/completions", {**chat, **options}))
+        schema = {"type": "json_schema", "json_schema": {"name": "line", "schema": SCHEMA}}
+        made.append(
+            Ask("JSON schema", "/v1/chat/completions",
+                {**chat, "max_tokens": tokens, "response_format": schema})
+        )  # fmt: skip
+    return made
+
+
+async def answer(client: httpx.AsyncClient, ask: Ask, progress: Progress) -> Answer:
+    """Send one request and keep everything that is the same in every run of it."""
+    result = Answer()
+    began = time.monotonic()
+    try:
+        if ask.body.get("stream"):
+            result.told = await _streamed(client, ask, progress, result)
+        else:
+            response = await client.post(ask.path, json=ask.body)
+            body = response.json()
+            if response.status_code != 200:
+                raise ValueError(f"{response.status_code}: {body}")
+            result.told = json.dumps([body["choices"], body["usage"]["completion_tokens"]])
+    except (httpx.HTTPError, ValueError, ConnectionError) as error:
+        result.error = f"{type(error).__name__}: {error}"
+    result.took = time.monotonic() - began
+    progress.done += 1
+    return result
+
+
+async def _streamed(client: httpx.AsyncClient, ask: Ask, progress: Progress, result: Answer) -> str:
+    pieces: dict[int, list[str]] = {}
+    scores: dict[int, list[Any]] = {}
+    reasons: dict[int, str] = {}
+    last: float | None = None
+    done = False
+    async with client.stream("POST", ask.path, json=ask.body) as response:
+        if response.status_code != 200:
+            raise ValueError(f"{response.status_code}: {(await response.aread()).decode()}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            now = time.monotonic()
+            result.longest_pause = max(result.longest_pause, now - (last or now))
+            last = now
+            progress.pieces += 1
+            if line == "data: [DONE]":
+                done = True
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise ValueError(chunk["error"]["message"])
+            for choice in chunk["choices"]:
+                index = choice["index"]
+                text = choice["text"] if "text" in choice else choice["delta"].get("content")
+                pieces.setdefault(index, []).append(text or "")
+                if logprobs := choice.get("logprobs"):
+                    scores.setdefault(index, []).extend(
+                        zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+                    )
+                if choice.get("finish_reason"):
+                    reasons[index] = choice["finish_reason"]
+    if not done:
+        raise ConnectionError("the stream ended without [DONE]")
+    return json.dumps(
+        [[i, "".join(pieces[i]), scores.get(i), reasons.get(i)] for i in sorted(pieces)]
+    )
+
+
+async def run(
+    url: str, todo: list[Ask], disturb: "Disturber | None", progress: Progress
+) -> list[Answer]:
+    """Send everything at once and return the answers in order."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        jobs = [asyncio.create_task(answer(client, ask, progress)) for ask in todo]
+        storm = asyncio.create_task(disturb.run(progress)) if disturb is not None else None
+        answers = await asyncio.gather(*jobs)
+        if storm is not None:
+            await storm
+        return answers
+
+
+class Disturber:
+    """Strikes when a share of the pieces is there."""
+
+    def __init__(self, stack: RunningStack, stop_seconds: float, expected_pieces: int) -> None:
+        self._stack = stack
+        self._stop_seconds = stop_seconds
+        self._expected = expected_pieces
+
+    async def run(self, progress: Progress) -> None:
+        """Kill an engine, stop another, kill the coordinator; wake the stopped one."""
+        await self._until(progress, 0.15)
+        self._signal(progress, "engine 0", signal.SIGKILL)
+        await self._until(progress, 0.3)
+        stopped = self._signal(progress, "engine 1", signal.SIGSTOP)
+        woken = time.monotonic() + self._stop_seconds
+        await self._until(progress, 0.4)
+        self._signal(progress, "coordinator", signal.SIGKILL)
+        await asyncio.sleep(max(0.0, woken - time.monotonic()))
+        stopped.send_signal(signal.SIGCONT)
+
+    async def _until(self, progress: Progress, share: float) -> None:
+        deadline = time.monotonic() + 20
+        while True:
+            if progress.pieces >= share * self._expected or time.monotonic() > deadline:
+                return
+            await asyncio.sleep(0.02)
+
+    def _signal(self, progress: Progress, name: str, signum: signal.Signals) -> Any:
+        process = self._stack.processes()[name]
+        process.send_signal(signum)
+        progress.disturbances.append((time.monotonic(), f"{signum.name} {name}"))
+        return process
+
+
+def report(
+    console: Console, todo: list[Ask], calm: list[Answer], stormy: list[Answer],
+    progress: Progress,
+) -> bool:  # fmt: skip
+    """Print the comparison; return whether everything was the same."""
+    first = progress.disturbances[0][0]
+    for at, what in progress.disturbances:
+        console.print(f"{at - first:6.2f} s  {what}")
+    table = Table("kind", "requests", "complete", "identical", "longest pause")
+    everything = True
+    for kind in dict.fromkeys(ask.kind for ask in todo):
+        which = [i for i, ask in enumerate(todo) if ask.kind == kind]
+        complete = sum(stormy[i].error is None and calm[i].error is None for i in which)
+        same = sum(stormy[i].told == calm[i].told and stormy[i].error is None for i in which)
+        pause = max(stormy[i].longest_pause for i in which)
+        table.add_row(
+            kind, str(len(which)), str(complete), str(same), f"{pause:.2f} s" if pause else "-"
+        )
+        everything &= complete == same == len(which)
+    console.print(table)
+    for ask, before, after in zip(todo, calm, stormy, strict=True):
+        if after.error or before.error or after.told != before.told:
+            console.print(f"[red]{ask.kind}[/] {ask.body.get('prompt')}", soft_wrap=True)
+            console.print(f"   calm: {before.error or before.told[:300]}", soft_wrap=True)
+            console.print(f"  storm: {after.error or after.told[:300]}", soft_wrap=True)
+    pauses = sorted((each.longest_pause for each in stormy if each.longest_pause), reverse=True)
+    short = sum(pause < 1.0 for pause in pauses)
+    console.print(
+        f"longest pause in any stream: {pauses[0]:.2f} s; {short} of {len(pauses)} streams "
+        "paused for less than a second"
+    )
+    return everything
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=64, help="greedy and seeded streams each")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens per choice")
+    parser.add_argument("--stop-seconds", type=float, default=20.0, help="how long one is stopped")
+    parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
+    options = parser.parse_args()
+    console = Console()
+    todo = asks(options.streams, options.tokens)
+    flags = ["--data-parallel-size", "3", "--api-server-count", "2", "--batch-invariant"]
+    with RunningStack(*flags, "--log-level", "error", *options.serve, timeout=300) as stack:
+        counted = Progress()
+        began = time.monotonic()
+        calm = asyncio.run(run(stack.url, todo, None, counted))
+        console.print(f"calm: {len(todo)} requests in {time.monotonic() - began:.1f} s")
+        disturber = Disturber(stack, options.stop_seconds, counted.pieces)
+        progress = Progress()
+        began = time.monotonic()
+        stormy = asyncio.run(run(stack.url, todo, disturber, progress))
+        console.print(f"storm: {len(todo)} requests in {time.monotonic() - began:.1f} s")
+        same = report(console, todo, calm, stormy, progress)
+        stack.stop(timeout=30)
+    console.print("everything complete and identical" if same else "[red]not the same[/]")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
