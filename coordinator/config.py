@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine.config import ClusterConfig, LogConfig, Section
+from engine.config import ClusterConfig, HealthConfig, LogConfig, Section
 
 
 class PublishConfig(Section, frozen=True, kw_only=True):
@@ -24,4 +24,5 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
 
     cluster: ClusterConfig = ClusterConfig()
     publish: PublishConfig = PublishConfig()
+    health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()

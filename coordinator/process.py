@@ -23,6 +23,7 @@ from coordinator.state import (
     Subscribed,
     Tick,
 )
+from engine.health import Health, serve_health
 from engine.lifeline import CANNOT_START, Lifeline
 from engine.logs import name_process
 from engine.messages import EngineReport, FrontEndNotice, MemberMessage, encode
@@ -30,8 +31,8 @@ from engine.transport import (
     Inbox,
     InsecureCluster,
     Transport,
+    advertised_host,
     bound_address,
-    normalize_address,
 )
 
 logger = logging.getLogger(__name__)
@@ -56,16 +57,17 @@ class Coordinator:
     """Owns the four sockets; everything that decides is in `CoordinatorState`."""
 
     def __init__(self, config: CoordinatorConfig, transport: Transport) -> None:
-        registration = normalize_address(config.cluster.coordinator)
+        registration = config.cluster.coordinator_address
         front, output, back = socket_addresses(registration)
         self.registration = transport.bind(zmq.ROUTER, registration)
         self.front = transport.bind(zmq.XPUB, front)
         self.output = transport.bind(zmq.PULL, output)
         self.back = transport.bind(zmq.XPUB, back)
+        self._handshakes = transport.watch(self.registration, registration, binder=True)
         # Deliver repeated subscriptions too: each one is a newcomer that needs the state.
         self.front.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.back.setsockopt(zmq.XPUB_VERBOSE, 1)
-        host = config.cluster.advertise_host
+        host = advertised_host(config.cluster)
         self.state = CoordinatorState(
             CoordinatorParameters(
                 epoch=secrets.randbits(48),
@@ -81,15 +83,20 @@ class Coordinator:
         self._reports = Inbox(self.output, EngineReport, "back output")
         self._notices = Inbox(self.front, FrontEndNotice, "front publish")
 
-    def run(self) -> None:
+    def run(self, health: Health) -> None:
         """Serve until a signal raises SystemExit."""
         poller = zmq.Poller()
         for socket in (self.registration, self.front, self.output, self.back):
             poller.register(socket, zmq.POLLIN)
+        if self._handshakes is not None:
+            poller.register(self._handshakes.socket, zmq.POLLIN)
         while True:
+            health.turn()
             now = time.monotonic()
             wait = max(0.0, self.state.next_deadline(now) - now)
             readable = dict(poller.poll(int(wait * 1000) + 1))
+            if self._handshakes is not None and self._handshakes.socket in readable:
+                self._handshakes.check()
             for event in self._events(readable):
                 self._apply(self.state.handle(event, time.monotonic()))
             self._apply(self.state.handle(Tick(), time.monotonic()))
@@ -139,6 +146,8 @@ class Coordinator:
 
     def close(self) -> None:
         """Close all sockets, giving the last messages a moment to leave."""
+        if self._handshakes is not None:
+            self._handshakes.socket.close(linger=0)
         for socket in (self.registration, self.front, self.output, self.back):
             socket.close(linger=200)
 
@@ -150,14 +159,17 @@ def run(config: CoordinatorConfig, lifeline: Lifeline) -> int:
         signal.signal(signum, lambda *_: sys.exit(0))
     lifeline.watch()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    health = Health(config.health.stall_timeout)
     try:
+        serve_health(config.health, health)
         coordinator = Coordinator(config, Transport(config.cluster, context))
     except (InsecureCluster, OSError, ValueError) as error:
-        lifeline.failed(f"cannot listen on {config.cluster.coordinator}: {error}")
+        lifeline.failed(f"cannot listen on {config.cluster.coordinator_address}: {error}")
         return CANNOT_START
     try:
-        lifeline.ready(f"listening on {config.cluster.coordinator}")
-        coordinator.run()
+        lifeline.ready(f"listening on {config.cluster.coordinator_address}")
+        health.ready()
+        coordinator.run(health)
     finally:
         coordinator.close()
         context.term()

@@ -8,7 +8,8 @@ told again by its peers: after a restart they notice the new epoch and register 
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from coordinator.wave import GroupWave, IndependentWave, LockstepWave
+from coordinator.formation import GroupFormation, Standing
+from coordinator.wave import NEVER, GroupWave, IndependentWave, LockstepWave
 from engine.messages import (
     ClusterView,
     CoordinatorReply,
@@ -29,11 +30,15 @@ from engine.messages import (
     MemberMessage,
     Ready,
     Refused,
+    Seat,
     StartWave,
     WakeUp,
     WaveComplete,
     Welcome,
 )
+from engine.reach import EVERYTHING, Reach
+
+SIZE_KEY = "data_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,10 @@ class _Member:
     draining: bool = False
     group_config: dict[str, str] = field(default_factory=dict)
     addresses: FrontEndAddresses | None = None
+    reach: Reach = EVERYTHING
     setup: EngineSetup | None = None
     stats: EngineStats | None = None
+    seat: Seat | None = None
 
 
 class CoordinatorState:
@@ -130,10 +137,12 @@ class CoordinatorState:
         self._restarts: dict[int, int] = {}
         self._last_incarnation: dict[int, int] = {}
         self._wave: GroupWave = IndependentWave()
+        self._formation: GroupFormation | None = None
         self._version = 0
         self._changed = False
         self._urgent = False
         self._last_published: float | None = None
+        self._order_due = float("-inf")
 
     # -- the one way in --------------------------------------------------------------------------
 
@@ -152,9 +161,10 @@ class CoordinatorState:
             case Subscribed(kind):
                 actions += self._subscribed(kind)
             case Tick():
-                actions += self._expire(now)
+                actions += self._expire(now) + self._repeat_order(now)
             case _:
                 assert_never(event)
+        actions += self._form_group(now)
         actions += [PublishOrder(order) for order in self._wave.orders(now)]
         return actions + self._publish_if_due(now)
 
@@ -171,6 +181,7 @@ class CoordinatorState:
             self._last_published + interval,
             now + self._parameters.member_timeout / 4,
             self._wave.orders_due,
+            self._formation.orders_due if self._formation is not None else NEVER,
         )
 
     # -- membership ------------------------------------------------------------------------------
@@ -182,11 +193,17 @@ class CoordinatorState:
             case Ready() | Heartbeat() | Draining():
                 return self._alive(sender, message, now)
             case Goodbye():
-                if self._find(message) is None:
-                    return []
-                return self._remove(message.kind, message.index, "said goodbye")
+                return self._goodbye(message)
 
-    def _find(self, message: Ready | Heartbeat | Draining | Goodbye) -> _Member | None:
+    def _goodbye(self, message: Goodbye) -> list[Action]:
+        for index, member in self._members[message.kind].items():
+            if member.incarnation == message.incarnation and message.index in (index, -1):
+                if member.draining and self._formation is not None:
+                    self._formation.left(index)
+                return self._remove(message.kind, index, "said goodbye")
+        return []
+
+    def _find(self, message: Ready | Heartbeat | Draining) -> _Member | None:
         member = self._members[message.kind].get(message.index)
         return member if member and member.incarnation == message.incarnation else None
 
@@ -201,7 +218,7 @@ class CoordinatorState:
         if held is None or held.incarnation != hello.incarnation:
             members[index] = _Member(
                 index, hello.incarnation, hello.host, hello.pid, now,
-                group_config=hello.group_config, addresses=hello.addresses,
+                group_config=hello.group_config, addresses=hello.addresses, reach=hello.reach,
             )  # fmt: skip
             name = f"{hello.kind.replace('_', ' ')} {index}"
             actions.append(Notice(f"{name} joined from {hello.host}, pid {hello.pid}"))
@@ -239,6 +256,13 @@ class CoordinatorState:
             wave = self._wave.wave
             self._wave = LockstepWave() if lockstep else IndependentWave()
             self._wave.adopt(wave)
+            self._formation = None
+            if lockstep:
+                self._formation = GroupFormation(
+                    size=int(hello.group_config.get(SIZE_KEY, "1")),
+                    regroup="wait" if hello.group_config.get("regroup") == "wait" else "shrink",
+                    grace=self._parameters.member_timeout,
+                )
 
     def _index_for(self, hello: Hello) -> int:
         members = self._members[hello.kind]
@@ -258,6 +282,9 @@ class CoordinatorState:
                 field="index",
                 final=False,
             )
+        size = hello.group_config.get(SIZE_KEY, "1")
+        if not size.isdecimal():
+            return Refused(f"{SIZE_KEY} is {size!r}: it has to be a number", field=SIZE_KEY)
         for peer in self._members["engine"].values():
             if hello.kind != "engine" or peer.index == index:
                 continue
@@ -278,6 +305,7 @@ class CoordinatorState:
         if member is None:
             return [Reply(sender, HeartbeatAck(epoch, known=False))]
         member.last_seen = now
+        member.seat = message.seat
         actions: list[Action] = [Reply(sender, HeartbeatAck(epoch, known=True))]
         if isinstance(message, Draining) and not member.draining:
             member.draining, member.ready = True, False
@@ -332,6 +360,24 @@ class CoordinatorState:
             actions += self._remove(kind, index, "has been silent for too long")
         return actions
 
+    # -- lockstep groups ---------------------------------------------------------------------------
+
+    def _form_group(self, now: float) -> list[Action]:
+        if self._formation is None:
+            return []
+        engines = {
+            index: Standing(member.incarnation, member.seat)
+            for index, member in self._members["engine"].items()
+        }
+        known = self._formation.plan
+        orders = self._formation.orders(engines, now)
+        actions: list[Action] = [PublishOrder(order) for order in orders]
+        for order in orders:
+            if known is None or order.topology != known.topology:
+                ranks = ", ".join(str(member.rank) for member in order.members)
+                actions.append(Notice(f"engines {ranks} form group {order.topology}"))
+        return actions
+
     # -- stats and waves -------------------------------------------------------------------------
 
     def _stats(self, stats: EngineStats) -> None:
@@ -341,8 +387,14 @@ class CoordinatorState:
         if member.stats is not None and member.stats.version >= stats.version:
             return
         member.stats = stats
-        self._changed = True
+        self._changed |= not self._balanced_outside
         self._urgent |= self._wave.stats(stats)
+
+    @property
+    def _balanced_outside(self) -> bool:
+        """Whether every front end serves one engine, so that nobody here needs to know loads."""
+        front_ends = self._members["front_end"].values()
+        return bool(front_ends) and all(each.reach.rank is not None for each in front_ends)
 
     def _wave_report(self, report: WaveComplete | StartWave) -> None:
         member = self._members["engine"].get(report.rank)
@@ -359,11 +411,18 @@ class CoordinatorState:
 
     def _front_ends_order(self) -> FrontEnds:
         entries = [
-            FrontEndEntry(member.index, member.incarnation, member.addresses)
+            FrontEndEntry(member.index, member.incarnation, member.addresses, member.reach)
             for member in self._members["front_end"].values()
             if member.addresses is not None
         ]
         return FrontEnds(self._parameters.epoch, entries)
+
+    def _repeat_order(self, now: float) -> list[Action]:
+        """Tell engines who the front ends are once in a while, in case they did not hear it."""
+        if now < self._order_due:
+            return []
+        self._order_due = now + self._parameters.publish_idle_interval
+        return [PublishOrder(self._front_ends_order())]
 
     def _publish_if_due(self, now: float) -> list[Action]:
         age = float("inf") if self._last_published is None else now - self._last_published

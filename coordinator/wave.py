@@ -2,8 +2,8 @@
 
 One interface, two kinds of groups. Independent engines sleep on their own queues and need no
 waking; for them the wave only counts how often the group as a whole went from running to paused.
-The engines of a lockstep group step together (see `engine.wave`), and the coordinator tells
-those that sleep when others have started.
+The engines of a lockstep group step together (see `engine.lockstep.wave`), and the coordinator
+tells those that sleep when others have started.
 
 The number is a logical clock: it only grows, and whoever brings a larger one from before a
 restart of the coordinator is believed.

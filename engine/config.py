@@ -43,6 +43,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "bfloat16", "float16", "float32"],
         Meta(description="Type of weights and activations; auto takes the checkpoint's."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8"] | None,
+        Meta(
+            description="int8 = weights and activations of linear layers are rounded to 8 bits "
+            "(CPU only); default: computed as loaded."
+        ),
+    ] = None
     load_format: Annotated[
         Literal["auto", "dummy"],
         Meta(description="auto reads safetensors; dummy fills random weights from --seed."),
@@ -55,6 +62,14 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = (
         "auto"
     )
+    generation_config: Annotated[
+        str,
+        Meta(
+            description="Where defaults for temperature, top_p and the like come from: auto = the "
+            "model's generation_config.json, vllm or none = neutral ones, else a directory with "
+            "such a file."
+        ),
+    ] = "auto"
     chat_template: Annotated[
         str | None, Meta(description="Jinja file that replaces the model's chat template.")
     ] = None
@@ -72,6 +87,15 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Memory for the KV cache of one engine; default: a share of free memory."),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of a CUDA device's memory for weights, activations and KV cache of "
+            "one engine.",
+        ),
+    ] = 0.9
     enable_prefix_caching: Annotated[
         bool, Meta(description="Reuse the KV blocks of prompts that begin alike.")
     ] = True
@@ -100,6 +124,23 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     async_scheduling: Annotated[
         bool, Meta(description="Plan the next step while the one before it runs.")
     ] = False
+    speculative_ngram: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="Most tokens per step and request that are guessed from what followed the "
+            "same tokens earlier in it, and kept if the model draws them too; 0 guesses none.",
+        ),
+    ] = 0
+    prompt_lookup_min: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        Meta(description="Guess only after so many tokens that occurred before; default: 2."),
+    ] = None
+    prompt_lookup_max: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        Meta(description="Of several places, prefer what agrees so far back; default: 4."),
+    ] = None
     admission_policy: Annotated[
         Literal["none", "balance", "cadence", "level"] | None,
         Meta(
@@ -125,6 +166,16 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         Meta(ge=1, description="level: a prefill waits at most this many steps per engine."),
     ] = 16
 
+    def __post_init__(self) -> None:
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is not None and longest is not None and shortest > longest:
+            raise ValueError(f"prompt_lookup_min is {shortest}: more than prompt_lookup_max")
+
+    @property
+    def steps_overlap(self) -> bool:
+        """Whether a step is planned while the one before runs; guessing needs its tokens first."""
+        return self.async_scheduling and not self.speculative_ngram
+
 
 class ExecutorConfig(Section, frozen=True, kw_only=True):
     """Execution"""
@@ -137,6 +188,25 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Compute threads per engine; default: cores / engines on this node."),
     ] = None
+    step_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that a step of up to 1,024 tokens may take (more in proportion, "
+            "and five times as long for the first ones) before the engine counts as hung and ends.",
+        ),
+    ] = 60.0
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="Compute each token in the same way whatever else is in the batch, so that "
+            "a request gives the same tokens, bit for bit, alone, in any batch and after it was "
+            "moved to another engine; CPU only, slower."
+        ),
+    ] = False
+    enforce_eager: Annotated[
+        bool, Meta(description="CUDA: launch every kernel of decode steps instead of graphs.")
+    ] = False
     torch_profiler_dir: Annotated[
         str | None,
         Meta(description="Directory for the traces of the start_profile and stop_profile calls."),
@@ -154,27 +224,105 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
 
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="Number of engines.")] = 2
     data_parallel_size_local: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Number of engines on this node; default: all."),
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Number of engines on this node; default: all, or the one of "
+            "--data-parallel-rank."
+        ),
+    ] = None
+    data_parallel_start_rank: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Rank of this node's first engine; default: ranks are given by the "
+            "coordinator."
+        ),
     ] = None
     data_parallel_rank: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="Rank of this engine; default: given by the coordinator."),
+        Meta(
+            description="Rank of this engine, default: given by the coordinator; for a front end, "
+            "the engine that it serves under --data-parallel-lb external."
+        ),
     ] = None
+    data_parallel_lb: Annotated[
+        Literal["internal", "hybrid", "external"],
+        Meta(
+            description="Which engines a front end balances over: internal = all of the cluster; "
+            "hybrid = those of its own node; external = only the one of --data-parallel-rank, with "
+            "a load balancer outside."
+        ),
+    ] = "internal"
+
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="Processes (on CUDA: devices) that compute each engine's model together, "
+            "each with its part of every layer.",
+        ),
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="Each engine of a mixture-of-experts model holds its share of the experts; "
+            "the engines then step together."
+        ),
+    ] = False
+    regroup: Annotated[
+        Literal["shrink", "wait"],
+        Meta(
+            description="When one of the engines that step together dies: shrink = the others load "
+            "its experts and go on until it is back; wait = they wait for it."
+        ),
+    ] = "shrink"
+    group_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that engines which step together wait for each other before they "
+            "form their group anew.",
+        ),
+    ] = 30.0
+
+    @property
+    def engines_on_node(self) -> int:
+        """How many engines this node runs."""
+        if self.data_parallel_size_local is not None:
+            return self.data_parallel_size_local
+        return self.data_parallel_size if self.data_parallel_rank is None else 1
+
+    def rank_on_node(self, number: int) -> int | None:
+        """Return the rank of the node's engine `number`; None if the coordinator chooses it."""
+        first = self.data_parallel_start_rank
+        if first is None:
+            first = self.data_parallel_rank
+        return None if first is None else first + number
+
+
+DEFAULT_COORDINATOR = "127.0.0.1:7550"
 
 
 class ClusterConfig(Section, frozen=True, kw_only=True):
     """Cluster"""
 
     coordinator: Annotated[
-        str,
+        str | None,
         Meta(
-            description="Coordinator's HOST:PORT (or ipc://PATH); `swell serve` makes its own.",
+            description="Coordinator's HOST:PORT (or ipc://PATH); default: `swell serve` makes its "
+            "own, all others look at 127.0.0.1:7550.",
         ),
-    ] = "127.0.0.1:7550"
+    ] = None
+    node: Annotated[str | None, Meta(description="Name of this node; default: its host name.")] = (
+        None
+    )
     advertise_host: Annotated[
-        str, Meta(description="Name or address under which other nodes reach this one.")
-    ] = "127.0.0.1"
+        str | None,
+        Meta(
+            description="Name or address under which other nodes reach this one; default: the "
+            "address of the interface that leads to the coordinator.",
+        ),
+    ] = None
     socket_dir: Annotated[
         str | None,
         Meta(description="Private directory for local sockets; default: a new temporary one."),
@@ -197,6 +345,28 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, description="Seconds without a heartbeat after which a member is gone.")
     ] = 5.0
 
+    @property
+    def coordinator_address(self) -> str:
+        """The coordinator's ZeroMQ address."""
+        address = self.coordinator or DEFAULT_COORDINATOR
+        return address if "://" in address else f"tcp://{address}"
+
+
+class HealthConfig(Section, frozen=True, kw_only=True):
+    """Health"""
+
+    health_port: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)] | None,
+        Meta(
+            description="Port on which a lone engine or coordinator answers GET /health and "
+            "/ready, on all interfaces; default: none."
+        ),
+    ] = None
+    stall_timeout: Annotated[
+        float,
+        Meta(gt=0, description="Seconds without a turn of its loop after which it is not healthy."),
+    ] = 60.0
+
 
 class LogConfig(Section, frozen=True, kw_only=True):
     """Logging"""
@@ -218,6 +388,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     executor: ExecutorConfig = ExecutorConfig()
     parallel: ParallelConfig = ParallelConfig()
     cluster: ClusterConfig = ClusterConfig()
+    health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
 
 
@@ -229,11 +400,28 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     """Random number of this process, chosen by the supervisor so that it can report its death."""
 
 
-def group_config(config: EngineConfig) -> dict[str, str]:
-    """Settings that have to be equal on all engines of a cluster, by flag name."""
+def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, str]:
+    """Settings that have to be equal on all engines of a cluster, by flag name.
+
+    Engines that step together also have to come to the same decisions in every step.
+    """
+    together = {
+        "lockstep": "true",
+        "data_parallel_size": str(config.parallel.data_parallel_size),
+        "regroup": config.parallel.regroup,
+        "max_num_seqs": str(config.scheduler.max_num_seqs),
+        "max_num_batched_tokens": str(config.scheduler.max_num_batched_tokens),
+        "admission_policy": str(config.scheduler.admission_policy),
+        "admission_cadence": str(config.scheduler.admission_cadence),
+        "level_wait_weight": str(config.scheduler.level_wait_weight),
+        "level_hold_per_rank": str(config.scheduler.level_hold_per_rank),
+    }
     return {
+        **(together if lockstep else {}),
         "model": Path(config.model.model).name,
         "dtype": config.model.dtype,
+        "quantization": str(config.model.quantization),
+        "batch_invariant": str(config.executor.batch_invariant),
         "max_model_len": str(config.model.max_model_len),
         "block_size": str(config.cache.block_size),
         "load_format": config.model.load_format,

@@ -2,13 +2,14 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig
+from engine.distributed.spec import GroupBroken
 from engine.executor.interface import CannotDo, Executor, PendingResult
 from engine.messages import (
     AbortRequests,
@@ -21,7 +22,14 @@ from engine.messages import (
     UtilityCall,
     UtilityResult,
 )
-from engine.scheduler.admission import AdmissionPolicy, AdmitAll
+from engine.scheduler.admission import (
+    NO_LOAD,
+    UNLIMITED,
+    AdmissionPolicy,
+    AdmitAll,
+    Grant,
+    RankState,
+)
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.scheduler.outputs import Outputs
 from engine.scheduler.policies import build_admission_policy
@@ -45,6 +53,29 @@ class CoreStep(NamedTuple):
     stats: EngineStats
 
 
+class WaveClock(Protocol):
+    """Which wave an engine is in, for its stats: that of its group, or its own count."""
+
+    wave: int
+    topology: int
+    hold_epoch: int
+
+    @property
+    def running(self) -> bool:
+        """Whether the engine steps in `wave` together with its group."""
+        ...
+
+
+@dataclass
+class OwnClock:
+    """The clock of an engine that steps alone: it only repeats what it hears."""
+
+    wave: int = 0
+    topology: int = 0
+    hold_epoch: int = 0
+    running: bool = False
+
+
 @dataclass(slots=True)
 class _FrontEnd:
     """One front-end process, and what was received from it."""
@@ -53,6 +84,7 @@ class _FrontEnd:
     present: bool = True
     requests: int = 0
     prompt_tokens: int = 0
+    outputs: int = 0
 
 
 class _Launched(NamedTuple):
@@ -78,10 +110,11 @@ class EngineCore:
         rank: int,
         incarnation: int,
         admission: AdmissionPolicy | None = None,
+        clock: WaveClock | None = None,
     ) -> None:
         self.rank = rank
         self.incarnation = incarnation
-        self.wave = 0
+        self.clock: WaveClock = clock or OwnClock()
         self.is_paused = False
         """No step is launched until `resume`; requests are taken and wait."""
         self.is_sleeping = False
@@ -91,14 +124,20 @@ class EngineCore:
         self._executor = executor
         self._block_size = config.cache.block_size
         self._max_num_seqs = config.scheduler.max_num_seqs
+        self._max_batched_tokens = config.scheduler.max_num_batched_tokens
+        self._scheduling = config.scheduler
         self._admission = admission or build_admission_policy(config.scheduler, lockstep_size=1)
-        self._scheduler = Scheduler(config.scheduler, config.cache, executor.info)
-        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        self._scheduler = Scheduler(
+            config.scheduler, config.cache, executor.info, executor.grammars
+        )
+        self._max_in_flight = _steps_in_flight(config.scheduler)
         self._in_flight: deque[_Launched] = deque()
         self._front_ends: dict[int, _FrontEnd] = {}
         self._outputs: Outputs = {}
         self._utility_results: list[tuple[int, UtilityResult]] = []
         self._step = 0
+        self._num_dummy_steps = 0
+        self._last_prefill_tokens = 0
         self._stats_version = 0
 
     @property
@@ -118,7 +157,19 @@ class EngineCore:
         """Whether `step` has anything to do or to say."""
         if self._in_flight or self._outputs or self._utility_results:
             return True
-        return self._scheduler.has_work and not (self.is_paused or self.is_sleeping)
+        return self._scheduler.needs_step and not (self.is_paused or self.is_sleeping)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is work, or a request that waits for something else than a step."""
+        halted = self.is_paused or self.is_sleeping
+        return self.has_work or (self._scheduler.has_work and not halted)
+
+    @property
+    def next_step_tokens(self) -> int:
+        """Most tokens that the next step can compute."""
+        gauges = self._scheduler.gauges()
+        return min(gauges.running + gauges.queued_prefill_tokens, self._max_batched_tokens)
 
     @property
     def has_front_ends(self) -> bool:
@@ -161,6 +212,10 @@ class EngineCore:
                     result = call_utility(self, message, fatal=StepFailed)
                     self._utility_results.append((message.front_end, result))
 
+    def grammars_settled(self) -> None:
+        """Grammars have been compiled, or could not be: what waited for them goes on."""
+        self._collect(self._scheduler.queue_compiled())
+
     def step(self) -> CoreStep:
         """Launch a step, take the result that is due, and return everything there is to send.
 
@@ -186,14 +241,16 @@ class EngineCore:
             rank=self.rank,
             incarnation=self.incarnation,
             version=self._stats_version,
-            wave=self.wave,
+            wave=self.clock.wave,
             step=self._step,
             waiting=gauges.waiting,
             running=gauges.running,
             kv_usage=gauges.kv_usage,
             queued_prefill_tokens=gauges.queued_prefill_tokens,
             received=[
-                Received(index, entry.incarnation, entry.requests, entry.prompt_tokens)
+                Received(
+                    index, entry.incarnation, entry.requests, entry.prompt_tokens, entry.outputs
+                )
                 for index, entry in self._front_ends.items()
                 if entry.present
             ],
@@ -202,8 +259,66 @@ class EngineCore:
             preemptions_total=counters.preemptions,
             prompt_tokens_total=counters.prompt_tokens,
             generation_tokens_total=counters.generation_tokens,
+            dummy_steps_total=self._num_dummy_steps,
+            topology=self.clock.topology,
+            wave_running=self.clock.running,
+            hold_epoch=self.clock.hold_epoch,
+            spec_drafts_total=counters.spec_drafts,
+            spec_draft_tokens_total=counters.spec_draft_tokens,
+            spec_accepted_tokens_total=counters.spec_accepted_tokens,
+            grammar_requests_total=counters.grammar_requests,
+            grammar_waits_total=counters.grammar_waits,
             halted=self.is_paused or self.is_sleeping,
         )
+
+    # -- for the member of a lockstep group ------------------------------------------------------
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether there are requests, or the rest of a step that failed, to be computed."""
+        return self._scheduler.needs_step
+
+    def joined_group(self, size: int) -> bool:
+        """Begin with a fresh admission policy, as all members of a new group do.
+
+        Returns whether the policy needs the states of all ranks before each step.
+        """
+        self._admission = build_admission_policy(self._scheduling, lockstep_size=size)
+        return self._admission.exchanges
+
+    def rank_state(self, last_step_us: int) -> RankState:
+        """Return what the other ranks have to know of this one before the next step."""
+        if not self._admission.exchanges:
+            return NO_LOAD
+        return self._scheduler.rank_state(last_step_us, self._last_prefill_tokens)
+
+    def step_together(self, number: int, loads: Sequence[RankState]) -> CoreStep:
+        """Take a step of the group to its end; an empty one when there is nothing to compute.
+
+        Args:
+            number: counts the steps of the wave, alike on all ranks.
+            loads: the states of all ranks, from the gather before this step.
+
+        Raises:
+            GroupBroken: a member failed. The same step is taken again when this is called next.
+            StepFailed: the engine cannot go on; what was scheduled has been logged.
+        """
+        with self._stepping():
+            grant = self._grant(number, loads)
+            if not self._in_flight:
+                self._in_flight.append(_Launched(self._scheduler.schedule(grant), None))
+            plan = self._in_flight[0].plan
+            result = self._executor.submit(plan).result()
+            self._in_flight.popleft()
+            self._collect(self._scheduler.update(plan, result))
+        self._step += 1
+        self._num_dummy_steps += not plan.slots
+        self._last_prefill_tokens = plan.num_prefill_tokens
+        return self._take()
+
+    def answers(self) -> CoreStep | None:
+        """Return what there is to say without a step, if anything."""
+        return self._take() if self._outputs or self._utility_results else None
 
     # -- for operators ---------------------------------------------------------------------------
 
@@ -224,6 +339,8 @@ class EngineCore:
 
         Level 1 keeps the weights where they are quick to have again, level 2 does not.
         """
+        if self._in_flight and self._in_flight[0].pending is None and self._in_flight[0].plan.slots:
+            raise CannotDo("a step that its group gave up has to be finished first")
         with self._stepping():
             while self._in_flight:
                 self._land()
@@ -270,21 +387,22 @@ class EngineCore:
         """Turn whatever goes wrong inside into StepFailed, with a description in the log."""
         try:
             yield
+        except GroupBroken:
+            raise
         except Exception as error:
             logger.exception("step failed: %s", self._scheduler.describe_in_flight())
             raise StepFailed(f"engine {self.rank}: {type(error).__name__} in a step") from error
 
-    def _schedule(self) -> BatchPlan:
+    def _grant(self, number: int, loads: Sequence[RankState] = ()) -> Grant:
         if isinstance(self._admission, AdmitAll):
-            return self._scheduler.schedule()  # the state of a rank is not for free
-        grant = self._admission.decide(self._step, (self._scheduler.rank_state(),))
-        return self._scheduler.schedule(grant)
+            return UNLIMITED  # the state of a rank is not for free
+        return self._admission.decide(number, loads or (self._scheduler.rank_state(),))
 
     def _launch(self) -> bool:
         """Plan a step and start it; False when there is nothing to compute now."""
         if self.is_paused or self.is_sleeping:
             return False
-        plan = self._schedule()
+        plan = self._scheduler.schedule(self._grant(self._step))
         if not plan.slots:
             self._in_flight.append(_Launched(plan, None))
             return False
@@ -312,6 +430,8 @@ class EngineCore:
             self._outputs.setdefault(front_end, []).extend(new)
 
     def _take(self) -> CoreStep:
+        for front_end in self._outputs:
+            self._front_ends[front_end].outputs += 1
         step = CoreStep(self._outputs, self._utility_results, self.stats())
         self._outputs = {}
         self._utility_results = []
@@ -342,3 +462,11 @@ class EngineCore:
             logger.warning("%s dropped: front end %d is not there", what, index)
             return None
         return front_end
+
+
+def _steps_in_flight(scheduling: SchedulerConfig) -> int:
+    if scheduling.async_scheduling and not scheduling.steps_overlap:
+        logger.info(
+            "steps run one after the other: --speculative-ngram needs the tokens of the last one"
+        )
+    return 2 if scheduling.steps_overlap else 1

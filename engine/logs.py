@@ -1,7 +1,9 @@
 """Logging of every process: one line an event, on standard error, as text or as JSON."""
 
+import faulthandler
 import io
 import logging
+import signal
 import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -40,7 +42,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def name_process(name: str, log_level: str, log_format: LogFormat = "text") -> None:
-    """Show the process as `swell: NAME` in the process list and set up its logging."""
+    """Show the process as `swell: NAME` in the process list and set up its logging.
+
+    SIGUSR1 makes it print where all of its threads are.
+    """
+    faulthandler.register(signal.SIGUSR1)
     setproctitle.setproctitle(f"swell: {name}")
     handler = logging.StreamHandler()
     if log_format == "json":

@@ -19,8 +19,10 @@ from engine.messages import (
     MemberMessage,
     Ready,
     Refused,
+    Seat,
     Welcome,
 )
+from engine.reach import EVERYTHING, Reach
 
 HELLO_INTERVAL = 0.5
 """Seconds between two attempts to join."""
@@ -58,6 +60,7 @@ class Identity:
     pid: int
     group_config: dict[str, str]
     addresses: FrontEndAddresses | None = None
+    reach: Reach = EVERYTHING
 
 
 class Membership:
@@ -69,6 +72,7 @@ class Membership:
         self._setup: EngineSetup | None = None
         self._is_ready = False
         self._is_draining = False
+        self._seat: Seat | None = None
         self._joined_once = False
         self._next_send = float("-inf")
         self.epoch: int | None = None
@@ -88,6 +92,11 @@ class Membership:
         self._is_draining = True
         self._next_send = float("-inf")
 
+    def sit(self, seat: Seat) -> None:
+        """The member stands elsewhere with its lockstep group; told at the next tick."""
+        self._seat = seat
+        self._next_send = float("-inf")
+
     def tick(self, now: float) -> list[MemberMessage]:
         """Return what has to be sent at `now` (seconds, monotonic)."""
         if now < self._next_send:
@@ -105,15 +114,16 @@ class Membership:
                     me.group_config,
                     me.addresses,
                     self.wave,
+                    me.reach,
                 )
             ]
         self._next_send = now + self._interval
         if self._is_draining:
-            return [Draining(me.kind, self.index, me.incarnation)]
+            return [Draining(me.kind, self.index, me.incarnation, self._seat)]
         if self._is_ready:
             # READY is repeated as the heartbeat of a ready member: losing one does not matter.
-            return [Ready(me.kind, self.index, me.incarnation, self._setup)]
-        return [Heartbeat(me.kind, self.index, me.incarnation)]
+            return [Ready(me.kind, self.index, me.incarnation, self._setup, self._seat)]
+        return [Heartbeat(me.kind, self.index, me.incarnation, self._seat)]
 
     def goodbye(self) -> Goodbye:
         """Return the message that leaves the cluster."""

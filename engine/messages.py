@@ -21,6 +21,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.reach import EVERYTHING, Reach
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all wire messages: frozen, tagged with the class name, encoded as an array."""
@@ -29,6 +31,45 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 UtilityValue = str | int | float | bool | None
 
 # -- requests: front end -> engine ---------------------------------------------------------------
+
+
+class JsonSchemaGrammar(Message, frozen=True):
+    """The output is a JSON value that fits a JSON schema."""
+
+    schema: str
+    """The schema as JSON text."""
+    whitespace: str | None = None
+    """Regular expression of what may stand between JSON tokens; empty: nothing; None: a little."""
+    lenient: bool = False
+    """Ignore keywords of the schema that cannot be enforced, instead of refusing them."""
+
+
+class JsonObjectGrammar(Message, frozen=True):
+    """The output is any JSON object; `whitespace` as for a schema."""
+
+    whitespace: str | None = None
+
+
+class RegexGrammar(Message, frozen=True):
+    """The whole output matches a regular expression."""
+
+    pattern: str
+
+
+class ChoiceGrammar(Message, frozen=True):
+    """The output is one of these texts."""
+
+    choices: tuple[str, ...]
+
+
+class LarkGrammar(Message, frozen=True):
+    """The output follows a context-free grammar in llguidance's variant of Lark's syntax."""
+
+    text: str
+
+
+GrammarSpec = JsonSchemaGrammar | JsonObjectGrammar | RegexGrammar | ChoiceGrammar | LarkGrammar
+"""What an output has to look like; `engine.grammar` says what is allowed in it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -57,6 +98,16 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """Number of alternatives reported beside each sampled token; None reports nothing."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first; None reports nothing."""
+    grammar: GrammarSpec | None = None
+    """What the output has to look like."""
+    grammar_after: str = ""
+    """Text of the output after which the grammar applies (as at the end of a reasoning part);
+    until then any text is allowed, but the request cannot end. Empty: from the beginning."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be drawn; None allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that never appear in the output: the last token of one is ruled out
+    where those before it are the newest of the output."""
 
 
 class AddRequest(Message, frozen=True):
@@ -102,10 +153,15 @@ EngineInput = AddRequest | AbortRequests | UtilityCall
 
 
 class EngineGreeting(Message, frozen=True):
-    """First message of an engine on a front end's request socket: the route is open."""
+    """First message of an engine on a front end's request socket: the route is open.
+
+    Repeated as a sign of life. `session` counts the engine's connections to front ends: a
+    new one says that everything that was sent on the one before has been dropped.
+    """
 
     rank: int
     incarnation: int
+    session: int = 0
 
 
 # -- outputs: engine -> front end ----------------------------------------------------------------
@@ -143,9 +199,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine had received from one front-end process when its stats were taken.
+    """What an engine had received from one front-end process, and made for it, as of its stats.
 
-    `front_end_incarnation` tells a restarted front end from its predecessor. Both counts only grow.
+    `front_end_incarnation` tells a restarted front end from its predecessor. The counts only grow.
     `prompt_tokens` counts whatever has to be computed first: for a request that another engine
     began, its tokens so far too.
     """
@@ -154,6 +210,8 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
     front_end_incarnation: int
     requests: int
     prompt_tokens: int
+    outputs: int = 0
+    """Messages with outputs that were made for it, the one that carries these stats included."""
 
 
 class EngineStats(Message, frozen=True):
@@ -189,9 +247,19 @@ class EngineStats(Message, frozen=True):
     wave_running: bool = False
     """Whether the engine's lockstep group runs `wave`; unused by independent engines."""
     hold_epoch: int = 0
-    """Newest hold that the engine knows of; odd means held (see `engine.wave`)."""
+    """Newest hold that the engine knows of; odd means held (see `engine.lockstep.wave`)."""
     halted: bool = False
     """Paused or asleep by an operator's order: requests wait, and no progress is due."""
+    spec_drafts_total: int = 0
+    """Times that tokens of a request were guessed (see `--speculative-ngram`)."""
+    spec_draft_tokens_total: int = 0
+    """Tokens guessed."""
+    spec_accepted_tokens_total: int = 0
+    """Guessed tokens that were right."""
+    grammar_requests_total: int = 0
+    """Requests held to a grammar."""
+    grammar_waits_total: int = 0
+    """Those of them whose grammar had to be compiled first."""
 
 
 class StepOutputs(Message, frozen=True):
@@ -245,13 +313,37 @@ class FrontEndAddresses(msgspec.Struct, frozen=True, array_like=True):
     outputs: str
 
 
+class GroupMember(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One engine process of a lockstep group."""
+
+    rank: int
+    incarnation: int
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Where an engine stands with its lockstep group, as it says itself.
+
+    See `engine.lockstep.seat`.
+    """
+
+    state: Literal["apart", "preparing", "prepared", "joined"]
+    topology: int
+    """Newest formation that it heard of: the one it left, prepares for or is in."""
+    address: str
+    """HOST:PORT where it would host the meeting point of a group that it leads."""
+    members: list[GroupMember] = []
+    """Whom it is in a group with, itself included; empty unless joined."""
+
+
 class Hello(Message, frozen=True):
     """A process asks to join (or joins again after the coordinator restarted).
 
+    `host` is the name of its node.
     `incarnation` is a random number drawn once per process. `index` is the rank or front-end
     number, or -1 to be given one. `group_config` holds the settings that must be equal on all
     engines, as text, so that a refusal can name the one that differs. The key "lockstep" with the
-    value "true" says that the engines step together and need waves.
+    value "true" says that the engines step together and need waves; "data_parallel_size" then says
+    how many form the first group and "regroup" what happens when one of them dies.
     """
 
     kind: MemberKind
@@ -263,6 +355,8 @@ class Hello(Message, frozen=True):
     addresses: FrontEndAddresses | None = None
     wave: int = 0
     """The wave an engine that joins again was in; a coordinator takes the maximum it sees."""
+    reach: Reach = EVERYTHING
+    """The engines that a front end routes to."""
 
 
 class Ready(Message, frozen=True):
@@ -272,6 +366,7 @@ class Ready(Message, frozen=True):
     index: int
     incarnation: int
     setup: EngineSetup | None = None
+    seat: Seat | None = None
 
 
 class Heartbeat(Message, frozen=True):
@@ -280,10 +375,14 @@ class Heartbeat(Message, frozen=True):
     kind: MemberKind
     index: int
     incarnation: int
+    seat: Seat | None = None
 
 
 class Goodbye(Message, frozen=True):
-    """The member leaves on purpose."""
+    """The member leaves on purpose, or its supervisor saw it die.
+
+    An `index` of -1 stands for whatever number the coordinator gave to this incarnation.
+    """
 
     kind: MemberKind
     index: int
@@ -296,6 +395,7 @@ class Draining(Message, frozen=True):
     kind: MemberKind
     index: int
     incarnation: int
+    seat: Seat | None = None
 
 
 MemberMessage = Hello | Ready | Heartbeat | Draining | Goodbye
@@ -307,6 +407,7 @@ class FrontEndEntry(msgspec.Struct, frozen=True, array_like=True):
     index: int
     incarnation: int
     addresses: FrontEndAddresses
+    reach: Reach = EVERYTHING
 
 
 class Welcome(Message, frozen=True):
@@ -368,7 +469,20 @@ class StartDpWave(Message, frozen=True):
     topology: int = 0
 
 
-GroupOrder = FrontEnds | StartDpWave
+class FormGroup(Message, frozen=True):
+    """The engines that hold collectives together from now on; `topology` only grows.
+
+    Without an address: leave the group before it, if any, and prepare for this one. With an
+    address, which comes when all members have prepared: meet there.
+    """
+
+    topology: int
+    members: list[GroupMember]
+    """By position in the group, the leader first."""
+    address: str = ""
+
+
+GroupOrder = FrontEnds | StartDpWave | FormGroup
 
 
 # -- back output: engines -> coordinator ---------------------------------------------------------

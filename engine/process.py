@@ -7,7 +7,6 @@ thread runs steps. They share two queues and nothing else.
 import logging
 import secrets
 import signal
-import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -15,143 +14,80 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.core import EngineCore, StepFailed
+from engine.core import EngineCore, OwnClock, StepFailed
 from engine.executor.environment import settle_environment
-from engine.executor.interface import Executor
+from engine.executor.interface import Executor, GroupExecutor
+from engine.executor.team import Team
+from engine.health import Health, serve_health
+from engine.intake import Intake
 from engine.lifeline import CANNOT_START, Lifeline
+from engine.lockstep.group_connection import GroupConnection
+from engine.lockstep.grouping import Grouping
+from engine.lockstep.loop import LockstepLoop
+from engine.lockstep.wave import EngineWave, Phase
 from engine.logs import name_process
+from engine.loop import EngineLoop
 from engine.membership import JOIN_TIMEOUT
-from engine.messages import (
-    AbortRequests,
-    AddRequest,
-    EngineDead,
-    UtilityCall,
-)
+from engine.messages import EngineDead, GroupMember
 from engine.model_files import model_directory
-from engine.receiver import (
-    Drain,
-    FrontEndJoined,
-    FrontEndLeft,
-    InboxItem,
-    Receiver,
-    Stop,
-    WaveStarted,
-    Welcomed,
-)
-from engine.sender import Dying, Sender, StepDone, UtilityDone
-from engine.transport import InsecureCluster, Transport
+from engine.models.hf_config import read_spec
+from engine.receiver import Drain, GrammarsSettled, InboxItem, Receiver, Stop, Welcomed
+from engine.sender import Dying, Sender
+from engine.transport import InsecureCluster, Transport, advertised_host
+from engine.watchdog import StepWatch, Watchdog
 
 logger = logging.getLogger(__name__)
-
-IDLE_STATS_INTERVAL = 2.0
-"""Seconds between stats of an engine without work, so that their age tells stale from idle."""
-
-
-LATE_SENDS_SECONDS = 0.5
-"""How long a draining engine without work waits for requests that are on their way."""
-
-DRAINING_WAIT = 0.02
-"""Seconds between looks at whether a draining engine may end."""
 
 
 class CannotStart(Exception):
     """The engine cannot start, and trying again would not help."""
 
 
-class EngineLoop:
-    """The main thread: drain the inbox, step, hand the outputs to the sender."""
+def steps_together(config: EngineConfig) -> bool:
+    """Whether the engine is one of several that share the experts of a model.
 
-    def __init__(
-        self,
-        core: EngineCore,
-        inbox: "SimpleQueue[InboxItem]",
-        sender: Sender,
-        *,
-        on_drain: Callable[[], None],
-        drain_timeout: float,
-    ) -> None:
-        self._core = core
-        self._inbox = inbox
-        self._outbox = sender.outbox
-        self._on_drain = on_drain
-        self._drain_timeout = drain_timeout
-        self._draining_since: float | None = None
-        self._stopped: Stop | None = None
-
-    def run(self) -> Stop:
-        """Step until something asks to stop.
-
-        Raises:
-            StepFailed: the model or the bookkeeping failed; the engine cannot go on.
-        """
-        while True:
-            had_work = self._core.has_work
-            self._drain(block=not had_work)
-            if self._stopped is None and self._has_drained():
-                self._stopped = Stop()
-            if self._stopped is not None:
-                return self._stopped
-            if not self._core.has_work:
-                continue
-            if not had_work:
-                # Work that begins and ends within one step has to be seen to have begun.
-                self._outbox.put(StepDone(self._core.stats(), {}))
-            step = self._core.step()
-            self._outbox.put(StepDone(step.stats, step.outputs))
-            for front_end, result in step.utility_results:
-                self._outbox.put(UtilityDone(front_end, result))
-
-    def _has_drained(self) -> bool:
-        if self._draining_since is None:
-            return False
-        elapsed = time.monotonic() - self._draining_since
-        if self._core.has_work:
-            return elapsed > self._drain_timeout
-        # What front ends sent before they heard of it may still be on its way.
-        return elapsed > LATE_SENDS_SECONDS or not self._core.has_front_ends
-
-    def _drain(self, *, block: bool) -> None:
-        draining = self._draining_since is not None
-        try:
-            item = self._inbox.get(block, DRAINING_WAIT if draining else IDLE_STATS_INTERVAL)
-        except Empty:
-            if block:
-                self._outbox.put(StepDone(self._core.stats(), {}))
-            return
-        self._take(item)
-        while not self._inbox.empty():
-            self._take(self._inbox.get())
-
-    def _take(self, item: InboxItem) -> None:
-        match item:
-            case AddRequest() | AbortRequests() | UtilityCall():
-                self._core.handle(item)
-            case FrontEndJoined(index, incarnation):
-                self._core.front_end_joined(index, incarnation)
-            case FrontEndLeft(index):
-                self._core.front_end_left(index)
-            case WaveStarted(wave) | Welcomed(_, wave):
-                self._core.wave = max(self._core.wave, wave)
-            case Drain():
-                self._draining_since = time.monotonic()
-                self._on_drain()
-            case Stop():
-                self._stopped = item
+    Raises:
+        ModelNotFound: there is no such model.
+        UnsupportedModel: its config asks for something that is not implemented.
+    """
+    parallel = config.parallel
+    if not parallel.enable_expert_parallel or parallel.data_parallel_size == 1:
+        return False
+    return read_spec(model_directory(config.model, weights=False)).moe is not None
 
 
-def build_executor(config: EngineConfig, rank: int, lifeline: Lifeline) -> Executor:
-    """Load the model (or its simulation) as configured."""
+def build_executor(
+    config: EngineConfig,
+    rank: int,
+    lifeline: Lifeline,
+    on_failure: Callable[[str], None] | None = None,
+) -> Executor:
+    """Load the model (or its simulation) as configured.
+
+    An executor with processes of its own calls `on_failure`, in another thread, when one dies.
+    """
     if config.executor.executor == "simulated":
         from engine.executor.simulated import SimulatedExecutor
+        from engine.grammar.masks import grammar_table
 
         model_config = model_directory(config.model, weights=False) / "config.json"
         vocab_size = msgspec.json.decode(model_config.read_bytes())["vocab_size"]
-        return SimulatedExecutor(config, vocab_size=vocab_size)
+        table = grammar_table(model_config.parent, vocab_size, ())
+        return SimulatedExecutor(config, vocab_size=vocab_size, grammars=table)
     lifeline.progress("importing torch")
     settle_environment()
+    engines_on_node = max(1, config.parallel.engines_on_node)
+    if config.parallel.tensor_parallel_size > 1:
+        if config.parallel.enable_expert_parallel:
+            raise CannotStart("--enable-expert-parallel needs --tensor-parallel-size 1")
+        team = Team(config, rank, engines_on_node)
+        from engine.executor.tensor_parallel import TensorParallelExecutor  # imports torch
+
+        return TensorParallelExecutor(
+            config, team, rank, engines_on_node, lifeline.progress, on_failure
+        )
     from engine.executor.in_process import InProcessExecutor  # imports torch
 
-    engines_on_node = config.parallel.data_parallel_size_local or config.parallel.data_parallel_size
     return InProcessExecutor(config, rank, engines_on_node, lifeline.progress)
 
 
@@ -175,14 +111,22 @@ class EngineProcess:
     """Wires the threads together and ends them in order."""
 
     def __init__(self, config: EngineConfig, lifeline: Lifeline, incarnation: int) -> None:
+        self._steps_together = steps_together(config)
+        if self._steps_together:  # a step has to be over when its group gathers for the next
+            scheduling = msgspec.structs.replace(config.scheduler, async_scheduling=False)
+            config = msgspec.structs.replace(config, scheduler=scheduling)
         self._config = config
         self._lifeline = lifeline
         self._incarnation = incarnation
+        self._health = Health(config.health.stall_timeout)
+        serve_health(config.health, self._health)
+        self._watch = StepWatch(config.executor.step_timeout)
         self._serving = False
         self._asked_to_end = False
         self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         transport = Transport(config.cluster, self._context)
+        self._connection = GroupConnection()
         self._sender = Sender(transport)
         self._receiver = Receiver(
             config,
@@ -191,6 +135,8 @@ class EngineProcess:
             self._context,
             inbox=self._inbox,
             outbox=self._sender.outbox,
+            lockstep=self._steps_together,
+            connection=self._connection,
         )
 
     def request_stop(self) -> None:
@@ -214,12 +160,17 @@ class EngineProcess:
             welcome = wait_for_rank(self._inbox, JOIN_TIMEOUT)
             log = self._config.log
             name_process(f"engine {welcome.rank}", log.log_level, log.log_format)
-            executor = build_executor(self._config, welcome.rank, self._lifeline)
-            core = EngineCore(
-                self._config, executor, rank=welcome.rank, incarnation=self._incarnation
+            executor = build_executor(
+                self._config,
+                welcome.rank,
+                self._lifeline,
+                lambda reason: self._inbox.put(Stop(reason)),
             )
-            core.wave = welcome.wave
-            return self._serve(core, executor, welcome.rank)
+            if executor.grammars is not None:
+                executor.grammars.on_settled = lambda: self._inbox.put(GrammarsSettled())
+            if self._steps_together:
+                return self._serve_together(executor, welcome)
+            return self._serve_alone(executor, welcome)
         finally:
             self._receiver.stop()
             self._sender.stop()
@@ -227,27 +178,90 @@ class EngineProcess:
                 executor.shutdown()
             self._context.destroy(linger=0)
 
-    def _serve(self, core: EngineCore, executor: Executor, rank: int) -> int:
-        info = executor.info
-        self._receiver.ready(core.setup)
+    def _serve_alone(self, executor: Executor, welcome: Welcomed) -> int:
+        clock = OwnClock(welcome.wave)
+        core = EngineCore(
+            self._config, executor, rank=welcome.rank, incarnation=self._incarnation, clock=clock
+        )
+        self._ready(core, executor)
+        return self._loop_until_stopped(
+            EngineLoop(core, self._intake(core), self._sender.outbox, self._watch), welcome.rank
+        )
+
+    def _serve_together(self, executor: Executor, welcome: Welcomed) -> int:
+        if not isinstance(executor, GroupExecutor):
+            raise CannotStart("this executor cannot share the experts with other engines")
+        rank, incarnation = welcome.rank, self._incarnation
+        wave = EngineWave(rank=rank, incarnation=incarnation, wave=welcome.wave, phase=Phase.APART)
+        core = EngineCore(self._config, executor, rank=rank, incarnation=incarnation, clock=wave)
+        grouping = Grouping(
+            GroupMember(rank, incarnation),
+            executor,
+            self._connection,
+            host=advertised_host(self._config.cluster),
+            timeout=self._config.parallel.group_timeout,
+            report=self._receiver.sit,
+        )
+        self._lifeline.progress("waiting for the other engines")
+        loop = LockstepLoop(
+            core,
+            wave,
+            grouping,
+            self._intake(core),
+            self._sender.outbox,
+            self._watch,
+            on_wave=self._receiver.note_wave,
+            on_joined=lambda: self._ready(core, executor),
+        )
+        try:
+            return self._loop_until_stopped(loop, rank)
+        finally:
+            # The goodbye goes first, so that the others regroup on an order and not on an error.
+            self._receiver.stop()
+            grouping.close()
+
+    def _intake(self, core: EngineCore) -> Intake:
+        return Intake(
+            core,
+            self._inbox,
+            on_turn=self._health.turn,
+            on_drain=self._drain,
+            drain_timeout=self._config.cluster.drain_timeout,
+        )
+
+    def _drain(self) -> None:
+        self._health.drain()
+        self._receiver.drain()
+
+    def _ready(self, core: EngineCore, executor: Executor) -> None:
+        """Tell everybody that the engine serves, the first time."""
+        if self._serving:
+            return
         self._serving = True
+        self._receiver.ready(core.setup)
+        self._health.ready()
+        info = executor.info
         tokens = info.num_kv_blocks * self._config.cache.block_size
         self._lifeline.ready(f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)")
+
+    def _loop_until_stopped(self, loop: EngineLoop | LockstepLoop, rank: int) -> int:
+        def tell(reason: str) -> None:
+            self._sender.outbox.put(Dying(EngineDead(rank, self._incarnation, reason)))
+
+        watchdog = Watchdog(self._watch, self._config.executor.step_timeout, tell)
+        watchdog.start()
         try:
-            stop = EngineLoop(
-                core,
-                self._inbox,
-                self._sender,
-                on_drain=self._receiver.drain,
-                drain_timeout=self._config.cluster.drain_timeout,
-            ).run()
+            stop = loop.run()
         except Exception as error:
             logger.exception("engine %d cannot go on", rank)
             reason = str(error) if isinstance(error, StepFailed) else repr(error)
-            self._sender.outbox.put(Dying(EngineDead(rank, self._incarnation, reason)))
+            tell(reason)
             return 1
+        finally:
+            watchdog.stop()
         if stop.error is not None:
             logger.error("%s", stop.error)
+            self._sender.outbox.put(Dying(EngineDead(rank, self._incarnation, stop.error)))
             return 1
         return 0
 

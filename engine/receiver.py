@@ -6,7 +6,6 @@ one queue. Its socket calls release the GIL while the model runs.
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,26 +16,30 @@ from typing import Any
 import zmq
 
 from engine.config import EngineConfig, group_config
+from engine.front_end_lines import FrontEndLines, LineChanges
+from engine.lockstep.group_connection import GroupConnection
 from engine.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
 from engine.messages import (
     CoordinatorReply,
-    EngineGreeting,
     EngineInput,
     EngineSetup,
+    FormGroup,
     FrontEndEntry,
+    FrontEnds,
     GroupOrder,
+    Seat,
     StartDpWave,
     encode,
 )
-from engine.roster import Roster
+from engine.reach import node_name
 from engine.sender import ConnectCoordinator, ConnectFrontEnd, DisconnectFrontEnd, SenderItem
-from engine.transport import Inbox, Transport, normalize_address
+from engine.transport import Inbox, Transport
 
 logger = logging.getLogger(__name__)
 
 _SUBSCRIBE_ALL = b"\x01"
 _CONTROL_ADDRESS = "inproc://receiver-control"
-_READY, _DRAIN, _STOP = b"ready", b"drain", b"stop"
+_READY, _DRAIN, _SIT, _STOP = b"ready", b"drain", b"sit", b"stop"
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,15 @@ class FrontEndLeft:
 
 
 @dataclass(frozen=True)
-class WaveStarted:
-    """The coordinator ordered the group to run."""
+class Rejoined:
+    """A restarted coordinator knows the engine again, and of this wave."""
 
     wave: int
+
+
+@dataclass(frozen=True)
+class GrammarsSettled:
+    """Grammars have been compiled, or could not be, since the message before."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,18 @@ class Stop:
     error: str | None = None
 
 
-InboxItem = EngineInput | Welcomed | FrontEndJoined | FrontEndLeft | WaveStarted | Drain | Stop
+InboxItem = (
+    EngineInput
+    | Welcomed
+    | Rejoined
+    | FrontEndJoined
+    | FrontEndLeft
+    | StartDpWave
+    | FormGroup
+    | GrammarsSettled
+    | Drain
+    | Stop
+)
 
 
 class Receiver:
@@ -96,7 +115,10 @@ class Receiver:
         *,
         inbox: "SimpleQueue[InboxItem]",
         outbox: "SimpleQueue[SenderItem]",
+        lockstep: bool,
+        connection: GroupConnection,
     ) -> None:
+        self._connection = connection
         self._cluster = config.cluster
         self._incarnation = incarnation
         self._transport = transport
@@ -108,20 +130,26 @@ class Receiver:
                 kind="engine",
                 index=-1 if rank is None else rank,
                 incarnation=incarnation,
-                host=socket.gethostname(),
+                host=node_name(config.cluster),
                 pid=os.getpid(),
-                group_config=group_config(config),
+                group_config=group_config(config, lockstep=lockstep),
             ),
             config.cluster.heartbeat_interval,
         )
         self._setup: EngineSetup | None = None
-        self._roster: Roster[FrontEndEntry] = Roster(config.cluster.engine_timeout)
+        self._seat: Seat | None = None
+        self._lines = FrontEndLines(
+            incarnation,
+            node_name(config.cluster),
+            config.cluster.engine_timeout,
+            config.cluster.heartbeat_interval,
+        )
         self._requests: dict[int, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         self._registration = transport.connect(
             zmq.DEALER,
-            normalize_address(config.cluster.coordinator),
+            config.cluster.coordinator_address,
             identity=f"engine-{incarnation:x}".encode(),
         )
         # The loop's end of the control pair is used by the loop's thread only.
@@ -143,12 +171,23 @@ class Receiver:
         self._setup = setup
         self._control.send(_READY)
 
+    def sit(self, seat: Seat) -> None:
+        """Tell the coordinator where the engine stands with its lockstep group."""
+        self._seat = seat
+        self._control.send(_SIT)
+
+    def note_wave(self, wave: int) -> None:
+        """The engine is in `wave`, which a coordinator that is restarted has to be told."""
+        self._membership.wave = max(self._membership.wave, wave)
+
     def drain(self) -> None:
         """Tell the coordinator that the engine wants nothing new."""
         self._control.send(_DRAIN)
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Say goodbye, close every socket and wait for the thread."""
+        """Say goodbye, close every socket and wait for the thread; idempotent."""
+        if self._control.closed:
+            return
         self._control.send(_STOP)
         self._thread.join(timeout)
         self._control.close(linger=0)
@@ -158,6 +197,11 @@ class Receiver:
     def _run(self) -> None:
         registration = self._registration
         self._serve(Inbox(registration, CoordinatorReply, "registration"), self._reply)
+        address = self._cluster.coordinator_address
+        watch = self._transport.watch(registration, address, binder=False)
+        if watch is not None:
+            self._handlers[watch.socket] = watch.check
+            self._poller.register(watch.socket, zmq.POLLIN)
         self._poller.register(self._commands, zmq.POLLIN)
         self._handlers[self._commands] = self._command
         try:
@@ -167,7 +211,7 @@ class Receiver:
                 for readable, _ in self._poller.poll(self._poll_timeout_ms()):
                     if readable in self._handlers:
                         self._handlers[readable]()
-                self._drop_front_ends(self._roster.expire(time.monotonic()))
+                self._change_lines(self._lines.tick(self._membership.index, time.monotonic()))
             registration.send(encode(self._membership.goodbye()))
         except Exception as error:
             logger.exception("the receiver failed")
@@ -194,6 +238,8 @@ class Receiver:
                 self._membership.ready(self._setup)
             case b"drain":
                 self._membership.drain()
+            case b"sit" if self._seat is not None:
+                self._membership.sit(self._seat)
             case _:
                 self._stopping = True
 
@@ -208,7 +254,7 @@ class Receiver:
         welcome = event.welcome
         if event.again:
             logger.warning("registered again: the coordinator had forgotten this process")
-            self._inbox.put(WaveStarted(welcome.wave))
+            self._inbox.put(Rejoined(welcome.wave))
         else:
             logger.info("joined as rank %d", welcome.index)
             orders = self._transport.connect(zmq.XSUB, welcome.publish_address)
@@ -219,28 +265,34 @@ class Receiver:
         self._update_front_ends(welcome.epoch, welcome.front_ends)
 
     def _order(self, order: GroupOrder) -> None:
-        if isinstance(order, StartDpWave):
-            self._inbox.put(WaveStarted(order.wave))
-        elif order.epoch == self._membership.epoch:
-            self._update_front_ends(order.epoch, order.front_ends)
+        match order:
+            case StartDpWave():
+                self._inbox.put(order)
+            case FormGroup():
+                self._connection.ordered(order.topology)
+                self._inbox.put(order)
+            case FrontEnds(epoch, front_ends) if epoch == self._membership.epoch:
+                self._update_front_ends(epoch, front_ends)
 
     def _update_front_ends(self, epoch: int, entries: list[FrontEndEntry]) -> None:
-        listed = {entry.index: entry for entry in entries}
-        change = self._roster.update(epoch, listed, time.monotonic())
-        self._drop_front_ends(change.left)
-        for index in change.joined:
-            self._add_front_end(listed[index])
+        rank, now = self._membership.index, time.monotonic()
+        self._change_lines(self._lines.update(rank, epoch, entries, now))
+
+    def _change_lines(self, changes: LineChanges) -> None:
+        self._drop_front_ends(changes.left)
+        for entry in changes.joined:
+            self._add_front_end(entry)
+        for index, greeting in changes.greetings:
+            self._requests[index].send(encode(greeting))
 
     def _add_front_end(self, entry: FrontEndEntry) -> None:
         # Outputs may follow as soon as a request does: the way back has to be there first.
         self._outbox.put(ConnectFrontEnd(entry.index, entry.addresses.outputs))
         self._inbox.put(FrontEndJoined(entry.index, entry.incarnation))
-        rank = self._membership.index
-        identity = f"{rank}-{self._incarnation:x}".encode()
+        identity = f"{self._membership.index}-{self._incarnation:x}".encode()
         requests = self._transport.connect(zmq.DEALER, entry.addresses.requests, identity=identity)
         self._requests[entry.index] = requests
         self._serve(Inbox(requests, EngineInput, "requests"), self._inbox.put)
-        requests.send(encode(EngineGreeting(rank, self._incarnation)))
 
     def _drop_front_ends(self, indices: list[int]) -> None:
         for index in indices:

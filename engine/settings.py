@@ -91,9 +91,15 @@ def _plain(annotation: Any) -> Any:
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, config_type: type[Section], hidden: frozenset[str]
+    parser: argparse.ArgumentParser,
+    config_type: type[Section],
+    hidden: frozenset[str],
+    short: Mapping[str, str] = {},
 ) -> None:
-    """Add a flag for every setting but the `hidden` ones, grouped by section."""
+    """Add a flag for every setting but the `hidden` ones, grouped by section.
+
+    `short` gives settings a short flag besides.
+    """
     groups: dict[str, Any] = {}
     types_of = sections_of(config_type)
     for setting in settings_of(config_type):
@@ -109,7 +115,10 @@ def add_arguments(
             options["metavar"] = setting.metavar
             if setting.is_list:
                 options["nargs"] = "+"
-        groups[setting.section].add_argument(setting.flag, default=None, **options)
+        flags = [setting.flag]
+        if setting.name in short:
+            flags.insert(0, short[setting.name])
+        groups[setting.section].add_argument(*flags, default=None, **options)
 
 
 def _help_text(setting: Setting) -> str:
@@ -158,7 +167,8 @@ def load(
 def _explain(error: msgspec.ValidationError, origins: Mapping[str, str]) -> str:
     message, _, path = str(error).partition(" - at `$.")
     name = path.rstrip("`").split("[")[0]
-    return f"{origins.get(name, name)}: {message[0].lower()}{message[1:]}"
+    where = f"{origins.get(name, name)}: " if name else ""  # some checks compare several settings
+    return f"{where}{message[0].lower()}{message[1:]}"
 
 
 def _read_yaml(path: Path, config_type: type[Section]) -> dict[str, Any]:

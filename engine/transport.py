@@ -9,6 +9,7 @@ what must be bounded is bounded by admission, not by a socket.
 
 import hashlib
 import logging
+import socket as sockets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from engine.config import ClusterConfig
+from engine.handshakes import HandshakeWatch
 
 if TYPE_CHECKING:
     import asyncio  # the coordinator does without an event loop
@@ -45,9 +47,24 @@ def cluster_key_pair(shared_secret: bytes) -> KeyPair:
     return KeyPair(zmq.curve_public(secret), secret)
 
 
-def normalize_address(address: str) -> str:
-    """Return a ZeroMQ address for HOST:PORT, ipc://PATH or tcp://HOST:PORT."""
-    return address if "://" in address else f"tcp://{address}"
+def advertised_host(cluster: ClusterConfig) -> str:
+    """Return the name or address under which others reach the sockets of this process.
+
+    Raises:
+        OSError: the coordinator's name cannot be resolved, or no route leads there.
+    """
+    address = cluster.coordinator_address
+    if cluster.advertise_host is not None or not address.startswith("tcp://"):
+        return cluster.advertise_host or "127.0.0.1"
+    host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    if host in ("*", "0.0.0.0"):
+        return sockets.gethostname()
+    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))  # chooses the interface and sends nothing
+        except OSError as error:
+            raise OSError(f"cannot reach the coordinator's host {host}: {error}") from error
+        return str(probe.getsockname()[0])
 
 
 class Transport:
@@ -75,6 +92,14 @@ class Transport:
             socket.setsockopt(zmq.IDENTITY, identity)
         socket.connect(address)
         return socket
+
+    def watch(
+        self, socket: "zmq.Socket[bytes]", address: str, *, binder: bool
+    ) -> HandshakeWatch | None:
+        """Return a watch for failed handshakes on a socket; None if it has none to fail."""
+        if self._keys is None or not address.startswith("tcp://"):
+            return None
+        return HandshakeWatch(socket, address, binder=binder)
 
     def _socket(self, kind: int, address: str, *, binder: bool) -> "zmq.Socket[bytes]":
         if address.startswith("ipc://") and len(address) - len("ipc://") > _LONGEST_IPC_PATH:

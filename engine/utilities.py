@@ -68,8 +68,9 @@ def _info(core: "EngineCore", _: _NoArguments) -> Answer:
     return {
         "rank": core.rank,
         "incarnation": core.incarnation,
-        "wave": core.wave,
+        "wave": core.clock.wave,
         "step": stats.step,
+        "topology": stats.topology,
         "waiting": stats.waiting,
         "running": stats.running,
         "kv_usage": stats.kv_usage,

@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -12,32 +12,36 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from server.access_log import AccessLog
-from server.admission import Admission
-from server.admission_table import AdmissionTable
+from server.access.admission import Admission
+from server.access.admission_table import AdmissionTable
+from server.access.guards import admin_keys, install
 from server.asgi import Call, foreseen, raw_endpoint
+from server.cluster.generation_client import GenerationClient, NoEngineAvailable
 from server.config import FrontEndConfig
-from server.control import SupervisorControl
 from server.errors import ApiError
-from server.generation_client import GenerationClient, NoEngineAvailable
-from server.guards import admin_keys, install
-from server.metrics import FrontEndMetrics
+from server.observe.access_log import AccessLog
+from server.observe.metrics import FrontEndMetrics
+from server.observe.tracing import RequestTracer
 from server.openapi import (
     REQUEST_HEADERS,
     Responses,
     document,
+    event_responses,
     json_responses,
     stream_responses,
     text_responses,
 )
+from server.processes.control import SupervisorControl
 from server.routes.admin import AdminRoutes, call_utility
 from server.routes.chat import create_chat_completion
 from server.routes.completions import create_completion
 from server.routes.context import Context, make_context
 from server.routes.meta import MetaRoutes
+from server.routes.responses import create_response
 from server.routes.scaling import ScalingRoutes
 from server.routes.status import status_routes
 from server.routes.tokenize import detokenize, tokenize
+from server.schemas import response_items
 from server.schemas.admin import (
     EngineList,
     ScaleRequest,
@@ -48,13 +52,15 @@ from server.schemas.admin import (
 from server.schemas.chat import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
 from server.schemas.common import HealthResponse, Model, ModelList, VersionResponse
 from server.schemas.completions import CompletionRequest, CompletionResponse
+from server.schemas.response_events import ResponseEvent
+from server.schemas.responses import ResponsesRequest
 from server.schemas.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from server.tokenizer import ServedTokenizer
+from server.text.tokenizer import ServedTokenizer
 
 _POST_ERRORS = (400, 404, 413, 415, 500)
 
@@ -68,14 +74,17 @@ def build_app(
     metrics: FrontEndMetrics,
     table: AdmissionTable | None = None,
     control: SupervisorControl | None = None,
+    tracer: RequestTracer | None = None,
 ) -> FastAPI:
     """Return the application of one front end.
 
     `table` is where the front ends of a node count what they have taken on; None for one that is
-    alone. `control` reaches the node's supervisor, if it has one.
+    alone. `control` reaches the node's supervisor, if it has one. `tracer`
+    makes a span of each request, if there is one.
     """
     admission = Admission(table or AdmissionTable(None), config.overload, lambda: client.num_slots)
-    context = make_context(config, client, tokenizer, metrics, admission, created=int(time.time()))
+    created = int(time.time())
+    context = make_context(config, client, tokenizer, metrics, admission, created, tracer)
     meta = MetaRoutes(context)
     app = FastAPI(
         title="Swell",
@@ -87,9 +96,13 @@ def build_app(
     )
     completion = stream_responses(CompletionResponse, CompletionResponse, *_POST_ERRORS, 429, 503)
     chat = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *_POST_ERRORS, 429, 503)
+    response = event_responses(
+        response_items.Response, get_args(ResponseEvent), *_POST_ERRORS, 429, 503
+    )
     app.router.routes += [
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
+        _post("/v1/responses", create_response, ResponsesRequest, response, context),
         _post(
             "/tokenize",
             tokenize,

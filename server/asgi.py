@@ -17,9 +17,9 @@ import msgspec
 import pydantic
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.admission import Reservation
+from server.access.admission import Reservation
 from server.errors import ApiError, internal, invalid, invalid_body, timed_out, to_api_error
-from server.metrics import FrontEndMetrics
+from server.observe.metrics import FrontEndMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Call:
         self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits = BodyLimits()
     ) -> None:
         self.receive = receive
+        self.path: str = scope["path"]
         self._headers = scope["headers"]
         self._limits = limits
         self.arrived = time.monotonic()
@@ -69,6 +70,12 @@ class Call:
             elif name == b"x-data-parallel-rank":
                 self._pinned_rank = value
         self.request_id = self.request_id or uuid.uuid4().hex
+
+    @property
+    def trace_context(self) -> dict[str, str]:
+        """The client's W3C trace context, if it sent one."""
+        wanted = (b"traceparent", b"tracestate")
+        return {n.decode(): v.decode("latin-1") for n, v in self._headers if n in wanted}
 
     @property
     def pinned_rank(self) -> int | None:

@@ -7,16 +7,20 @@ coordinator without the HTTP stack or torch.
 import argparse
 import importlib.metadata
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from benchmarks.load.config import BenchConfig
 from coordinator.config import CoordinatorConfig
 from engine import settings
-from engine.config import EngineConfig, Section
-from server.config import FrontEndConfig, ServeConfig
+from engine.config import DEFAULT_COORDINATOR, EngineConfig, Section
+from server.batch.config import RunBatchConfig
+from server.config import ApiServerConfig, ServeConfig
 from server.scale_command import ScaleConfig, scale
 
 
@@ -30,11 +34,15 @@ class Command(NamedTuple):
     """Name and help text of the setting that may stand without its flag."""
     hidden: frozenset[str]
     run: Callable[[Any], int]
+    short: Mapping[str, str] = {}
+    """Short flags of settings."""
+    files: tuple[str, ...] = ()
+    """Settings that may stand without their flags, in this order."""
 
 
 def _serve(config: ServeConfig) -> int:
     from engine.logs import name_process
-    from server import supervisor
+    from server.processes import supervisor
 
     name_process("supervisor", config.log.log_level, config.log.log_format)
     return supervisor.run(config)
@@ -51,13 +59,27 @@ def _engine(config: EngineConfig) -> int:
     from engine import process
     from engine.lifeline import Lifeline
 
+    if config.parallel.data_parallel_size_local is None:
+        parallel = msgspec.structs.replace(config.parallel, data_parallel_size_local=1)
+        config = msgspec.structs.replace(config, parallel=parallel)
     return process.run(config, Lifeline(None))
 
 
-def _api_server(config: FrontEndConfig) -> int:
-    from server import front_end
+def _api_server(config: ApiServerConfig) -> int:
+    if config.supervisor.api_server_count == 1:
+        from server import front_end
 
-    return front_end.run_standalone(config)
+        return front_end.run_standalone(config.front_end())
+    if config.cluster.coordinator is None:
+        cluster = msgspec.structs.replace(config.cluster, coordinator=DEFAULT_COORDINATOR)
+        config = msgspec.structs.replace(config, cluster=cluster)
+    return _serve(config.node())
+
+
+def _run_batch(config: RunBatchConfig) -> int:
+    from server.batch import command
+
+    return command.run_batch(config)
 
 
 def _bench(config: BenchConfig) -> int:
@@ -72,10 +94,11 @@ COMMANDS = {
     "serve": Command(
         "run a coordinator, engines and API servers on this node",
         "swell serve                              # the bundled model on port 8000\n"
-        "swell serve Qwen/Qwen3-0.6B --data-parallel-size 4 --port 8080",
+        "swell serve Qwen/Qwen3-0.6B --data-parallel-size 4 --port 8080\n"
+        "swell serve --coordinator head:7550 --data-parallel-size-local 4   # one node of several",
         ServeConfig,
         MODEL,
-        frozenset({"coordinator", "data_parallel_rank", "data_parallel_size_local"}),
+        frozenset(),
         _serve,
     ),
     "coordinator": Command(
@@ -95,11 +118,11 @@ COMMANDS = {
         _engine,
     ),
     "api-server": Command(
-        "run one API server that joins a coordinator",
+        "run API servers that join a coordinator",
         "swell api-server ./my-model --coordinator head:7550 --host 0.0.0.0 --port 8000",
-        FrontEndConfig,
+        ApiServerConfig,
         MODEL,
-        frozenset(),
+        frozenset({"data_parallel_size_local", "data_parallel_start_rank"}),
         _api_server,
     ),
     "scale": Command(
@@ -109,6 +132,17 @@ COMMANDS = {
         ("size", "number of engines; without it only shows what there is"),
         frozenset(),
         scale,
+    ),
+    "run-batch": Command(
+        "answer a file of requests, with a running server or one of its own",
+        "swell run-batch in.jsonl out.jsonl --url http://127.0.0.1:8000\n"
+        "swell run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --data-parallel-size 4",
+        RunBatchConfig,
+        None,
+        frozenset({"coordinator", "data_parallel_rank", "data_parallel_size_local"}),
+        _run_batch,
+        {"input_file": "-i", "output_file": "-o"},
+        ("input_file", "output_file"),
     ),
     "bench": Command(
         "load a server and report latencies and throughput",
@@ -149,16 +183,23 @@ def build_parser() -> argparse.ArgumentParser:
             setting, text = command.positional
             sub.add_argument(setting, nargs="?", help=text)
             hidden |= {setting}
-        settings.add_arguments(sub, command.config, hidden)
+        for setting in command.files:
+            sub.add_argument(f"{setting}_argument", nargs="?", metavar=setting.upper())
+        settings.add_arguments(sub, command.config, hidden, command.short)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `swell` command; returns the exit code."""
+    if os.getpid() == 1:
+        # In a container the kernel does nothing for signals without a handler.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     arguments = build_parser().parse_args(argv)
     command = COMMANDS[arguments.command]
+    flags = vars(arguments)
+    flags |= {name: flags[name] or flags[f"{name}_argument"] for name in command.files}
     try:
-        config = settings.load(command.config, vars(arguments), os.environ, arguments.config)
+        config = settings.load(command.config, flags, os.environ, arguments.config)
     except settings.SettingsError as error:
         print(f"swell {arguments.command}: {error}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from coordinator.config import CoordinatorConfig, PublishConfig
@@ -37,6 +38,13 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="Seconds between log lines on what each busy engine does; 0: none."),
     ] = 10.0
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="OTLP/HTTP URL to which a span per request is sent, e.g. "
+            "`http://collector:4318/v1/traces` (needs `swell[otel]`); default: no traces."
+        ),
+    ] = None
     metrics_prefix: Annotated[
         str, Meta(description="Prefix of all metric names, e.g. `vllm:` for existing dashboards.")
     ] = "swell_"
@@ -133,6 +141,36 @@ class OverloadConfig(Section, frozen=True, kw_only=True):
     ] = None
 
 
+class AnswerConfig(Section, frozen=True, kw_only=True):
+    """Tool calls and reasoning"""
+
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description="Let the model decide whether to call a tool (tool_choice auto).")
+    ] = True
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "qwen", "qwen3_coder", "llama3_json", "mistral"],
+        Meta(
+            description="How the model writes tool calls; auto: what its chat template shows; "
+            "none: calls can only be enforced (tool_choice required or a named tool)."
+        ),
+    ] = "auto"
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, Meta(description="Leave tools out of the prompt when tool_choice is none.")
+    ] = False
+    reasoning_parser: Annotated[
+        Literal["auto", "qwen3", "deepseek_r1", "mistral", "seed_oss", "tags"] | None,
+        Meta(
+            description="How the model marks its reasoning, which is then answered as "
+            "reasoning_content; auto: what its chat template shows; tags: see --reasoning-tags; "
+            "default: reasoning stays in the content."
+        ),
+    ] = None
+    reasoning_tags: Annotated[
+        tuple[str, ...],
+        Meta(description="Start and end of reasoning with --reasoning-parser tags."),
+    ] = ()
+
+
 class RoutingConfig(Section, frozen=True, kw_only=True):
     """Routing"""
 
@@ -158,7 +196,12 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
     """Processes"""
 
     api_server_count: Annotated[
-        int, Meta(ge=1, le=256, description="Number of API-server processes on this node.")
+        int,
+        Meta(
+            ge=0,
+            le=256,
+            description="Number of API-server processes on this node; 0: only engines, for others.",
+        ),
     ] = 2
     startup_timeout: Annotated[
         float, Meta(gt=0, description="Seconds until every process has to be ready.")
@@ -174,8 +217,27 @@ class FrontEndConfig(Section, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
     guards: GuardConfig = GuardConfig()
     overload: OverloadConfig = OverloadConfig()
+    answer: AnswerConfig = AnswerConfig()
     routing: RoutingConfig = RoutingConfig()
     log: LogConfig = LogConfig()
+
+
+class ApiServerConfig(FrontEndConfig, frozen=True, kw_only=True):
+    """All settings of `swell api-server`: the front ends of one node."""
+
+    supervisor: SupervisorConfig = SupervisorConfig()
+
+    def front_end(self) -> FrontEndConfig:
+        """Return the part that each front end gets."""
+        return FrontEndConfig(
+            **{name: getattr(self, name) for name in FrontEndConfig.__struct_fields__}
+        )
+
+    def node(self) -> "ServeConfig":
+        """Return the settings of a node that runs these front ends and no engine."""
+        parallel = msgspec.structs.replace(self.parallel, data_parallel_size_local=0)
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return ServeConfig(**{**fields, "parallel": parallel})
 
 
 class ServeConfig(Section, frozen=True, kw_only=True):
@@ -190,6 +252,7 @@ class ServeConfig(Section, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
     guards: GuardConfig = GuardConfig()
     overload: OverloadConfig = OverloadConfig()
+    answer: AnswerConfig = AnswerConfig()
     routing: RoutingConfig = RoutingConfig()
     publish: PublishConfig = PublishConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
@@ -220,6 +283,7 @@ class ServeConfig(Section, frozen=True, kw_only=True):
             http=self.http,
             guards=self.guards,
             overload=self.overload,
+            answer=self.answer,
             routing=self.routing,
             log=self.log,
         )

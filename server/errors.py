@@ -10,8 +10,8 @@ import pydantic_core
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from server.admission import Overloaded
-from server.generation_client import NoEngineAvailable, ReaderTooSlow
+from server.access.admission import Overloaded
+from server.cluster.generation_client import NoEngineAvailable, ReaderTooSlow
 from server.schemas.common import ErrorDetail, ErrorResponse
 
 RETRY_AFTER_SECONDS = 1

@@ -23,21 +23,25 @@ from engine.logs import name_process
 from engine.membership import Identity
 from engine.messages import FrontEndAddresses
 from engine.model_files import ModelNotFound, model_directory
-from engine.transport import InsecureCluster, Transport, bound_address, normalize_address
-from server.admission_table import AdmissionTable
+from engine.reach import MissingRank, front_end_reach, node_name
+from engine.transport import InsecureCluster, Transport, advertised_host, bound_address
+from server.access.admission_table import AdmissionTable
+from server.access.guards import BadGuards, tls_options
+from server.access.http_protocol import limited_protocol
+from server.answer.formats import BadFormats
 from server.app import build_app
-from server.cluster_link import ClusterLink, JoinRefused
-from server.cluster_state import ClusterState
+from server.cluster.engine_client import EngineClient
+from server.cluster.link import ClusterLink, JoinRefused
+from server.cluster.load_table import LoadTable
+from server.cluster.routing import POLICIES
+from server.cluster.state import ClusterState
 from server.config import FrontEndConfig
-from server.control import SupervisorControl
-from server.engine_client import EngineClient
-from server.guards import BadGuards, tls_options
-from server.http_protocol import limited_protocol
-from server.load_table import LoadTable
-from server.metrics import FrontEndMetrics
-from server.routing import POLICIES
-from server.stats_log import log_stats
-from server.tokenizer import ServedTokenizer, TokenizerError
+from server.observe.metrics import FrontEndMetrics
+from server.observe.stats_log import log_stats
+from server.observe.tracing import TracingUnavailable, request_tracer
+from server.processes.control import SupervisorControl
+from server.sampling_defaults import BadGenerationConfig
+from server.text.tokenizer import ServedTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,8 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     incarnation: int
     socket_dir: str
     """Private directory for this node's local sockets."""
+    place: int = 0
+    """Which of its node's front ends this is; its row in the tables that they share."""
     listen_fd: int | None = None
     """Listening HTTP socket that the supervisor bound, shared by all front ends."""
     control: str | None = None
@@ -79,22 +85,24 @@ class FrontEnd:
         self._launch = launch
         self._config = launch.config
         self._lifeline = lifeline
+        self._reach = front_end_reach(self._config.parallel, self._config.cluster)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._transport = Transport(self._config.cluster, self._context)
+        self._host = advertised_host(self._config.cluster)
         self._requests = self._bind(zmq.ROUTER, "requests")
         self._outputs = self._bind(zmq.PULL, "outputs")
 
     def _bind(self, kind: int, name: str) -> "zmq.Socket[bytes]":
-        coordinator = normalize_address(self._config.cluster.coordinator)
+        coordinator = self._config.cluster.coordinator_address
         if coordinator.startswith("tcp://"):
-            host = self._config.cluster.advertise_host
-            interface = host if host.startswith("127.") else "*"
+            interface = self._host if self._host.startswith("127.") else "*"
             return self._transport.bind(kind, f"tcp://{interface}:*")
         path = Path(self._launch.socket_dir) / f"{self._launch.incarnation:x}-{name}"
         return self._transport.bind(kind, f"ipc://{path}")
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
+        tracer = request_tracer(self._config.http.otlp_traces_endpoint)
         self._lifeline.progress("loading the tokenizer")
         model = await asyncio.to_thread(model_directory, self._config.model, weights=False)
         tokenizer = ServedTokenizer.load(model, self._config.model)
@@ -104,18 +112,20 @@ class FrontEnd:
         if self._launch.index < 0:
             log = self._config.log
             name_process(f"api {index}", log.log_level, log.log_format)
-        metrics = FrontEndMetrics(self._config)
+        metrics = FrontEndMetrics(self._config, index)
         client = self._client(index, metrics)
         client.connect_coordinator(link.notify)
         link.subscribe(client.view_changed)
         interval = self._config.http.log_stats_interval
-        stats = asyncio.create_task(log_stats(client, interval)) if interval and not index else None
+        stats = None
+        if interval and not self._launch.place:
+            stats = asyncio.create_task(log_stats(client, interval))
         control = None
         if self._launch.control is not None:
             control = SupervisorControl(self._launch.control, self._transport)
         try:
             app = build_app(
-                self._config, client, tokenizer, metrics, self._admission(index), control
+                self._config, client, tokenizer, metrics, self._admission(), control, tracer
             )
             await self._serve_http(app, link, client)
         finally:
@@ -125,39 +135,41 @@ class FrontEnd:
                 control.close()
             link.close()
             client.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
     def _link(self) -> ClusterLink:
-        cluster = self._config.cluster
-        host = cluster.advertise_host
+        cluster, host = self._config.cluster, self._host
         return ClusterLink(
             Identity(
                 kind="front_end",
                 index=self._launch.index,
                 incarnation=self._launch.incarnation,
-                host=socket.gethostname(),
+                host=node_name(cluster),
                 pid=os.getpid(),
                 group_config={},
                 addresses=FrontEndAddresses(
                     bound_address(self._requests, host), bound_address(self._outputs, host)
                 ),
+                reach=self._reach,
             ),
-            cluster.coordinator,
+            cluster.coordinator_address,
             cluster.heartbeat_interval,
             self._transport,
         )
 
-    def _admission(self, index: int) -> AdmissionTable:
+    def _admission(self) -> AdmissionTable:
         directory = self._launch.admission_table
         if directory is None:
             return AdmissionTable(None)
-        return AdmissionTable(Path(directory), index)
+        return AdmissionTable(Path(directory), self._launch.place)
 
     def _client(self, index: int, metrics: FrontEndMetrics) -> EngineClient:
         table = None
         if self._launch.load_table is not None:
-            table = LoadTable(Path(self._launch.load_table), index)
+            table = LoadTable(Path(self._launch.load_table), self._launch.place)
         state = ClusterState(
-            index, self._launch.incarnation, self._config.cluster.engine_timeout, table
+            index, self._launch.incarnation, self._config.cluster.engine_timeout, table, self._reach
         )
         return EngineClient(
             front_end=index,
@@ -234,8 +246,12 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
         JoinRefused,
         ModelNotFound,
         TokenizerError,
+        BadGenerationConfig,
         InsecureCluster,
+        MissingRank,
+        TracingUnavailable,
         BadGuards,
+        BadFormats,
         OSError,
     ) as error:
         lifeline.failed(str(error))

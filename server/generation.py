@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from engine.messages import RequestOutput, TokenLogprob
-from server.detokenizer import StopStrings, TokenDecoder, TokenTable
+from server.text.detokenizer import StopStrings, TokenDecoder, TokenTable
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -30,7 +30,11 @@ class FoldOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Stop strings are looked for in the text of later tokens only."""
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
+    prompt_logprobs: int | None = None
+    """Alternatives to show beside the prompt's tokens; None shows nothing of them."""
     echo: bool = False
+    echo_logprobs: int = 0
+    """Alternatives to show beside echoed tokens."""
     discard_output: bool = False
     """Show the prompt only: the token that had to be drawn is not part of the answer."""
 
@@ -68,6 +72,8 @@ class Answer(msgspec.Struct):
     logprobs: list[ScoredToken] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of every token of the prompt but the first, if asked for."""
 
 
 def sum_deltas(deltas: Sequence[Delta]) -> Answer:
@@ -81,6 +87,15 @@ def sum_deltas(deltas: Sequence[Delta]) -> Answer:
         else [token for delta in deltas for token in delta.logprobs or ()],
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+    )
+
+
+def _at_most(scores: TokenLogprob, count: int) -> TokenLogprob:
+    """Return the scores of a token with so many alternatives."""
+    if len(scores.top_ids) <= count:
+        return scores
+    return msgspec.structs.replace(
+        scores, top_ids=scores.top_ids[:count], top_logprobs=scores.top_logprobs[:count]
     )
 
 
@@ -102,6 +117,8 @@ class ChoiceFold:
         self.num_tokens = 0
         """Tokens generated so far, up to the one that completed a stop string."""
         self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        """Of every token of the prompt but the first, if asked for."""
         self.cumulative_logprob = 0.0
         """Sum over the tokens generated so far, if the engine reports log probabilities."""
         self.finished = False
@@ -116,6 +133,9 @@ class ChoiceFold:
             raise GenerationFailed(output.error or "no reason given")
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None and self._options.prompt_logprobs is not None:
+            shown = self._options.prompt_logprobs
+            self.prompt_logprobs = [_at_most(each, shown) for each in output.prompt_logprobs]
         delta = Delta("", [], [] if self._options.logprobs else None, None, None)
         if not self._echoed:
             self._echoed = True
@@ -192,7 +212,9 @@ class ChoiceFold:
             # Special tokens that the client wrote are part of the text; those that were added not.
             skip = decode(prompt.token_ids, skip_special_tokens=True) == prompt.text
         if delta.logprobs is not None:
-            scores: list[TokenLogprob | None] = [None, *(logprobs or ())]
+            shown = self._options.echo_logprobs
+            scores: list[TokenLogprob | None] = [None]
+            scores += [_at_most(each, shown) for each in logprobs or ()]
             decoder = self._table.decoder(skip_special_tokens=skip)
             offset = 0
             for token_id, score in zip(prompt.token_ids, scores, strict=False):

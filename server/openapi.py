@@ -1,13 +1,15 @@
 """The OpenAPI document: request schemas from pydantic, responses from msgspec Structs."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from server.metrics import CONTENT_TYPE
-from server.schemas import admin, chat, common, completions, tokenize
+from server.observe.metrics import CONTENT_TYPE
+from server.schemas import admin, chat, common, completions, response_items, tokenize
+from server.schemas.response_events import ResponseEvent
 from server.schemas.status import StatusResponse
 
 _REF = "#/components/schemas/{name}"
@@ -15,6 +17,8 @@ _RESPONSES = (
     completions.CompletionResponse,
     chat.ChatCompletionResponse,
     chat.ChatCompletionChunk,
+    response_items.Response,
+    *get_args(ResponseEvent),
     tokenize.TokenizeResponse,
     tokenize.DetokenizeResponse,
     common.Model,
@@ -88,6 +92,22 @@ def stream_responses(
             "first chunk comes as an event with an error body.",
         },
         "x-chunk": _reference(chunk),
+    }
+    return responses
+
+
+def event_responses(
+    success: type[msgspec.Struct], kinds: Sequence[type[msgspec.Struct]], *errors: int
+) -> Responses:
+    """The same for an endpoint that can also answer with a stream of typed events."""
+    responses = json_responses(success, *errors)
+    responses[200]["content"]["text/event-stream"] = {
+        "schema": {
+            "type": "string",
+            "description": "Events `event: TYPE` and `data: EVENT`. An error after the first "
+            "comes as an event of type error.",
+        },
+        "x-events": [_reference(kind) for kind in kinds],
     }
     return responses
 

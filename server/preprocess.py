@@ -1,27 +1,26 @@
 """From a validated body to what the engines get: prompts as token ids, sampling, limits."""
 
-import json
-import re
-import secrets
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from engine.messages import SamplingParams
-from server.chat_template import RESERVED_ARGUMENTS, TemplateFailed
-from server.errors import ApiError, context_length_exceeded, invalid
+from engine.messages import GrammarSpec, SamplingParams
+from server.answer.formats import AnswerFormats
+from server.answer.plan import AnswerPlan
+from server.conversation import render_chat
+from server.errors import context_length_exceeded, invalid
 from server.generation import FoldOptions, Prompt
-from server.schemas.chat import ChatCompletionRequest, ChatMessage
+from server.sampling import check_prompt_logprobs, check_vocabulary, sampling_params
+from server.schemas.chat import ChatCompletionRequest
 from server.schemas.common import JsonObject, SamplingFields
 from server.schemas.completions import CompletionRequest
+from server.structured_outputs import GrammarCheck, check_copies, requested_grammar
 from server.submission import GenerationSpec
-from server.tokenizer import ServedTokenizer
-
-T = TypeVar("T")
+from server.text.tokenizer import ServedTokenizer
+from server.tool_calls.choice import ToolUse, tool_use
 
 MAX_SEQUENCES = 2048
-_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -29,6 +28,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_model_len: int
     max_logprobs: int
+    grammars: GrammarCheck
 
 
 async def prepare_completion(
@@ -40,26 +40,35 @@ async def prepare_completion(
         ApiError: the request is wrong; `param` names the field.
     """
     _check_completion(request, limits)
+    grammar = await requested_grammar(request, limits.grammars)
     prompts = await _completion_prompts(request, tokenizer, limits)
-    _check_sequences(len(prompts) * (request.best_of or request.n or 1))
+    sequences = len(prompts) * (request.best_of or request.n or 1)
+    _check_sequences(sequences)
+    if grammar is not None:
+        check_copies(grammar, sequences)
     scoring_only = request.max_tokens == 0
     max_tokens = _max_tokens(
         prompts,
         1 if scoring_only else request.max_tokens,
         limits,
-        default=16,
+        default=tokenizer.sampling_defaults.max_new_tokens or 16,
         params=("prompt", "max_tokens"),
     )
     n, best_of = request.n or 1, request.best_of or request.n or 1
     logprobs = request.logprobs
-    sampling = _sampling(request, tokenizer, max_tokens, logprobs)
+    sampling = sampling_params(request, tokenizer, max_tokens, logprobs)
+    if grammar is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=grammar)
     if logprobs is None and best_of > n:
         sampling = msgspec.structs.replace(sampling, logprobs=0)
     if request.echo and logprobs is not None:
-        sampling = msgspec.structs.replace(sampling, prompt_logprobs=logprobs)
+        most = max(logprobs, request.prompt_logprobs or 0)
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=most)
     fold = _fold_options(request, sampling, logprobs is not None)
     if request.echo:
-        fold = msgspec.structs.replace(fold, echo=True, discard_output=scoring_only)
+        fold = msgspec.structs.replace(
+            fold, echo=True, echo_logprobs=logprobs or 0, discard_output=scoring_only
+        )
     return GenerationSpec(
         request_id=request_id,
         prompts=prompts,
@@ -72,23 +81,35 @@ async def prepare_completion(
 
 
 async def prepare_chat(
-    request: ChatCompletionRequest, request_id: str, tokenizer: ServedTokenizer, limits: Limits
-) -> GenerationSpec:
-    """Return what to generate for a chat completion request.
+    request: ChatCompletionRequest,
+    request_id: str,
+    tokenizer: ServedTokenizer,
+    limits: Limits,
+    formats: AnswerFormats,
+) -> tuple[GenerationSpec, AnswerPlan]:
+    """Return what to generate for a chat completion request, and how its answers are read.
 
     Raises:
         ApiError: the request is wrong; `param` names the field.
     """
     _check_chat(request, limits)
+    tools = tool_use(
+        request.tools,
+        request.tool_choice,
+        formats,
+        parallel=request.parallel_tool_calls is not False,
+    )
+    grammar, any_text = await _chat_grammar(request, tools, tokenizer, limits)
     text = render_chat(
         tokenizer,
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
-        tools=request.tools,
+        tools=tools.shown,
         documents=request.documents,
-        arguments=request.chat_template_kwargs,
+        arguments=_template_arguments(request),
     )
+    plan = _answer_plan(request, tools, formats, text, tokenizer)
     prompt = await _text_prompt(
         text, request, tokenizer, limits, add_special_tokens=bool(request.add_special_tokens)
     )
@@ -99,100 +120,80 @@ async def prepare_chat(
         [prompt],
         request.max_completion_tokens or request.max_tokens,
         limits,
-        default=limits.max_model_len,
+        default=tokenizer.sampling_defaults.max_new_tokens or limits.max_model_len,
         params=("messages", param),
     )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    sampling = _sampling(request, tokenizer, max_tokens, logprobs)
+    sampling = sampling_params(request, tokenizer, max_tokens, logprobs)
+    if grammar is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=grammar)
+        if plan.reasoning is not None and not any_text:
+            # What has to come before the end tag is reasoning, whether or not it was opened.
+            sampling = msgspec.structs.replace(sampling, grammar_after=plan.reasoning.end)
+            plan = msgspec.structs.replace(plan, begins_inside=True)
+    fold = _fold_options(request, sampling, logprobs is not None)
+    if any(map(tokenizer.is_special_text, plan.markers)):
+        fold = msgspec.structs.replace(fold, skip_special_tokens=False)
     n = request.n or 1
-    return GenerationSpec(
+    spec = GenerationSpec(
         request_id=request_id,
         prompts=[prompt],
         sampling=sampling,
-        fold=_fold_options(request, sampling, logprobs is not None),
+        fold=fold,
         n=n,
         best_of=n,
         priority=request.priority or 0,
     )
+    return spec, plan
 
 
-def render_chat(
-    tokenizer: ServedTokenizer,
-    messages: Sequence[ChatMessage],
-    *,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
-    tools: list[JsonObject] | None = None,
-    documents: list[JsonObject] | None = None,
-    arguments: JsonObject | None = None,
-) -> str:
-    """Return the text of a conversation.
+async def _chat_grammar(
+    request: ChatCompletionRequest, tools: ToolUse, tokenizer: ServedTokenizer, limits: Limits
+) -> tuple[GrammarSpec | None, bool]:
+    """Return what holds the answer to calls of tools, or to the form that the request names.
 
-    Raises:
-        ApiError: there is no template, or it does not accept the conversation.
+    The second is whether the answer may be any text, in which only calls are held to something.
     """
-    template = tokenizer.chat_template
-    if template is None:
-        raise invalid(
-            "The model has no chat template: use /v1/completions, or start the server with "
-            "--chat-template FILE.",
-            "messages",
-        )
-    if add_generation_prompt and continue_final_message:
-        raise invalid(
-            "continue_final_message and add_generation_prompt exclude each other",
-            "continue_final_message",
-        )
-    reserved = RESERVED_ARGUMENTS.intersection(arguments or ())
-    if reserved:
-        name = min(reserved)
-        raise invalid(
-            f"chat_template_kwargs.{name}: is a field of the request", "chat_template_kwargs"
-        )
-    if add_generation_prompt is None:
-        add_generation_prompt = not continue_final_message
-    try:
-        return template.render(
-            [_turn(message, index) for index, message in enumerate(messages)],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools or None,
-            documents=documents,
-            arguments=arguments,
-        )
-    except TemplateFailed as error:
-        raise invalid(f"messages: {error}", "messages") from error
+    answer = await requested_grammar(request, limits.grammars)
+    for spec, param in tools.schemas:
+        await limits.grammars.require(spec, param)
+    grammar = tools.grammar(answer, tokenizer.is_special_text)
+    if grammar is not None and grammar is not answer:
+        await limits.grammars.require(grammar, "tools")
+    return grammar, answer is None and not tools.forced
 
 
-def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
-    """Return a message as templates expect it: text parts joined, tool arguments as objects."""
-    turn = message.model_dump(exclude_none=True)
-    content = message.content
-    if isinstance(content, list):
-        turn["content"] = "\n".join([part.text for part in content])
-    elif content is None:
-        if message.role != "assistant":
-            raise invalid(
-                f"messages[{index}].content: may be absent from assistant messages only",
-                f"messages[{index}].content",
-            )
-        turn["content"] = ""
-    for call in turn.get("tool_calls", ()):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError as error:
-                field = f"messages[{index}].tool_calls"
-                raise invalid(f"{field}: arguments are not valid JSON: {error}", field) from error
-    return turn
+def _template_arguments(request: ChatCompletionRequest) -> JsonObject | None:
+    effort, arguments = request.reasoning_effort, request.chat_template_kwargs
+    return arguments if effort is None else {"reasoning_effort": effort, **(arguments or {})}
+
+
+def _answer_plan(
+    request: ChatCompletionRequest,
+    tools: ToolUse,
+    formats: AnswerFormats,
+    prompt: str,
+    tokenizer: ServedTokenizer,
+) -> AnswerPlan:
+    inside = None
+    if formats.reasoning is not None:
+        continues = bool(request.continue_final_message)
+        inside = formats.reasoning.opening(prompt, continues=continues)
+    tags = None if inside is None else formats.reasoning
+    return AnswerPlan(
+        tools=tools,
+        reasoning=tags,
+        reasoning_end=None if tags is None else tokenizer.token_to_id(tags.end),
+        begins_inside=bool(inside),
+        show_reasoning=request.include_reasoning is not False,
+    )
 
 
 # -- checks --------------------------------------------------------------------------------------
 
 
 def _check_completion(request: CompletionRequest, limits: Limits) -> None:
-    _check_common(request)
+    _check_common(request, limits)
     if request.suffix:
         raise invalid("suffix: infilling is not supported", "suffix")
     if request.max_tokens == 0 and not request.echo:
@@ -207,20 +208,19 @@ def _check_completion(request: CompletionRequest, limits: Limits) -> None:
 
 
 def _check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
-    _check_common(request)
+    _check_common(request, limits)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
     if (request.top_logprobs or 0) > limits.max_logprobs:
         raise invalid(f"top_logprobs: at most {limits.max_logprobs} are served", "top_logprobs")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise invalid("response_format.type: only 'text' is supported", "response_format.type")
-    if request.tool_choice not in (None, "none"):
-        raise invalid("tool_choice: only 'none' is supported", "tool_choice")
-    if request.tools and request.tool_choice != "none":
-        raise invalid("tools: tool calls are not supported unless tool_choice is 'none'", "tools")
+    if request.functions is not None:
+        raise invalid("functions: use tools instead", "functions")
+    if request.function_call is not None:
+        raise invalid("function_call: use tool_choice instead", "function_call")
 
 
-def _check_common(request: SamplingFields) -> None:
+def _check_common(request: SamplingFields, limits: Limits) -> None:
+    check_prompt_logprobs(request, limits.max_logprobs)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options: only allowed when stream is true", "stream_options")
     if "" in _stop_strings(request):
@@ -290,15 +290,6 @@ def _truncated(token_ids: list[int], request: SamplingFields, limits: Limits) ->
     return token_ids[-(limits.max_model_len - 1 if keep == -1 else keep) :]
 
 
-def check_vocabulary(token_ids: Sequence[int], tokenizer: ServedTokenizer, field: str) -> None:
-    if token_ids and max(token_ids) >= tokenizer.vocab_size:
-        raise invalid(
-            f"{field}: token id {max(token_ids)} is outside the vocabulary of "
-            f"{tokenizer.vocab_size}",
-            field,
-        )
-
-
 def _max_tokens(
     prompts: Sequence[Prompt],
     asked: int | None,
@@ -336,53 +327,5 @@ def _fold_options(request: SamplingFields, sampling: SamplingParams, logprobs: b
         min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=logprobs,
-    )
-
-
-def _sampling(
-    request: SamplingFields, tokenizer: ServedTokenizer, max_tokens: int, logprobs: int | None
-) -> SamplingParams:
-    min_tokens = request.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise invalid(
-            f"min_tokens: {min_tokens} is more than max_tokens, which is {max_tokens}",
-            "min_tokens",
-        )
-    stop_token_ids = tuple(request.stop_token_ids or ())
-    check_vocabulary(stop_token_ids, tokenizer, "stop_token_ids")
-    return SamplingParams(
-        max_tokens=max_tokens,
-        seed=secrets.randbits(63) if request.seed is None else request.seed,
-        temperature=_or(request.temperature, 1.0),
-        top_k=max(0, _or(request.top_k, 0)),
-        top_p=_or(request.top_p, 1.0),
-        min_p=_or(request.min_p, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
-        presence_penalty=_or(request.presence_penalty, 0.0),
-        frequency_penalty=_or(request.frequency_penalty, 0.0),
-        min_tokens=min_tokens,
-        ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=stop_token_ids,
-        logit_bias=_logit_bias(request.logit_bias, tokenizer) if request.logit_bias else {},
-        logprobs=logprobs,
-    )
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
-def _logit_bias(bias: dict[str, float], tokenizer: ServedTokenizer) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for key, value in bias.items():
-        if not _TOKEN_ID.fullmatch(key) or int(key) >= tokenizer.vocab_size:
-            raise _bad_bias_key(key, tokenizer)
-        found[int(key)] = value
-    return found
-
-
-def _bad_bias_key(key: str, tokenizer: ServedTokenizer) -> ApiError:
-    return invalid(
-        f"logit_bias: {key!r} is no token id of the vocabulary of {tokenizer.vocab_size}",
-        "logit_bias",
+        prompt_logprobs=request.prompt_logprobs,
     )

@@ -34,7 +34,7 @@ class ChunkFrames:
     """Frames of one stream: only the choice is encoded, what surrounds it is ready bytes."""
 
     def __init__(self, head: ChunkHead, *, include_usage: bool) -> None:
-        self.include_usage = include_usage
+        self._include_usage = include_usage
         self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._suffix = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
@@ -42,27 +42,34 @@ class ChunkFrames:
         """Return the frame of a chunk with one choice."""
         return self._prefix + _encode(choice) + self._suffix
 
-    def usage(self, usage: Usage) -> bytes:
-        """Return the frame of the chunk that has no choices but the usage."""
-        return self._prefix + b'],"usage":' + _encode(usage) + b"}\n\n"
+    def end(self, usage: Usage) -> bytes:
+        """Return the last frames; a chunk without choices has the usage if that is wanted."""
+        if not self._include_usage:
+            return DONE
+        return self._prefix + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the last frames of a stream that ends with an error."""
+        return b"data: " + error.body() + b"\n\n" + DONE
 
 
-class ChunkWriter(Protocol):
-    """An endpoint's way to show a delta."""
-
-    frames: ChunkFrames
+class StreamWriter(Protocol):
+    """An endpoint's way to show the deltas of its answer."""
 
     def write(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta; none if it shows nothing."""
         ...
 
+    def end(self, usage: Usage) -> bytes:
+        """Return the frames behind those of the last delta."""
+        ...
 
-def error_event(error: ApiError) -> bytes:
-    """Return the frame that tells of an error after the answer has begun."""
-    return b"data: " + error.body() + b"\n\n"
+    def error(self, error: ApiError) -> bytes:
+        """Return the last frames of a stream in which something went wrong."""
+        ...
 
 
-async def send_stream(call: Call, submission: Submission, writer: ChunkWriter) -> None:
+async def send_stream(call: Call, submission: Submission, writer: StreamWriter) -> None:
     """Answer with a stream, everything available in one send each.
 
     The answer begins with the first delta: what goes wrong before it is an ordinary error
@@ -78,9 +85,8 @@ async def send_stream(call: Call, submission: Submission, writer: ChunkWriter) -
             if frames:
                 await call.write(frames, more=True)
             deltas = await submission.next()
-        if writer.frames.include_usage:
-            frames += writer.frames.usage(submission.usage())
+        frames += writer.end(submission.usage())
     except Exception as error:
         submission.close("error")
-        frames = error_event(foreseen(error, call.request_id))
-    await call.write(frames + DONE, more=False)
+        frames = writer.error(foreseen(error, call.request_id))
+    await call.write(frames, more=False)

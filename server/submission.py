@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.messages import RequestOutput, SamplingParams
-from server.admission import Reservation
-from server.detokenizer import TokenTable
+from server.access.admission import Reservation
+from server.cluster.generation_client import GenerationClient, TokenStream
 from server.generation import Answer, ChoiceFold, Delta, FoldOptions, Prompt, sum_deltas
-from server.generation_client import GenerationClient, TokenStream
-from server.metrics import FrontEndMetrics
+from server.observe.metrics import FrontEndMetrics
+from server.observe.sequence_metrics import SequenceTimer
 from server.schemas.common import INT64_MAX, PromptTokensDetails, Usage
-from server.sequence_metrics import SequenceTimer
+from server.text.detokenizer import TokenTable
 
 
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +68,7 @@ class Submission:
         self._streams: list[TokenStream] = []
         self._folds: list[ChoiceFold] = []
         self._timers: list[SequenceTimer] = []
+        self._finish_reasons: list[str] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._outputs: list[tuple[int, RequestOutput | Exception]] = []
         self._something_arrived = asyncio.Event()
@@ -157,6 +158,7 @@ class Submission:
         if delta.finish_reason is not None:
             self._unfinished -= 1
             timer.finished(delta.finish_reason)
+            self._finish_reasons.append(delta.finish_reason)
             if self._pumps:
                 self._pumps[index].cancel()
             self._streams[index].close()
@@ -169,6 +171,8 @@ class Submission:
             for index, delta in await self.next():
                 deltas[index].append(delta)
         answers = [sum_deltas(one) for one in deltas]
+        for answer, fold in zip(answers, self._folds, strict=True):
+            answer.prompt_logprobs = fold.prompt_logprobs
         spec = self._spec
         if spec.best_of == spec.n:
             return answers
@@ -200,6 +204,17 @@ class Submission:
             PromptTokensDetails(cached),
         )
 
+    @property
+    def first_token(self) -> float | None:
+        """When the first token of any sequence came, in monotonic seconds."""
+        times = [timer.first_token for timer in self._timers]
+        return min((each for each in times if each is not None), default=None)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each sequence ended, as far as they have."""
+        return list(self._finish_reasons)
+
     def close(self, reason: str = "abort") -> None:
         """Abort whatever still runs, counting it as ended for `reason`; idempotent."""
         for pump in self._pumps:
@@ -210,3 +225,4 @@ class Submission:
             if not fold.finished:
                 fold.finished = True
                 timer.finished(reason)
+                self._finish_reasons.append(reason)

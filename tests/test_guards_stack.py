@@ -115,12 +115,12 @@ def test_json_logs_follow_a_request_through_all_processes() -> None:
 
         until(lambda: any("status" in record for record in records()), "the access log")
         until(
-            lambda: any(record["logger"] == "server.stats_log" for record in records()),
+            lambda: any(record["logger"] == "server.observe.stats_log" for record in records()),
             "a line of engine stats",
         )
         mine = [record for record in records() if record.get("request_id") == "follow-me"]
         assert {str(record["process"]).split()[0] for record in mine} == {"api", "engine"}
-        (access,) = [record for record in mine if record["logger"] == "server.access_log"]
+        (access,) = [record for record in mine if record["logger"] == "server.observe.access_log"]
         assert access["status"] == 200
         supervisor = [record for record in records() if record["process"] == "supervisor"]
         assert any("swell is ready" in str(record["message"]) for record in supervisor)

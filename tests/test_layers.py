@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 
 SHARED = {
     "engine", "engine.config", "engine.settings", "engine.messages", "engine.transport",
-    "engine.lifeline", "engine.logs", "engine.membership", "engine.roster", "engine.model_files",
+    "engine.handshakes", "engine.lifeline", "engine.logs", "engine.membership", "engine.reach",
+    "engine.roster", "engine.model_files", "engine.health", "engine.grammar_spec",
 }  # fmt: skip
 """The torch-free modules of `engine` that the other packages build on."""
 
@@ -73,9 +74,11 @@ def test_scheduling_knows_no_tensors_sockets_or_clocks(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "coordinator/state.py", ROOT / "coordinator/wave.py", ROOT / "engine/wave.py",
-     ROOT / "server/cluster_state.py",
-     ROOT / "server/routing.py", ROOT / "engine/membership.py", ROOT / "engine/roster.py"],
+    [ROOT / "coordinator/state.py", ROOT / "coordinator/wave.py", ROOT / "engine/lockstep/wave.py",
+     ROOT / "coordinator/formation.py", ROOT / "engine/lockstep/seat.py",
+     ROOT / "server/cluster/state.py", ROOT / "server/cluster/routing.py",
+     ROOT / "server/cluster/dispatch.py", ROOT / "engine/front_end_lines.py",
+     ROOT / "engine/membership.py", ROOT / "engine/roster.py"],
     ids=str,
 )  # fmt: skip
 def test_state_machines_know_no_sockets_or_clocks(path: Path) -> None:
@@ -87,8 +90,9 @@ def test_state_machines_know_no_sockets_or_clocks(path: Path) -> None:
     ("modules", "absent"),
     [
         ("coordinator.process", "torch fastapi pydantic transformers numpy asyncio"),
-        ("server.front_end", "torch transformers"),
-        ("server.supervisor", "torch transformers fastapi pydantic tokenizers"),
+        ("server.front_end", "torch transformers llguidance"),
+        ("engine.process, engine.executor.in_process", "transformers llguidance"),
+        ("server.processes.supervisor", "torch transformers fastapi pydantic tokenizers"),
         ("engine.receiver, engine.sender, engine.scheduler.scheduler", "torch transformers"),
     ],
 )

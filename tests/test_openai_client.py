@@ -1,6 +1,7 @@
 """The `openai` package against a running server: what its users write has to work."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import openai
@@ -71,6 +72,57 @@ def test_chat_streamed_and_not(client: openai.OpenAI) -> None:
     assert "".join(delta.content or "" for delta in deltas) == message.content
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_response_streamed_and_not(client: openai.OpenAI) -> None:
+    whole = client.responses.create(
+        model=MODEL, input="Good morrow, my lord.", instructions="Speak as Romeo.",
+        max_output_tokens=40, temperature=0,
+    )  # fmt: skip
+    assert whole.output_text
+    assert whole.usage is not None
+    assert whole.usage.output_tokens <= 40
+    with client.responses.stream(
+        model=MODEL, input="Good morrow, my lord.", instructions="Speak as Romeo.",
+        max_output_tokens=40, temperature=0,
+    ) as stream:  # fmt: skip
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        last = stream.get_final_response()
+    assert "".join(deltas) == last.output_text == whole.output_text
+    assert last.usage is not None
+    assert last.usage.output_tokens == whole.usage.output_tokens
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_enforced_calls_fit_their_schema(client: openai.OpenAI, named: bool) -> None:
+    cities = {"type": "string", "enum": ["Oslo", "Rome"]}
+    function = {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": cities},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL, messages=CHAT, seed=3, max_completion_tokens=400, parallel_tool_calls=False,
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "get_weather"}}
+        if named
+        else "required",
+    )  # type: ignore[call-overload]  # fmt: skip
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+    assert choice.finish_reason == ("stop" if named else "tool_calls")
+
+
+def test_a_response_cannot_be_stored(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="store"):
+        client.responses.create(model=MODEL, input="x", store=True)
 
 
 def test_async_client_streams_many_at_once(stack: RunningStack) -> None:

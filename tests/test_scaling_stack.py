@@ -77,7 +77,7 @@ def ready_ranks(url: str) -> set[int]:
 
 def settle(url: str, size: int) -> dict[str, object]:
     """Wait until the supervisor and the coordinator agree on ranks 0 to size - 1."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         status = call(f"{url}/admin/scale")
         if not status["busy"] and ready_ranks(url) == set(range(size)):

@@ -200,7 +200,9 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_go_on(tmp_path: Path) 
     with RunningStack("--executor", "simulated", "--simulated-step-us", "5000") as running:
         url = f"{running.url}/v1/completions"
         bodies = [completion(f"Story {i}", 200, seed=i, return_token_ids=True) for i in range(8)]
-        undisturbed = [post(url, body)["choices"][0]["text"] for body in bodies[:2]]  # type: ignore[index]
+        for body in bodies[1::2]:
+            body["structured_outputs"] = {"regex": "([a-z]{2,9}[ ,]){400}"}
+        undisturbed = [post(url, body)["choices"][0]["text"] for body in bodies[:4]]  # type: ignore[index]
 
         with ThreadPoolExecutor(len(bodies)) as clients:
             posts = [clients.submit(post, url, body) for body in bodies]
@@ -211,7 +213,8 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_go_on(tmp_path: Path) 
             running.processes()["engine 1"].kill()
             answers = [each.result(timeout=30) for each in posts]
         texts = [answer["choices"][0]["text"] for answer in answers]  # type: ignore[index]
-        assert texts[:2] == undisturbed
+        assert texts[:4] == undisturbed
+        assert all(re.fullmatch("[a-z ,]+", text) for text in texts[1::2])
         assert all(answer["usage"]["completion_tokens"] == 200 for answer in answers)  # type: ignore[index]
         assert metric(running.url, "requests_resumed_total")[""] >= 1
         until(lambda: metric(running.url, "engine_up").get("1") == 1, "engine 1 is back")
@@ -265,6 +268,19 @@ def test_requests_in_flight_end_after_sigterm_and_new_ones_are_refused() -> None
         assert get(f"{running.url}/health")
         assert answer.result(timeout=20)["usage"]["completion_tokens"] == 200  # type: ignore[index]
         running.process.wait(10)
+
+
+def test_an_engine_whose_step_hangs_ends_and_its_requests_are_moved() -> None:
+    flags = ("--executor", "simulated", "--simulated-step-us", "60000000", "--step-timeout", "0.1")
+    with RunningStack(*flags, "--max-resumes", "1") as running:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(f"{running.url}/v1/completions", completion("Hang", 5))
+        error = json.loads(caught.value.read())["error"]
+        caught.value.close()
+        assert "in flight on 2 engines that died" in error["message"]
+        assert "--step-timeout" in running.output
+        assert "Thread 0x" in "\n".join(running.lines), "the stacks are in the log"
+        until(lambda: status(f"{running.url}/ready") == 200, "engines are started again")
 
 
 def test_a_second_signal_ends_at_once() -> None:

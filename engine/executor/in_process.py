@@ -1,23 +1,26 @@
 """Runs the model in the engine's own process: in the caller's thread, or in one beside it."""
 
 import logging
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
 
 from engine.config import EngineConfig
+from engine.distributed.group import Group
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
+from engine.executor.loading import device_for, load_model, set_threads
+from engine.grammar.masks import GrammarTable, grammar_table
 from engine.model_files import model_directory
-from engine.models.decoder import Decoder
-from engine.models.hf_config import ModelSpec, read_spec
-from engine.models.loader import DecoderLoader, compute_dtype, model_length, open_checkpoint
+from engine.models.decoder import Decoder, Followers
+from engine.models.loader import GroupPlace, Shard, model_length
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
+from engine.runner.memory_profile import profiled_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.profiling import StepProfiler
 from engine.scheduler.batch import BatchPlan, BatchResult
@@ -37,10 +40,27 @@ class FinishedStep(msgspec.Struct, frozen=True):
         return self.outcome
 
 
+class Leader(Followers, Protocol):
+    """The processes that hold the other parts of a model, as the one sees them that leads."""
+
+    @property
+    def group(self) -> Group:
+        """This process, which is the first, and the others."""
+        ...
+
+    def least_available(self, own: int) -> int:
+        """Wait until all have loaded their part; return the least memory that any has left."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Have them hold their weights, and an empty KV cache of so many blocks."""
+        ...
+
+
 class InProcessExecutor:
     """Executor without a process of its own.
 
-    With `async_scheduling` steps run in a thread of their own and `submit` returns at once (torch
+    Where steps overlap they run in a thread of their own and `submit` returns at once (torch
     releases the GIL while it computes); else `submit` returns when the step is done.
     """
 
@@ -50,6 +70,7 @@ class InProcessExecutor:
         rank: int = 0,
         engines_on_node: int = 1,
         progress: Callable[[str], None] | None = None,
+        leader: Leader | None = None,
     ) -> None:
         """Load the model and size the KV cache.
 
@@ -57,6 +78,7 @@ class InProcessExecutor:
             rank: picks the accelerator of this engine where there are several.
             engines_on_node: how many engines share the node's processors and memory.
             progress: is told what happens now, in words for people.
+            leader: leads the processes that hold the other parts of the model.
 
         Raises:
             ModelNotFound: there is no such model.
@@ -66,13 +88,24 @@ class InProcessExecutor:
         """
         self._config = config
         self._report = progress or logger.info
-        _set_threads(config, engines_on_node)
-        self._device = _device(config, rank)
+        set_threads(config, engines_on_node)
+        processes = config.parallel.tensor_parallel_size
+        self._device = device_for(config, rank * processes)
+        self._leader = leader
+        self._shard = None if leader is None else Shard(leader.group, leader)
+        self._place: GroupPlace | None = None
+        if config.parallel.enable_expert_parallel:
+            size = config.parallel.data_parallel_size
+            self._place = GroupPlace(rank % size, size)
+        self._group: Group | None = None
         model, fingerprint = self._load()
         spec = model.spec
         max_model_len = model_length(spec, config.model)
         self._report("allocating the KV cache")
-        num_blocks = _num_blocks(config, spec, model, max_model_len, engines_on_node)
+        available = self._memory_for_cache(model, max_model_len, engines_on_node * processes)
+        if leader is not None:
+            available = leader.least_available(available)
+        num_blocks = _num_blocks(config, model, max_model_len, available)
         self._info = ExecutorInfo(
             num_kv_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -80,17 +113,57 @@ class InProcessExecutor:
             eos_token_ids=spec.eos_token_ids,
             model_fingerprint=fingerprint,
         )
+        self._grammars = grammar_table(
+            model_directory(config.model, weights=False),
+            spec.vocab_size,
+            spec.eos_token_ids,
+        )
         self._model: Decoder | None = model
         self._runner: ModelRunner | None = self._new_runner(model)
-        self._worker = _worker_thread() if config.scheduler.async_scheduling else None
+        self._worker = _worker_thread() if config.scheduler.steps_overlap else None
         self._profiler: StepProfiler | None = None
         self._was_shut_down = False
+        if self._place == (0, 1):
+            self.join_group(Group.alone())
         keep_freed_memory()
 
     @property
     def info(self) -> ExecutorInfo:
         """What was found while loading."""
         return self._info
+
+    @property
+    def grammars(self) -> GrammarTable | None:
+        """What makes draws follow grammars; None for a model without tokenizer."""
+        return self._grammars
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._device
+
+    def prepare_group(self, position: int, size: int) -> None:
+        """Hold the experts of this place of a group of `size` and no others.
+
+        The KV cache and what slots know stay as they are.
+
+        Raises:
+            CannotDo: the model was loaded whole, or has no experts.
+        """
+        loaded_whole = self._model is not None and self._model.expert_group is None
+        if self._place is None or loaded_whole:
+            raise CannotDo("only --enable-expert-parallel and a model with experts form groups")
+        place, before = GroupPlace(position, size), self._place
+        self._place = place
+        if self._model is not None and place != before:
+            self._in_step_thread(partial(self._spread_experts, self._model, place))
+
+    def join_group(self, group: Group) -> None:
+        """Take steps with this group from now on; its place has been prepared."""
+        assert self._place == GroupPlace(group.rank, group.size), "another place was prepared"
+        self._group = group
+        if self._model is not None and self._model.expert_group is not None:
+            self._model.expert_group.join(group)
 
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Run a step, or have the worker thread run it after those before it.
@@ -135,6 +208,8 @@ class InProcessExecutor:
             if fingerprint != self._info.model_fingerprint:
                 raise CannotDo("the model's weights have changed: the engine has to be restarted")
             self._model = model
+            if self._group is not None and model.expert_group is not None:
+                model.expert_group.join(self._group)
         self._runner = self._new_runner(self._model)
 
     def start_profile(self) -> None:
@@ -166,50 +241,51 @@ class InProcessExecutor:
         self._was_shut_down = True
         if self._worker is not None:
             self._worker.shutdown(cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.shutdown()
         self._runner = self._model = None
 
     def _load(self) -> tuple[Decoder, str]:
         """Load the weights; return them with their fingerprint."""
-        settings = self._config.model
-        directory = model_directory(settings, weights=settings.load_format == "auto")
-        spec = read_spec(directory)
-        self._report(f"loading weights of {directory.name}")
-        checkpoint = open_checkpoint(directory, spec, settings)
+        loaded = load_model(
+            self._config, self._device, self._report, place=self._place, shard=self._shard
+        )
+        self._loader = loaded.loader
+        return loaded.model, loaded.fingerprint
+
+    def _spread_experts(self, model: Decoder, place: GroupPlace) -> None:
+        """Load from the files that the model came from, which the loader holds open."""
+        self._report(f"loading the experts of engine {place.position + 1} of {place.size}")
         with torch.inference_mode():
-            model = DecoderLoader(
-                spec,
-                checkpoint,
-                dtype=compute_dtype(spec, settings, checkpoint),
-                device=self._device,
-                max_model_len=model_length(spec, settings),
-            ).load()
-        return model, checkpoint.fingerprint()
+            self._loader.spread_experts(model, place)
+        give_back_freed_memory()
 
     def _new_runner(self, model: Decoder) -> ModelRunner:
+        if self._leader is not None:
+            self._leader.allocate(self._info.num_kv_blocks)
         return ModelRunner(
             model,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=self._info.max_model_len,
             num_kv_blocks=self._info.num_kv_blocks,
             block_size=self._config.cache.block_size,
+            grammars=self._grammars,
+            record_decodes=not self._config.executor.enforce_eager,
         )
+
+    def _memory_for_cache(self, model: Decoder, max_model_len: int, processes: int) -> int:
+        """Return the bytes for the KV cache; on CUDA the largest step is tried first."""
+        cache = self._config.cache
+        is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
+        if self._device.type != "cuda" or is_given or not model.is_alone:
+            return available_memory(self._device, processes)
+        return profiled_memory(model, cache, self._config.scheduler, max_model_len)
 
     def _in_step_thread(self, function: Callable[[], None]) -> None:
         if self._worker is None:
             function()
         else:
             self._worker.submit(function).result()
-
-
-def _set_threads(config: EngineConfig, engines_on_node: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(config.executor.threads or max(1, (cores or 1) // engines_on_node))
-    if torch.get_num_interop_threads() == 1:
-        return
-    try:
-        torch.set_num_interop_threads(1)
-    except RuntimeError:  # only possible before the first parallel work of a process
-        logger.debug("the inter-operator thread pool was started already")
 
 
 def _worker_thread() -> ThreadPoolExecutor:
@@ -223,24 +299,13 @@ def _worker_thread() -> ThreadPoolExecutor:
     )
 
 
-def _device(config: EngineConfig, rank: int) -> torch.device:
-    wanted = config.model.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("--device cuda: no CUDA device was found")
-    return torch.device("cuda", rank % torch.cuda.device_count())
-
-
 def _num_blocks(
-    config: EngineConfig, spec: ModelSpec, model: Decoder, max_model_len: int, engines_on_node: int
+    config: EngineConfig, model: Decoder, max_model_len: int, available_bytes: int
 ) -> int:
     return count_blocks(
         config.cache,
-        block_bytes=bytes_per_block(spec, config.cache.block_size, model.dtype),
+        block_bytes=bytes_per_block(model.spec, config.cache.block_size, model.dtype),
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
-        available_bytes=available_memory(model.device, engines_on_node),
+        available_bytes=available_bytes,
     )

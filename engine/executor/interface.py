@@ -1,11 +1,17 @@
 """The one interface between the engine's loop and whatever computes tokens."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
 from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.scheduler.grammars import Grammars
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.distributed.group import Group
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
@@ -36,6 +42,11 @@ class Executor(Protocol):
 
     @property
     def info(self) -> ExecutorInfo: ...
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """What makes draws follow the grammars of requests; None where it cannot."""
+        ...
 
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Start a step. Plans arrive in order; each may refer to tokens of the one before."""
@@ -75,4 +86,26 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release the device and any worker processes; idempotent."""
+        ...
+
+
+@runtime_checkable
+class GroupExecutor(Executor, Protocol):
+    """An executor whose steps hold collectives with other engines.
+
+    It is made for the place that it will probably have. No step may be in flight when it is
+    moved to another; steps need a group, and raise `GroupBroken` when that fails.
+    """
+
+    @property
+    def device(self) -> "torch.device":
+        """Where the tensors are that the group exchanges."""
+        ...
+
+    def prepare_group(self, position: int, size: int) -> None:
+        """Load what an engine at this place of a group of `size` holds, and free the rest."""
+        ...
+
+    def join_group(self, group: "Group") -> None:
+        """Take steps with this group from now on; its place has been prepared."""
         ...

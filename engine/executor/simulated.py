@@ -2,18 +2,26 @@
 
 The token at a position is a pure function of the request's seed, the position and the token
 before, so a request continues in the same way in any batch, after a preemption and on any engine.
+With penalties it depends on the set of tokens that the request has drawn before, too.
 With checking on, the executor keeps a KV memory that holds tokens in place of keys and values,
 and before each row compares what attention would read with what it ought to read.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.config import EngineConfig
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.messages import SamplingParams, TokenLogprob
 from engine.scheduler.batch import BatchPlan, BatchResult
+
+if TYPE_CHECKING:  # torch is for groups and numpy for grammars only
+    import torch
+
+    from engine.distributed.group import Group
+    from engine.grammar.masks import GrammarTable
 
 DEFAULT_NUM_KV_BLOCKS = 4096
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -31,6 +39,20 @@ def simulated_token(seed: int, position: int, previous: int, vocab_size: int) ->
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return (x ^ (x >> 31)) % vocab_size
+
+
+def is_penalized(sampling: SamplingParams) -> bool:
+    """Whether the tokens drawn so far change how the next one is drawn."""
+    return (
+        sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.repetition_penalty != 1.0
+    )
+
+
+def penalized_seed(seed: int, output_token_ids: Sequence[int]) -> int:
+    """Return the seed that takes the place of a request's own after these output tokens."""
+    return (seed + sum(set(output_token_ids)) * 0xD6E8FEB86659FD93) & _MASK
 
 
 class _Slot:
@@ -130,6 +152,7 @@ class SimulatedExecutor:
         vocab_size: tokens are below this.
         eos_token_ids: reported to the scheduler; drawn like any other token.
         timing: "real" makes each step take its cost, "virtual" only adds it to `virtual_us`.
+        grammars: tokens follow the grammars of requests; without it these are refused.
         check: compare every read of the KV memory with what it ought to be; costs time
             proportional to the context of every row.
     """
@@ -141,8 +164,10 @@ class SimulatedExecutor:
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         eos_token_ids: tuple[int, ...] = (),
         timing: Literal["real", "virtual"] = "real",
+        grammars: "GrammarTable | None" = None,
         check: bool = False,
     ) -> None:
+        self._grammars = grammars
         num_kv_blocks = config.cache.num_kv_blocks or DEFAULT_NUM_KV_BLOCKS
         self._info = ExecutorInfo(
             num_kv_blocks=num_kv_blocks,
@@ -158,6 +183,7 @@ class SimulatedExecutor:
         self._timing = timing
         self._busy_until = 0.0
         self._slots: dict[int, _Slot] = {}
+        self._group: Group | None = None
         self._memory = _CheckedMemory(num_kv_blocks, config.cache.block_size) if check else None
 
     @property
@@ -165,15 +191,24 @@ class SimulatedExecutor:
         """What the scheduler has to know."""
         return self._info
 
+    @property
+    def grammars(self) -> "GrammarTable | None":
+        """What makes tokens follow grammars, if anything does."""
+        return self._grammars
+
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Run a step; its result is there when the steps before it and its own cost are over.
 
         Raises:
             AssertionError: checking is on and the plan would read or overwrite the wrong things.
+            GroupBroken: another engine of the group failed; nothing has changed.
         """
+        num_tokens = plan.num_tokens
+        if self._group is not None:  # a step takes as long as that of the fullest
+            num_tokens = max(self._group.all_gather_counts(num_tokens))
         self._apply_changes(plan)
         result = self._run(plan)
-        return _Pending(result, plan.step, self._charge(plan.num_tokens), self._memory)
+        return _Pending(result, plan.step, self._charge(num_tokens), self._memory)
 
     def sleep(self, level: int) -> None:
         """Forget all sequences and everything in the KV memory."""
@@ -192,9 +227,25 @@ class SimulatedExecutor:
         """Raise CannotDo."""
         raise CannotDo("a simulated executor has nothing to profile")
 
+    @property
+    def device(self) -> "torch.device":
+        """The processor."""
+        import torch  # slow to load, and needed in groups only
+
+        return torch.device("cpu")
+
+    def prepare_group(self, position: int, size: int) -> None:
+        """Nothing has to be loaded."""
+
+    def join_group(self, group: "Group") -> None:
+        """Exchange the size of every step with this group."""
+        self._group = group
+
     def shutdown(self) -> None:
         """Forget all sequences."""
         self._slots.clear()
+        if self._grammars is not None:
+            self._grammars.shutdown()
 
     def _charge(self, num_tokens: int) -> float:
         cost_us = self._step_us + self._token_us * num_tokens
@@ -215,14 +266,25 @@ class SimulatedExecutor:
             block_ids = self._slots[added.slot].block_ids
             assert added.first == len(block_ids), f"slot {added.slot}: gap in the block table"
             block_ids += added.block_ids
+        if self._grammars is not None:
+            for start in plan.starting:
+                self._grammars.start(start)
 
     def _run(self, plan: BatchPlan) -> BatchResult:
+        for row, proposed in plan.proposed.items():
+            self._slots[plan.slots[row]].token_ids += proposed
         if self._memory is not None:
             self._check(plan, self._memory)
         slots, vocab_size = self._slots, self._info.vocab_size
+        drawing = [slot for slot, sample in zip(plan.slots, plan.samples, strict=True) if sample]
+        guesses = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
+        grammars = self._grammars
+        choices = {} if grammars is None else grammars.choices(drawing, guesses)
+        ends: dict[int, str | None] = {}
         drawn: list[int] = []
         logprobs: list[TokenLogprob | None] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        accepted: dict[int, int] = {}
         has_logprobs = False
         rows = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
         for row, (slot, start, count, sample) in enumerate(rows):
@@ -236,15 +298,41 @@ class SimulatedExecutor:
                 ]
             if not sample:
                 continue
-            token_id = simulated_token(sampling.seed, end, token_ids[end - 1], vocab_size)
-            token_ids.append(token_id)
-            drawn.append(token_id)
+            new = self._draw(state, guesses.get(slot, []), choices.get(slot, []))
+            if grammars is not None:
+                advanced = grammars.advance([slot] * len(new), new)
+                ends |= advanced.reasons
+                surplus = advanced.surplus.get(slot, 0)
+                del new[len(new) - surplus :], token_ids[len(token_ids) - surplus :]
+            if row in plan.proposed:
+                accepted[row] = len(new) - 1
+            drawn += new
             if sampling.logprobs is None:
-                logprobs.append(None)
+                logprobs += [None] * len(new)
             else:
                 has_logprobs = True
-                logprobs.append(_token_logprob(token_id, sampling.logprobs, vocab_size))
-        return BatchResult(drawn, logprobs if has_logprobs else None, prompt_logprobs)
+                logprobs += [_token_logprob(t, sampling.logprobs, vocab_size) for t in new]
+        scores = logprobs if has_logprobs else None
+        return BatchResult(drawn, scores, prompt_logprobs, accepted, ends)
+
+    def _draw(self, state: _Slot, proposed: list[int], choices: list[list[int]]) -> list[int]:
+        """Replace the proposed tokens at the end of a slot by those that are right and one more."""
+        token_ids, sampling = state.token_ids, state.sampling
+        end = len(token_ids) - len(proposed)
+        del token_ids[end:]
+        new: list[int] = []
+        while len(new) <= len(proposed) and new == proposed[: len(new)]:
+            allowed = choices[len(new)] if choices else []
+            count = len(allowed) or self._info.vocab_size
+            seed = sampling.seed
+            if is_penalized(sampling):
+                seed = penalized_seed(seed, token_ids[state.num_prompt_tokens :])
+            token_id = simulated_token(seed, len(token_ids), token_ids[-1], count)
+            if allowed:
+                token_id = allowed[token_id]
+            token_ids.append(token_id)
+            new.append(token_id)
+        return new
 
     def _check(self, plan: BatchPlan, memory: _CheckedMemory) -> None:
         """Read before any write: a row must not depend on what another row of its step computes."""

@@ -22,6 +22,10 @@ _SHORT_ROW = 64
 """Rows of up to so many new tokens share groups; longer ones are worth a call of their own."""
 _FREE_PADDING = 4096
 """Padded key positions below which splitting a group costs more than it saves."""
+_TOKEN_KEYS = 64
+"""Keys by which the products of single tokens grow, where each token attends by itself."""
+_TOKENS_AT_ONCE = 64
+"""Most tokens of one such call, which bounds its memory."""
 _MAX_SCORES = 1 << 22
 """Most padded scores per head group, which bounds the mask of a group of short rows."""
 
@@ -56,6 +60,16 @@ class PaddedGroup(msgspec.Struct, frozen=True):
     """[rows, 1, group * queries, keys], added to the scores."""
 
 
+class TokensOfRow(msgspec.Struct, frozen=True):
+    """Tokens of one row, each of which attends by itself to as many keys as its position has."""
+
+    first: int
+    end: int
+    blocks: Tensor
+    mask: Tensor
+    """[tokens, 1, 1, keys], added to the scores."""
+
+
 class LongRow(msgspec.Struct, frozen=True):
     """One row with many new tokens."""
 
@@ -67,7 +81,7 @@ class LongRow(msgspec.Struct, frozen=True):
     """[queries, keys]; None for a plain causal mask over queries that start at position 0."""
 
 
-AttentionPlan = list[PaddedGroup | LongRow]
+AttentionPlan = list[PaddedGroup | LongRow | TokensOfRow]
 
 
 class PagedAttention:
@@ -81,7 +95,11 @@ class PagedAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        token_by_token: bool = False,
     ) -> None:
+        """Prepare for one shape; `token_by_token` makes each token's result a function of its own
+        position, keys and values alone, whatever else is in the step."""
+        self._token_by_token = token_by_token
         self._heads = num_heads
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
@@ -96,6 +114,8 @@ class PagedAttention:
             first_block = np.maximum(rows.starts - window + 1, 0) // rows.block_size
         last_block = (rows.starts + rows.counts - 1) // rows.block_size
         num_blocks = last_block - first_block + 1
+        if self._token_by_token:
+            return list(self._by_token(rows, window))
         plan: AttentionPlan = []
         for members in _groups(rows, num_blocks, self._group):
             if len(members) == 1 and rows.counts[members[0]] > _SHORT_ROW:
@@ -106,6 +126,75 @@ class PagedAttention:
             else:
                 plan.append(self._padded_group(rows, members, first_block, num_blocks, window))
         return plan
+
+    def _by_token(
+        self, rows: AttentionRows, window: int | None
+    ) -> Iterator[PaddedGroup | TokensOfRow]:
+        """Plan so that the shape of each token's product follows from its position alone.
+
+        Tokens share a call if they have equally many keys, in steps of `_TOKEN_KEYS`: decodes of
+        all rows, and neighbours within a row.
+        """
+        size = rows.block_size
+        step = max(1, _TOKEN_KEYS // size)
+        single = np.flatnonzero(rows.counts == 1)
+        first, width = _key_blocks(rows.starts[single], size, step, window)
+        for blocks in np.unique(width):
+            where = width == blocks
+            members = single[where]
+            for at in range(0, len(members), _TOKENS_AT_ONCE):
+                part = members[at : at + _TOKENS_AT_ONCE]
+                yield self._decodes(rows, part, first[where][at : at + len(part)], blocks, window)
+        for row in np.flatnonzero(rows.counts > 1).tolist():
+            positions = rows.starts[row] + np.arange(rows.counts[row])
+            first, width = _key_blocks(positions, size, step, window)
+            ends = np.flatnonzero(np.diff(width * (rows.block_tables.shape[1] + step) + first)) + 1
+            for tokens in np.split(np.arange(len(positions)), ends):
+                for at in range(0, len(tokens), _TOKENS_AT_ONCE):
+                    part = tokens[at : at + _TOKENS_AT_ONCE]
+                    yield self._tokens(rows, row, part, first[part[0]], width[part[0]], window)
+
+    def _decodes(
+        self,
+        rows: AttentionRows,
+        members: IntArray,
+        first: IntArray,
+        width: int,
+        window: int | None,
+    ) -> PaddedGroup:
+        logical = first[:, None] + np.arange(width)
+        logical = np.minimum(logical, rows.block_tables.shape[1] - 1)
+        keys = (first * rows.block_size)[:, None] + np.arange(width * rows.block_size)
+        whole = len(members) == len(rows.counts)
+        return PaddedGroup(
+            num_rows=len(members),
+            num_queries=1,
+            tokens=None if whole else self._tensor(rows.first_token[members]),
+            valid=None,
+            blocks=self._tensor(rows.block_tables[members[:, None], logical].ravel()),
+            mask=self._mask(rows.starts[members][:, None], keys, window).unsqueeze(1),
+        )
+
+    def _tokens(
+        self,
+        rows: AttentionRows,
+        row: int,
+        tokens: IntArray,
+        first: int,
+        width: int,
+        window: int | None,
+    ) -> TokensOfRow:
+        logical = np.minimum(first + np.arange(width), rows.block_tables.shape[1] - 1)
+        keys = first * rows.block_size + np.arange(width * rows.block_size)
+        positions = rows.starts[row] + tokens
+        mask = self._mask(positions[:, None], keys[None], window)
+        at = int(rows.first_token[row])
+        return TokensOfRow(
+            first=at + int(tokens[0]),
+            end=at + int(tokens[-1]) + 1,
+            blocks=self._tensor(rows.block_tables[row, logical]),
+            mask=mask.unsqueeze(1),
+        )
 
     def _padded_group(
         self,
@@ -194,6 +283,9 @@ class PagedAttention:
             return self._attend_padded(queries, flat, plan[0])
         out = queries.new_empty(queries.shape[0], self._heads * self._head_dim)
         for part in plan:
+            if isinstance(part, TokensOfRow):
+                out[part.first : part.end] = self._attend_tokens(queries, flat, part)
+                continue
             if isinstance(part, LongRow):
                 out[part.first : part.end] = self._attend_long(queries, flat, part)
                 continue
@@ -225,6 +317,16 @@ class PagedAttention:
         out = out.view(rows, kv_heads, self._group, count, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * count, -1)
 
+    def _attend_tokens(self, queries: Tensor, flat: Tensor, part: TokensOfRow) -> Tensor:
+        """The products of `_attend_padded` for decodes, with keys that all tokens share."""
+        count, kv_heads, dim = part.end - part.first, self._kv_heads, self._head_dim
+        kv = flat.index_select(0, part.blocks).view(1, -1, 2, kv_heads, dim)
+        shape = (count, kv_heads, kv.shape[1], dim)
+        keys, values = (kv[:, :, i].transpose(1, 2).expand(shape) for i in (0, 1))
+        folded = queries[part.first : part.end].view(count, kv_heads, self._group, dim)
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=part.mask)
+        return out.reshape(count, -1)
+
     def _attend_long(self, queries: Tensor, flat: Tensor, row: LongRow) -> Tensor:
         """KV heads become the batch axis, over which keys are expanded without a copy."""
         count, kv_heads, dim = row.end - row.first, self._kv_heads, self._head_dim
@@ -241,6 +343,16 @@ class PagedAttention:
             is_causal=row.mask is None,
         )
         return out.permute(2, 0, 1, 3).reshape(count, -1)
+
+
+def _key_blocks(
+    positions: IntArray, block_size: int, step: int, window: int | None
+) -> tuple[IntArray, IntArray]:
+    """Return the first block that each position attends to, and how many, in steps of `step`."""
+    first = np.zeros_like(positions)
+    if window is not None:
+        first = np.maximum(positions - window + 1, 0) // block_size
+    return first, -(-(positions // block_size - first + 1) // step) * step
 
 
 def _groups(rows: AttentionRows, num_blocks: IntArray, heads_per_kv: int) -> Iterator[IntArray]:

@@ -1,16 +1,19 @@
 """The decoder: embeddings, layers of attention and MLP over a paged KV cache, and the LM head."""
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.attention import AttentionPlan, PagedAttention, write_keys_values
+from engine.models.attention import AttentionRows, write_keys_values
+from engine.models.expert_parallel import ExpertGroup
 from engine.models.hf_config import ModelSpec
 from engine.models.layers import Linear, rms_norm, rms_norm_heads
+from engine.models.moe import SparseMlp
 from engine.models.rotary import rotate, rotation
+from engine.models.varlen_attention import Attention
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
@@ -36,7 +39,9 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     """All weights of a model."""
 
     embedding: Tensor
-    """[vocab, hidden]"""
+    """[vocab, hidden], or the part of it that is here"""
+    embed: Callable[[Tensor], Tensor]
+    """From token ids [tokens] to [tokens, hidden]."""
     layers: list[LayerWeights]
     norm: Tensor
     lm_head: Linear
@@ -53,16 +58,43 @@ class StepTokens(msgspec.Struct, frozen=True):
     """[tokens] int64"""
     slots: Tensor
     """[tokens] int64: flat cache slot (block * block_size + offset) that each token fills."""
-    plans: dict[int | None, AttentionPlan]
-    """How to attend, per sliding window that some layer has."""
+    rows: AttentionRows
+    """What the plans were made for."""
+    plans: dict[int | None, Any]
+    """How to attend, per sliding window that some layer has; made by the model's attention."""
+
+
+class Followers(Protocol):
+    """Processes that compute the same with other parts of the weights; told before each part."""
+
+    def forward(self, step: StepTokens) -> None:
+        """Have them run all layers on these tokens."""
+        ...
+
+    def logits(self, hidden: Tensor) -> None:
+        """Have them compute logits of these states [rows, hidden]."""
+        ...
 
 
 class Decoder:
     """A model replica on one device; all state lives in the KV cache that it is given."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, attention: PagedAttention) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        attention: Attention,
+        expert_group: ExpertGroup | None = None,
+        followers: Followers | None = None,
+    ) -> None:
+        """Take the weights, with an expert group only those experts that this engine has.
+
+        Followers hold the other parts of a model that is cut over several processes.
+        """
+        self._followers = followers
         self.spec = spec
         self.attention = attention
+        self.expert_group = expert_group
         self._weights = weights
         self._qk_size = spec.query_size + spec.kv_size
         self._qk_heads = spec.num_heads + spec.num_kv_heads
@@ -71,6 +103,17 @@ class Decoder:
     def windows(self) -> set[int | None]:
         """The sliding windows for which `StepTokens.plans` needs a plan."""
         return set(self.spec.windows)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a step needs no other process."""
+        return self._followers is None and self.expert_group is None
+
+    @property
+    def sparse_layers(self) -> dict[int, SparseMlp]:
+        """The layers with experts, by number."""
+        layers = {i: layer.mlp for i, layer in enumerate(self._weights.layers)}
+        return {i: mlp for i, mlp in layers.items() if isinstance(mlp, SparseMlp)}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,8 +126,16 @@ class Decoder:
         return self._weights.embedding.device
 
     def hidden_states(self, step: StepTokens, cache: list[Tensor]) -> Tensor:
-        """Run all layers, filling the cache, and return the normalized states [tokens, hidden]."""
-        x = F.embedding(step.token_ids, self._weights.embedding)
+        """Run all layers, filling the cache, and return the normalized states [tokens, hidden].
+
+        Raises:
+            GroupBroken: an engine that holds some of the experts has failed.
+        """
+        if self.expert_group is not None:
+            self.expert_group.begin_step(len(step.token_ids))
+        if self._followers is not None:
+            self._followers.forward(step)
+        x = self._weights.embed(step.token_ids)
         cos, sin = rotation(self._weights.rotary, step.positions)
         eps = self.spec.rms_norm_eps
         for layer, layer_cache in zip(self._weights.layers, cache, strict=True):
@@ -93,8 +144,22 @@ class Decoder:
             x += layer.mlp(rms_norm(x, layer.mlp_norm, eps))
         return rms_norm(x, self._weights.norm, eps)
 
+    def dummy_step(self) -> None:
+        """Run the experts that are here for the other engines of the group, if there is one.
+
+        Raises:
+            GroupBroken: one of them has failed.
+        """
+        if self.expert_group is None or not self.expert_group.begin_step(0):
+            return
+        nothing = self._weights.embedding.new_empty(0, self.spec.hidden_size)
+        for mlp in self.sparse_layers.values():
+            mlp(nothing)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, vocab] for normalized states [rows, hidden]."""
+        if self._followers is not None:
+            self._followers.logits(hidden)
         return self._weights.lm_head(hidden)
 
     def _attend(

@@ -31,6 +31,9 @@ class Router:
             experts: [tokens, experts_per_token] int64
             weights: the same shape, float32
         """
+        if not len(x):
+            nothing = x.new_empty(0, self._count, dtype=torch.float32)
+            return nothing.long(), nothing
         probabilities = torch.softmax(self._score(x), dim=-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self._count, dim=-1)
         if self._normalize:
@@ -67,7 +70,7 @@ class Experts(Protocol):
 class GroupedExperts:
     """Experts with weights of their own, in whatever layout is fastest."""
 
-    def __init__(self, experts: list[Expert]) -> None:
+    def __init__(self, experts: Sequence[Linear]) -> None:
         self._experts = experts
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -105,24 +108,43 @@ class StackedExperts:
 
 
 def _expert_by_expert(
-    x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Expert]
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Linear]
 ) -> Tensor:
-    """Gather tokens expert by expert.
+    rows = torch.arange(len(x), device=x.device).repeat_interleave(chosen.shape[1])
+    by_choice = run_experts(x, rows, chosen.flatten(), experts)
+    return weighted_sum(by_choice, weights).to(x.dtype)
+
+
+def run_experts(x: Tensor, rows: Tensor, chosen: Tensor, experts: Sequence[Linear]) -> Tensor:
+    """Gather tokens expert by expert; return what each pair's expert makes of its token.
 
     Each expert that was chosen at all runs once over all of its tokens; the others cost nothing.
+
+    Args:
+        x: [tokens, hidden]
+        rows, chosen: [pairs] the token and the expert of each pair
+
+    Returns:
+        [pairs, hidden]
     """
-    order = chosen.flatten().argsort(stable=True)
-    counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
-    gathered = x.index_select(0, order // chosen.shape[1])
+    if not len(rows):
+        return x.new_empty(0, x.shape[1])
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=len(experts)).tolist()
+    gathered = x.index_select(0, rows.index_select(0, order))
     outputs = []
     first = 0
     for expert, count in zip(experts, counts, strict=True):
         if count:
             outputs.append(expert(gathered[first : first + count]))
             first += count
-    by_choice = torch.empty_like(gathered).index_copy_(0, order, torch.cat(outputs))
-    weighted = by_choice.view(*chosen.shape, -1) * weights.unsqueeze(-1)
-    return weighted.sum(dim=1).to(x.dtype)
+    return torch.empty_like(gathered).index_copy_(0, order, torch.cat(outputs))
+
+
+def weighted_sum(by_choice: Tensor, weights: Tensor) -> Tensor:
+    """Add the outputs [tokens * choices, hidden] of each token in the order of its choices."""
+    weighted = by_choice.view(*weights.shape, by_choice.shape[1]) * weights.unsqueeze(-1)
+    return weighted.sum(dim=1)
 
 
 class SparseMlp:
@@ -130,8 +152,8 @@ class SparseMlp:
 
     def __init__(self, router: Router, experts: Experts) -> None:
         self._router = router
-        self._experts = experts
+        self.experts = experts
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [tokens, hidden] to the same shape."""
-        return self._experts(x, *self._router(x))
+        return self.experts(x, *self._router(x))

@@ -21,6 +21,8 @@ class BatchRows(msgspec.Struct, frozen=True):
     """Index of each row's first token."""
     samples: IntArray
     """The rows that draw a token."""
+    guessing: IntArray
+    """The rows with proposed tokens."""
     token_ids: IntArray
     positions: IntArray
     cache_slots: IntArray
@@ -57,6 +59,7 @@ def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
         counts=counts,
         first_token=first_token,
         samples=np.flatnonzero(np.array(plan.samples, np.bool_)),
+        guessing=np.array(list(plan.proposed), np.int64),
         token_ids=table.token_ids[token_slots, positions].astype(np.int64),
         positions=positions,
         cache_slots=block.astype(np.int64) * table.block_size + positions % table.block_size,
@@ -64,13 +67,25 @@ def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
 
 
 def attention_rows(rows: BatchRows, table: SlotTable) -> AttentionRows:
-    """Return the part of the batch that attention plans by."""
+    """Return the part of the batch that attention plans by.
+
+    Each token of a row with proposed tokens is a row of its own, so that it is computed in the
+    same way as if it were decoded alone, and rounded alike.
+    """
     longest = int(rows.next_positions.max())
     width = -(-longest // table.block_size)
+    starts, counts, first_token, slots = rows.starts, rows.counts, rows.first_token, rows.slots
+    if len(rows.guessing):
+        parts = np.ones(len(slots), np.int64)
+        parts[rows.guessing] = counts[rows.guessing]
+        row = np.repeat(np.arange(len(slots)), parts)
+        offset = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
+        starts, first_token, slots = starts[row] + offset, first_token[row] + offset, slots[row]
+        counts = np.where(parts > 1, 1, counts)[row]
     return AttentionRows(
-        starts=rows.starts,
-        counts=rows.counts,
-        first_token=rows.first_token,
-        block_tables=table.block_tables[rows.slots, :width],
+        starts=starts,
+        counts=counts,
+        first_token=first_token,
+        block_tables=table.block_tables[slots, :width],
         block_size=table.block_size,
     )

@@ -5,13 +5,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.grammar.masks import GrammarTable
 from engine.messages import TokenLogprob
 from engine.models.decoder import Decoder, StepTokens
+from engine.models.varlen_attention import to_device
+from engine.runner.cuda_graphs import DecodeGraphs, can_record
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.logprobs import token_logprobs
 from engine.runner.sampler import sample
 from engine.runner.slots import NO_LOGPROBS, SlotTable
+from engine.runner.verification import draws_of, verified, write_proposed
 from engine.scheduler.batch import BatchPlan, BatchResult
 
 _PROMPT_LOGPROB_ROWS = 256
@@ -29,10 +33,16 @@ class ModelRunner:
         max_model_len: int,
         num_kv_blocks: int,
         block_size: int,
+        grammars: GrammarTable | None = None,
+        record_decodes: bool = True,
     ) -> None:
+        """Allocate the KV cache; on CUDA, record decode steps as graphs unless told not to."""
         self.model = model
+        self._grammars = grammars
+        on_cuda = model.device.type == "cuda"
+        # Padding of recorded steps gets a block of its own, behind those of sequences.
         self._cache = allocate_cache(
-            model.spec, num_kv_blocks, block_size, model.dtype, model.device
+            model.spec, num_kv_blocks + on_cuda, block_size, model.dtype, model.device
         )
         self._table = SlotTable(
             max_num_seqs=max_num_seqs,
@@ -41,6 +51,15 @@ class ModelRunner:
             vocab_size=model.spec.vocab_size,
             eos_token_ids=model.spec.eos_token_ids,
         )
+        self._graphs: DecodeGraphs | None = None
+        if on_cuda and record_decodes and can_record(model, block_size):
+            self._graphs = DecodeGraphs(
+                model,
+                self._cache,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                scratch_block=num_kv_blocks,
+            )
 
     @torch.inference_mode()
     def run(self, plan: BatchPlan) -> BatchResult:
@@ -51,20 +70,31 @@ class ModelRunner:
         """
         self._update(plan)
         if not plan.slots:
+            self.model.dummy_step()
             return BatchResult(token_ids=[])
         rows = batch_rows(plan, self._table)
         hidden = self._compute(rows)
         prompt_logprobs = self._prompt_logprobs(rows, hidden)
         if not len(rows.samples):
             return BatchResult(token_ids=[], prompt_logprobs=prompt_logprobs)
-        slots, positions = rows.slots[rows.samples], rows.next_positions[rows.samples]
-        logits = self._logits(hidden, rows.last_tokens[rows.samples])
-        sampled = sample(logits, self._table, slots, positions)
-        self._table.token_ids[slots, positions] = sampled.token_ids
+        draws, grammars = draws_of(plan, rows), self._grammars
+        logits = self._logits(hidden, draws.tokens)
+        masks = None
+        if grammars is not None:
+            proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
+            masks = grammars.masks(draws.slots.tolist(), proposed)
+        sampled = sample(logits, self._table, draws.slots, draws.positions, masks)
+        self._table.token_ids[draws.slots, draws.positions] = sampled.token_ids
+        if plan.proposed:
+            return verified(plan, draws, sampled, prompt_logprobs, grammars)
+        token_ids, ends = sampled.token_ids.tolist(), {}
+        if grammars is not None:
+            ends = grammars.advance(draws.slots.tolist(), token_ids).reasons
         return BatchResult(
-            token_ids=sampled.token_ids.tolist(),
+            token_ids=token_ids,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
+            grammar_ends=ends,
         )
 
     @torch.inference_mode()
@@ -76,16 +106,22 @@ class ModelRunner:
     def _update(self, plan: BatchPlan) -> None:
         for start in plan.starting:
             self._table.start(start)
+            if self._grammars is not None:
+                self._grammars.start(start)
         for blocks in plan.blocks:
             self._table.append_blocks(blocks)
+        write_proposed(plan, self._table)
 
     def _compute(self, rows: BatchRows) -> Tensor:
         model = self.model
         shape = attention_rows(rows, self._table)
+        if self._graphs is not None and (hidden := self._graphs.run(rows, shape)) is not None:
+            return hidden
         step = StepTokens(
             token_ids=self._tensor(rows.token_ids),
             positions=self._tensor(rows.positions),
             slots=self._tensor(rows.cache_slots),
+            rows=shape,
             plans={window: model.attention.plan(shape, window) for window in model.windows},
         )
         return model.hidden_states(step, self._cache)
@@ -115,4 +151,4 @@ class ModelRunner:
         return result
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self.model.device)
+        return to_device(array, self.model.device)

@@ -1,4 +1,4 @@
-"""Changes to logits before the draw: bias, minimum length, penalties.
+"""Changes to logits before the draw: bias, minimum length, penalties, tokens ruled out.
 
 All functions work in place on float32 logits [rows, vocab] and touch only the tokens concerned.
 """
@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.grammar.masks import WORD_BITS, TokenMasks
 from engine.runner.slots import SamplingTable, SlotTable
 
 IntArray = npt.NDArray[np.int64]
@@ -18,11 +19,17 @@ IntArray = npt.NDArray[np.int64]
 def adjusted_rows(table: SamplingTable, slots: IntArray, num_output: IntArray) -> IntArray:
     """Return the rows whose logits any function here would change."""
     short = num_output < table.min_tokens[slots]
-    return np.flatnonzero(table.penalized[slots] | table.biased[slots] | short)
+    limited = table.restricted[slots] | table.has_bad_words[slots]
+    return np.flatnonzero(table.penalized[slots] | table.biased[slots] | limited | short)
 
 
 def adjust(
-    logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray, rows: IntArray
+    logits: Tensor,
+    table: SlotTable,
+    slots: IntArray,
+    positions: IntArray,
+    rows: IntArray,
+    masks: TokenMasks | None = None,
 ) -> None:
     """Apply everything that the slots' parameters ask for.
 
@@ -30,14 +37,19 @@ def adjust(
         logits: [rows, vocab] float32
         slots, positions: of each row: its slot and the position to be drawn
         rows: from `adjusted_rows`
+        masks: tokens that rows with a grammar may draw; who has only ends left may end early
     """
     sampling = table.sampling
     num_output = positions - table.num_prompt_tokens[slots]
-    forbid_endings(
-        logits, sampling, slots, rows[num_output[rows] < sampling.min_tokens[slots[rows]]]
-    )
+    short = rows[num_output[rows] < sampling.min_tokens[slots[rows]]]
+    if masks is not None and len(short):
+        ends = [masks.allows_only(row, sampling.ending[slots[row]]) for row in short]
+        short = short[~np.array(ends)]
+    forbid_endings(logits, sampling, slots, short)
     add_bias(logits, sampling, slots, rows[sampling.biased[slots[rows]]])
     penalize(logits, table, slots, positions, rows[sampling.penalized[slots[rows]]])
+    forbid_bad_words(logits, table, slots, positions, rows[sampling.has_bad_words[slots[rows]]])
+    allow_only(logits, sampling, slots, rows[sampling.restricted[slots[rows]]])
 
 
 def forbid_endings(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntArray) -> None:
@@ -46,6 +58,79 @@ def forbid_endings(logits: Tensor, table: SamplingTable, slots: IntArray, rows: 
         tokens = [table.ending[slot] for slot in slots[rows]]
         index = _index(rows, tokens, logits.device)
         logits.index_put_(index, logits.new_tensor(float("-inf")))
+
+
+def forbid_others(logits: Tensor, masks: TokenMasks) -> None:
+    """Rule out the tokens that the rows' grammars do not allow."""
+    if logits.device.type == "cpu":
+        _forbid_on_cpu(logits.numpy(), masks)
+    else:
+        forbid_on_device(logits, masks)
+
+
+def forbid_on_device(logits: Tensor, masks: TokenMasks) -> None:
+    """The same where the masks have to be taken apart on the device of the logits."""
+    bits = torch.from_numpy(masks.bits).to(logits.device)
+    places = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
+    allowed = (bits.unsqueeze(-1) >> places).bitwise_and_(1).view(len(bits), -1)
+    forbidden = ~allowed[:, : logits.shape[1]].bool()
+    rows = torch.from_numpy(masks.rows).to(logits.device)
+    logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
+
+
+def _forbid_on_cpu(logits: npt.NDArray[np.float32], masks: TokenMasks) -> None:
+    """Lower each logit to infinity or minus infinity, looked up for eight tokens at a time.
+
+    The time does not depend on the masks, unlike that of fills under a condition, which take many
+    times as long when it is hard to predict.
+    """
+    most = np.empty((masks.bits.shape[1] * masks.bits.itemsize, 8), np.float32)
+    for row, octets in zip(masks.rows.tolist(), masks.bits.view(np.uint8), strict=True):
+        np.take(_MOST, octets, axis=0, out=most, mode="clip")
+        np.minimum(logits[row], most.reshape(-1)[: logits.shape[1]], out=logits[row])
+
+
+_MOST = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(np.inf),
+    np.float32(-np.inf),
+)
+"""[256, 8] what a logit may be at most, by the octet of a mask."""
+
+
+def forbid_bad_words(
+    logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray, rows: IntArray
+) -> None:
+    """Rule out the tokens that would complete a sequence that must not be in the output."""
+    if not len(rows):
+        return
+    tokens = []
+    for row in rows:
+        slot, end = slots[row], positions[row]
+        output = table.token_ids[slot, table.num_prompt_tokens[slot] : end]
+        words = table.sampling.bad_words[slot]
+        tokens.append(np.array([w[-1] for w in words if _ends_with(output, w[:-1])], np.int64))
+    index = _index(rows, tokens, logits.device)
+    logits.index_put_(index, logits.new_tensor(float("-inf")))
+
+
+def _ends_with(output: npt.NDArray[np.int32], tokens: Sequence[int]) -> bool:
+    count = len(tokens)
+    return count <= len(output) and output[len(output) - count :].tolist() == list(tokens)
+
+
+def allow_only(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntArray) -> None:
+    """Rule out all tokens but those that these rows may draw.
+
+    A row of which nothing would be left may draw any of them, whatever else was asked for.
+    """
+    for row, slot in zip(rows.tolist(), slots[rows].tolist(), strict=True):
+        allowed = torch.from_numpy(table.allowed[slot]).to(logits.device)
+        values = logits[row, allowed]
+        if bool(values.isneginf().all()):
+            values = torch.zeros_like(values)
+        logits[row] = float("-inf")
+        logits[row, allowed] = values
 
 
 def add_bias(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntArray) -> None:

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.grammar.masks import TokenMasks
 from engine.messages import TokenLogprob
 from engine.runner.draws import uniform
 from engine.runner.logprobs import token_logprobs
-from engine.runner.penalties import adjust, adjusted_rows
+from engine.runner.penalties import adjust, adjusted_rows, forbid_others
 from engine.runner.slots import NO_LOGPROBS, FloatArray, SamplingTable, SlotTable
 
 IntArray = npt.NDArray[np.int64]
@@ -37,23 +38,33 @@ class Sampled(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprob | None] | None
 
 
-def sample(logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray) -> Sampled:
+def sample(
+    logits: Tensor,
+    table: SlotTable,
+    slots: IntArray,
+    positions: IntArray,
+    masks: TokenMasks | None = None,
+) -> Sampled:
     """Draw one token per row.
 
     Args:
         logits: [rows, vocab]
         slots: [rows] whose parameters apply
         positions: [rows] position in its sequence of the token to draw
+        masks: the tokens that rows with a grammar may draw
     """
     params = table.sampling
-    if bool(params.plain_greedy[slots].all()):
+    if masks is None and bool(params.plain_greedy[slots].all()):
         return Sampled(most_likely(logits), None)
     num_output = positions - table.num_prompt_tokens[slots]
     rows = adjusted_rows(params, slots, num_output)
     adjusted = logits
-    if len(rows):
+    if len(rows) or masks is not None:
         adjusted = logits.to(torch.float32, copy=True)
-        adjust(adjusted, table, slots, positions, rows)
+    if len(rows):
+        adjust(adjusted, table, slots, positions, rows, masks)
+    if masks is not None:
+        forbid_others(adjusted, masks)
     token_ids = _choose(adjusted, params, slots, positions)
     return Sampled(token_ids, _logprobs(logits, params, slots, token_ids))
 

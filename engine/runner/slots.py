@@ -36,6 +36,11 @@ class SamplingTable:
         self.plain_greedy = np.zeros(max_num_seqs, np.bool_)
         """Whether the most likely token is all that is asked for."""
         self.bias: list[tuple[IntArray, npt.NDArray[np.float32]]] = [_NO_BIAS] * max_num_seqs
+        self.restricted = np.zeros(max_num_seqs, np.bool_)
+        self.allowed: list[IntArray] = [_NO_TOKENS] * max_num_seqs
+        """The only tokens that may be drawn, where `restricted`."""
+        self.has_bad_words = np.zeros(max_num_seqs, np.bool_)
+        self.bad_words: list[tuple[tuple[int, ...], ...]] = [()] * max_num_seqs
         self.ending: list[IntArray] = [_NO_TOKENS] * max_num_seqs
         """Tokens that may not be drawn before `min_tokens`."""
 
@@ -62,6 +67,13 @@ class SamplingTable:
             np.fromiter(bias.keys(), np.int64, len(bias)),
             np.fromiter(bias.values(), np.float32, len(bias)),
         )
+        within = [t for t in params.allowed_token_ids or () if 0 <= t < self._vocab_size]
+        self.restricted[slot] = bool(within)
+        self.allowed[slot] = np.array(within, np.int64)
+        self.bad_words[slot] = tuple(
+            word for word in params.bad_words if word and 0 <= word[-1] < self._vocab_size
+        )
+        self.has_bad_words[slot] = bool(self.bad_words[slot])
         self.filtered[slot] = (
             0 < params.top_k < self._vocab_size or params.top_p < 1.0 or params.min_p > 0.0
         )
@@ -70,6 +82,8 @@ class SamplingTable:
         self.plain_greedy[slot] = params.temperature == 0.0 and not (
             self.penalized[slot]
             or self.biased[slot]
+            or self.restricted[slot]
+            or self.has_bad_words[slot]
             or params.min_tokens > 0
             or params.logprobs is not None
         )

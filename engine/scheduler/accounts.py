@@ -16,6 +16,13 @@ class Counters:
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    spec_drafts: int = 0
+    """Rows with guessed tokens."""
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    grammar_requests: int = 0
+    grammar_waits: int = 0
+    """Requests whose grammar had to be compiled first."""
 
 
 class Gauges(NamedTuple):

@@ -43,6 +43,9 @@ class RankState(NamedTuple):
     """Prefill tokens that this rank computed in that step."""
 
 
+NO_LOAD = RankState(0, 0, 0, 0)
+
+
 class AdmissionPolicy(Protocol):
     """Decides when prefills run.
 
@@ -87,6 +90,11 @@ class StepBudget:
         self._run_partials = grant.run_partials
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that nothing has reserved."""
+        return self._tokens
+
+    @property
     def can_admit(self) -> bool:
         """Whether `try_admit` would reserve at least one token."""
         return self._admit_new and self._tokens > 0 and self._prefill_tokens > 0
@@ -105,6 +113,11 @@ class StepBudget:
     def try_admit(self, wanted: int) -> int:
         """Reserve up to `wanted` tokens for a new admission; 0 means not in this step."""
         return self._try_prefill(wanted) if self._admit_new else 0
+
+    def speculate(self, count: int) -> None:
+        """Reserve `count` guessed tokens, of those left when all else has its share."""
+        assert count <= self._tokens
+        self._tokens -= count
 
     def _try_prefill(self, wanted: int) -> int:
         count = min(wanted, self._tokens, self._prefill_tokens)

@@ -33,11 +33,16 @@ class SlotBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step: the rows to compute, decodes (rows that end in a known token count of 1) first.
+    """One step: the rows to compute, decodes (rows of one token) first.
 
     Row i computes positions `starts[i]` to `starts[i] + counts[i] - 1` of `slots[i]`. If
     `samples[i]`, the token at position `starts[i] + counts[i]` is drawn from the row's last
     logits. An empty plan is a dummy step.
+
+    A decode may also carry tokens that are *proposed* to follow its newest one: `proposed[i]`
+    belongs to row i, which then has `counts[i] == 1 + len(proposed[i])`. They are computed as if
+    they were the sequence's, and a token is drawn after each of them. The executor keeps these
+    draws up to and including the first that differs from what was proposed at its position.
     """
 
     step: int
@@ -47,18 +52,30 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
     starts: list[int]
     counts: list[int]
     samples: list[bool]
+    proposed: dict[int, list[int]] = {}
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(self.counts)
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Those of them that are not a decode's one token."""
+        return sum(
+            count
+            for count, sample in zip(self.counts, self.samples, strict=True)
+            if count > 1 or not sample
+        )
+
 
 class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced.
 
-    `token_ids` has one token per row with `samples`, in row order, and `logprobs` is parallel to
-    it (None where the request asked for none, or as a whole when nobody asked).
+    `token_ids` has the tokens of each row with `samples`, in row order: one, and for a row with
+    proposed tokens as many more as `accepted` says (all rows with proposed tokens are in it).
+    `logprobs` is parallel to it (None where the request asked for none, or as a whole when nobody
+    asked).
     `prompt_logprobs[i]` belongs to row i: one entry for each prompt token at positions
     `starts[i] + 1` to `starts[i] + counts[i]` that is still part of the prompt.
     """
@@ -66,3 +83,7 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     logprobs: list[TokenLogprob | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+    accepted: dict[int, int] = {}
+    grammar_ends: dict[int, str | None] = {}
+    """By slot: with the last of its tokens the output is complete by its grammar (None), or cannot
+    go on for the reason given."""

@@ -1,5 +1,6 @@
 """A batch plan in the making."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -7,11 +8,12 @@ from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.scheduler.request import Request
 
 
-class _PrefillRow(NamedTuple):
+class _Row(NamedTuple):
     request: Request
     start: int
     num_tokens: int
     sample: bool
+    proposed: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -21,7 +23,9 @@ class Draft:
     starting: list[SlotStart] = field(default_factory=list)
     blocks: list[SlotBlocks] = field(default_factory=list)
     decodes: list[Request] = field(default_factory=list)
-    prefills: list[_PrefillRow] = field(default_factory=list)
+    prefills: list[_Row] = field(default_factory=list)
+    proposed: dict[int, list[int]] = field(default_factory=dict)
+    """Guessed tokens by request."""
     short_of_blocks: bool = False
     """A running request did not get its block: no time to admit others."""
 
@@ -53,22 +57,40 @@ class Draft:
         request.queued_tokens -= count
         request.num_pending_tokens += sample
         request.num_steps_in_flight += 1
-        self.prefills.append(_PrefillRow(request, start, count, sample))
+        self.prefills.append(_Row(request, start, count, sample))
+
+    def propose(self, request: Request, token_ids: list[int]) -> None:
+        """Let a planned decode also compute tokens that may follow its newest one."""
+        request.num_proposed_tokens = len(token_ids)
+        self.proposed[request.id] = token_ids
 
     def seal(self, step: int) -> tuple[BatchPlan, list[Request]]:
         """Return the plan and the request of each of its rows."""
         # Executors may rely on rows of one token coming before all others.
-        prefills = sorted(self.prefills, key=lambda row: row.num_tokens > 1)
-        requests = self.decodes + [row.request for row in prefills]
-        num_decodes = len(self.decodes)
+        longer = sorted(self._proposing() + self.prefills, key=lambda row: row.num_tokens > 1)
+        plain = [request for request in self.decodes if not request.num_proposed_tokens]
+        requests = plain + [row.request for row in longer]
+        num_plain = len(plain)
         plan = BatchPlan(
             step=step,
             starting=self.starting,
             blocks=self.blocks,
             slots=[request.slot for request in requests],
-            starts=[request.num_computed_tokens - 1 for request in self.decodes]
-            + [row.start for row in prefills],
-            counts=[1] * num_decodes + [row.num_tokens for row in prefills],
-            samples=[True] * num_decodes + [row.sample for row in prefills],
+            starts=[request.num_computed_tokens - 1 for request in plain]
+            + [row.start for row in longer],
+            counts=[1] * num_plain + [row.num_tokens for row in longer],
+            samples=[True] * num_plain + [row.sample for row in longer],
+            proposed={
+                i: list(row.proposed) for i, row in enumerate(longer, num_plain) if row.proposed
+            },
         )
         return plan, requests
+
+    def _proposing(self) -> list[_Row]:
+        if not self.proposed:
+            return []
+        return [
+            _Row(request, request.num_computed_tokens - 1, 1 + len(proposed), True, proposed)
+            for request in self.decodes
+            if (proposed := self.proposed.get(request.id))
+        ]

@@ -105,14 +105,21 @@ class KVCacheManager:
         num_new = -(-len(token_ids) // self.block_size) - len(cached)
         return len(cached) * self.block_size, num_new + self._pool.count_free(cached)
 
-    def try_grow(self, table: BlockTable, num_tokens: int) -> list[int] | None:
+    def try_grow(self, table: BlockTable, num_tokens: int, headroom: int = 0) -> list[int] | None:
         """Append blocks until the table has room for `num_tokens` positions.
+
+        Args:
+            table: the sequence's table.
+            num_tokens: how long the sequence may get.
+            headroom: blocks that must stay free.
 
         Returns:
             The new blocks, or None (and nothing changed) when there are not enough free ones.
         """
-        num_new = -(-num_tokens // self.block_size) - len(table.block_ids)
-        new = self._pool.allocate(max(0, num_new))
+        num_new = max(0, -(-num_tokens // self.block_size) - len(table.block_ids))
+        if num_new + headroom > self._pool.num_free:
+            return None
+        new = self._pool.allocate(num_new)
         if new is not None:
             table.block_ids += new
             table.capacity = len(table.block_ids) * self.block_size

@@ -1,5 +1,7 @@
 """What a front end is told about a request, and when a request is over."""
 
+import msgspec
+
 from engine.messages import FinishReason, RequestOutput, TokenLogprob
 from engine.scheduler.request import Request
 
@@ -7,29 +9,55 @@ Outputs = dict[int, list[RequestOutput]]
 """Outputs of one step by front end."""
 
 
-def token_output(request: Request, token_id: int, logprob: TokenLogprob | None) -> RequestOutput:
-    """Return the output for a token that was just appended to the request's tokens.
+def accept_tokens(
+    request: Request, token_ids: list[int], logprobs: list[TokenLogprob] | None
+) -> RequestOutput:
+    """Append drawn tokens to a request and return the output for them.
 
-    A token that ends the request is part of the output.
+    A token that ends the request is part of the output, and what was drawn after it is not.
     """
+    known, sampling = request.token_ids, request.sampling
     finish_reason: FinishReason | None = None
     stop_token_id = None
-    if token_id in request.stop_ids and request.num_output_tokens >= request.sampling.min_tokens:
-        finish_reason, stop_token_id = "stop", token_id
-    elif len(request.token_ids) >= request.max_total_tokens:
-        finish_reason = "length"
-    logprobs = None if logprob is None else [logprob]
+    for count, token_id in enumerate(token_ids, 1):
+        known.append(token_id)
+        if token_id in request.stop_ids and request.num_output_tokens >= sampling.min_tokens:
+            finish_reason, stop_token_id = "stop", token_id
+        elif len(known) >= request.max_total_tokens:
+            finish_reason = "length"
+        if finish_reason is not None:
+            token_ids = token_ids[:count]
+            logprobs = None if logprobs is None else logprobs[:count]
+            break
     if request.has_emitted:
-        return RequestOutput(request.id, [token_id], finish_reason, stop_token_id, logprobs)
+        return RequestOutput(request.id, token_ids, finish_reason, stop_token_id, logprobs)
     request.has_emitted = True
     return RequestOutput(
         request.id,
-        [token_id],
+        token_ids,
         finish_reason,
         stop_token_id,
         logprobs,
         _prompt_logprobs(request),
         request.num_cached_tokens,
+    )
+
+
+def grammar_output(request: Request, output: RequestOutput, error: str | None) -> RequestOutput:
+    """Return the output for the last token that the request's grammar allows, or that it forbids.
+
+    A token that only ends the request, like the model's own end, was allowed by the grammar as its
+    end even if the request asked to go on after it.
+    """
+    if error is not None:
+        return RequestOutput(request.id, [], finish_reason="error", error=error)
+    if output.finish_reason == "stop":
+        return output
+    last = output.token_ids[-1]
+    return msgspec.structs.replace(
+        output,
+        finish_reason="stop",
+        stop_token_id=last if last in request.stop_ids else None,
     )
 
 

@@ -6,6 +6,7 @@ another version, must fail alone: here, before it shares a step with others.
 
 import math
 
+from engine.grammar_spec import MAX_GRAMMAR_SIZE, MAX_MARKER_SIZE, grammar_size
 from engine.messages import AddRequest, SamplingParams
 
 _LARGEST = 2**31 - 1
@@ -28,11 +29,21 @@ def refusal(message: AddRequest, *, max_model_len: int, vocab_size: int) -> str 
         "output so far": message.output_token_ids,
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_words": [token_id for word in sampling.bad_words for token_id in word],
     }
     for where, ids in named_ids.items():
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"{where}: token ids must be from 0 to {vocab_size - 1}"
-    return _bad_sampling(sampling)
+    return _bad_words(sampling) or _bad_sampling(sampling)
+
+
+def _bad_words(sampling: SamplingParams) -> str | None:
+    if sampling.allowed_token_ids == ():
+        return "allowed_token_ids is empty: no token could be drawn"
+    if () in sampling.bad_words:
+        return "bad_words: a word without tokens rules out nothing"
+    return None
 
 
 def _bad_sampling(sampling: SamplingParams) -> str | None:
@@ -64,4 +75,12 @@ def _bad_sampling(sampling: SamplingParams) -> str | None:
     for token_id, bias in sampling.logit_bias.items():
         if math.isnan(bias):
             return f"logit_bias: the bias of token {token_id} is not a number"
+    return _bad_grammar(sampling)
+
+
+def _bad_grammar(sampling: SamplingParams) -> str | None:
+    if sampling.grammar is not None and grammar_size(sampling.grammar) > MAX_GRAMMAR_SIZE:
+        return f"the grammar is longer than {MAX_GRAMMAR_SIZE} characters"
+    if len(sampling.grammar_after) > MAX_MARKER_SIZE:
+        return f"grammar_after is longer than {MAX_MARKER_SIZE} characters"
     return None

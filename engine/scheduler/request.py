@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.messages import AddRequest, SamplingParams, TokenLogprob
+from engine.scheduler.grammars import Grammar
 from engine.scheduler.kv_cache import BlockTable
 
 NO_SLOT = -1
@@ -53,6 +54,8 @@ class Request:
     queued_tokens: int = 0
     """Tokens to compute before the next one can be drawn, while that is more than decoding."""
     num_pending_tokens: int = 0
+    num_proposed_tokens: int = 0
+    """Guessed tokens in flight; where the next row starts depends on how many are right."""
     num_steps_in_flight: int = 0
     """Planned steps with a row of this request whose results are not known yet."""
     num_preemptions: int = 0
@@ -60,6 +63,8 @@ class Request:
     """Prompt tokens that the prefix cache had when the request was first admitted."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     has_emitted: bool = False
+    grammar: Grammar | None = None
+    """What its output has to follow."""
 
     @property
     def num_tokens(self) -> int:

@@ -12,13 +12,14 @@ from collections import deque
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.executor.interface import ExecutorInfo
-from engine.messages import AddRequest, RequestOutput, TokenLogprob
+from engine.messages import AddRequest, RequestOutput
 from engine.scheduler.accounts import Counters, Gauges, InFlight
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks
 from engine.scheduler.draft import Draft
+from engine.scheduler.grammars import Grammars
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.outputs import Outputs, token_output
+from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
 from engine.scheduler.preemption import Room, choose_victims
 from engine.scheduler.refusal import refusal
 from engine.scheduler.request import (
@@ -28,6 +29,7 @@ from engine.scheduler.request import (
     precedence,
     request_from_message,
 )
+from engine.scheduler.speculation import Speculator
 from engine.scheduler.waiting import FcfsQueue, PriorityQueue, WaitingQueue
 
 ADMISSION_HEADROOM = 0.01
@@ -45,10 +47,14 @@ class Scheduler:
         scheduling: SchedulerConfig,
         cache: CacheConfig,
         executor: ExecutorInfo,
+        grammars: Grammars | None = None,
     ) -> None:
         self.max_model_len = min(executor.max_model_len, executor.num_kv_blocks * cache.block_size)
         """Longest sequence that the model takes and that fits into the KV cache alone."""
         self.counters = Counters()
+        self._speculator = (
+            Speculator(scheduling, self.counters) if scheduling.speculative_ngram else None
+        )
         self._vocab_size = executor.vocab_size
         self._eos_token_ids = frozenset(executor.eos_token_ids)
         self._max_batched_tokens = scheduling.max_num_batched_tokens
@@ -61,6 +67,8 @@ class Scheduler:
         self._by_priority = scheduling.scheduling_policy == "priority"
         self._waiting: WaitingQueue = PriorityQueue() if self._by_priority else FcfsQueue()
         self._max_prefill_tokens = scheduling.long_prefill_token_threshold or sys.maxsize
+        self._grammars = grammars
+        self._compiling: dict[int, Request] = {}  # wait for their grammars, not in the queue yet
         self._requests: dict[int, Request] = {}
         self._running: dict[int, Request] = {}  # in order of admission
         self._num_slots = scheduling.max_num_seqs
@@ -80,9 +88,15 @@ class Scheduler:
         """Whether any request is unfinished or any plan's result is not known."""
         return bool(self._requests or self._in_flight)
 
+    @property
+    def needs_step(self) -> bool:
+        """Whether a step would do anything now: it would not for requests without their grammar."""
+        return len(self._requests) > len(self._compiling) or bool(self._in_flight)
+
     def gauges(self) -> Gauges:
         """Return the load right now."""
-        return Gauges(len(self._waiting), len(self._running), self._kv.usage, self._queued_tokens)
+        waiting = len(self._waiting) + len(self._compiling)
+        return Gauges(waiting, len(self._running), self._kv.usage, self._queued_tokens)
 
     def rank_state(self, last_step_us: int = 0, last_prefill_tokens: int = 0) -> RankState:
         """Return what an admission policy is told about this rank.
@@ -156,9 +170,42 @@ class Scheduler:
         )
         if request.num_tokens >= request.max_total_tokens:
             return RequestOutput(message.id, [], finish_reason="length")
-        self._num_arrivals += 1
+        if message.sampling.grammar is not None:
+            if self._grammars is None:
+                error = "this engine has no tokenizer for grammars"
+                return RequestOutput(message.id, [], finish_reason="error", error=error)
+            request.grammar = self._grammars.ask(message.sampling.grammar)
+            self.counters.grammar_requests += 1
+            self.counters.grammar_waits += not request.grammar.settled
         self._requests[request.id] = request
         self._queued_tokens += request.queued_tokens
+        self._compiling[request.id] = request
+        return self._queue_compiled(request)
+
+    def queue_compiled(self) -> Outputs:
+        """Queue the requests whose grammars have been compiled meanwhile.
+
+        Returns:
+            The answers to those whose grammars cannot be compiled.
+        """
+        outputs: Outputs = {}
+        for request in list(self._compiling.values()):
+            answer = self._queue_compiled(request)
+            if answer is not None:
+                outputs.setdefault(request.front_end, []).append(answer)
+        return outputs
+
+    def _queue_compiled(self, request: Request) -> RequestOutput | None:
+        """Queue the request if nothing is left to be compiled for it; its turn counts from now."""
+        grammar = request.grammar
+        if grammar is not None and not grammar.settled:
+            return None
+        if grammar is not None and grammar.error is not None:
+            self._retire(request)
+            return RequestOutput(request.id, [], finish_reason="error", error=grammar.error)
+        del self._compiling[request.id]
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
         self._waiting.push(request)
         return None
 
@@ -197,6 +244,8 @@ class Scheduler:
         partials = self._schedule_decodes(draft, budget)
         self._schedule_partials(draft, budget, partials)
         self._schedule_waiting(draft, budget)
+        if self._speculator is not None:
+            self._speculator.guess(draft, budget, self._kv, headroom=self._headroom)
         self._num_passed_over = len(self._waiting)
         self._num_plans += 1
         plan, requests = draft.seal(self._num_plans)
@@ -212,25 +261,30 @@ class Scheduler:
                 requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         outputs: Outputs = {}
-        drawn = 0
-        for request, start, count, sampled in zip(
-            requests, plan.starts, plan.counts, plan.samples, strict=True
+        first = 0
+        for row, (request, start, count, sampled) in enumerate(
+            zip(requests, plan.starts, plan.counts, plan.samples, strict=True)
         ):
+            drawn = range(first, first + sampled + result.accepted.get(row, 0))
+            first = drawn.stop
             request.num_steps_in_flight -= 1
             if request.status is not finished:
-                output = None
-                if sampled:
-                    logprob = None if result.logprobs is None else result.logprobs[drawn]
-                    output = self._accept(request, result.token_ids[drawn], logprob)
-                if start + count >= request.table.next_commit:
-                    self._kv.commit(request.table, request.token_ids, start + count)
+                if row in result.accepted:
+                    self._settle_proposal(request, result.accepted[row])
+                    count = len(drawn)  # the others have to be computed again
+                output = self._accept(request, result, drawn) if sampled else None
+                if output is not None and request.slot in result.grammar_ends:
+                    error = result.grammar_ends[request.slot]
+                    output = grammar_output(request, output, error)
+                computed = min(start + count, len(request.token_ids))
+                if computed >= request.table.next_commit:
+                    self._kv.commit(request.table, request.token_ids, computed)
                 if output is not None:
                     outputs.setdefault(request.front_end, []).append(output)
                     if output.finish_reason is not None:
                         self._retire(request)
             if request.status is not running:
                 self._release_when_idle(request)
-            drawn += sampled
         self._in_flight.popleft()
         return outputs
 
@@ -248,10 +302,14 @@ class Scheduler:
         slots = sorted([r.slot for r in holders] + self._free_slots)
         assert slots == list(range(len(slots))), "slots are leaked or shared"
         assert self._queued_tokens == sum(r.queued_tokens for r in known.values())
-        assert len(self._requests) == len(self._running) + len(self._waiting)
+        queued = len(self._waiting) + len(self._compiling)
+        assert len(self._requests) == len(self._running) + queued
         leaving = [r for r in holders if r.status is not RequestStatus.RUNNING]
         assert self._num_leaving_blocks == sum(len(r.table.block_ids) for r in leaving)
         assert all(r.num_steps_in_flight > 0 for r in leaving)
+        assert all(r.num_steps_in_flight > 0 for r in known.values() if r.num_proposed_tokens)
+        if self._speculator is not None:
+            assert self._speculator.num_tracked <= len(self._running)
 
     # -- stages of schedule ----------------------------------------------------------------------
 
@@ -286,8 +344,8 @@ class Scheduler:
                 partials.append(request)
                 continue
             start = request.num_computed_tokens
-            if start + 1 >= request.max_total_tokens:
-                continue  # its last token is pending
+            if start + 1 >= request.max_total_tokens or request.num_proposed_tokens:
+                continue  # its last token is pending, or it is not known which is its newest
             if not budget.try_decode():
                 break
             if start == request.table.capacity and not self._grow(draft, request):
@@ -365,16 +423,30 @@ class Scheduler:
 
     # -- parts of update -------------------------------------------------------------------------
 
-    def _accept(
-        self, request: Request, token_id: int, logprob: TokenLogprob | None
-    ) -> RequestOutput:
-        """Append a drawn token to its request and return the output for it."""
+    def _settle_proposal(self, request: Request, accepted: int) -> None:
+        """Count the proposed tokens that were right as computed."""
+        if self._speculator is not None:
+            self._speculator.verified(request, request.num_proposed_tokens, accepted)
+        request.num_proposed_tokens = 0
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens += accepted
+        else:  # preempted: everything will be computed again
+            request.queued_tokens += accepted
+            self._queued_tokens += accepted
+
+    def _accept(self, request: Request, result: BatchResult, drawn: range) -> RequestOutput:
+        """Append drawn tokens to their request and return the output for them."""
         request.num_pending_tokens -= 1
-        request.token_ids.append(token_id)
-        self.counters.generation_tokens += 1
         if not request.has_emitted and not request.was_taken_over:
             self.counters.prompt_tokens += request.num_prompt_tokens
-        return token_output(request, token_id, logprob)
+        tokens = result.token_ids[drawn.start : drawn.stop]
+        logprobs = None
+        if result.logprobs is not None and request.sampling.logprobs is not None:
+            entries = result.logprobs[drawn.start : drawn.stop]
+            logprobs = [entry for entry in entries if entry is not None]
+        output = accept_tokens(request, tokens, logprobs)
+        self.counters.generation_tokens += len(output.token_ids)
+        return output
 
     # -- requests leave their slots --------------------------------------------------------------
 
@@ -400,12 +472,14 @@ class Scheduler:
         if was_running:
             del self._running[request.id]
             self._vacate(request)
-        else:
+        elif self._compiling.pop(request.id, None) is None:
             self._waiting.remove(request)
 
     def _vacate(self, request: Request) -> None:
         """Release slot and blocks of a request that runs no longer, at once or when it is idle."""
         self._num_leaving_blocks += len(request.table.block_ids)
+        if self._speculator is not None:
+            self._speculator.forget(request)
         self._release_when_idle(request)
 
     def _release_when_idle(self, request: Request) -> None:
@@ -414,5 +488,7 @@ class Scheduler:
             return
         self._num_leaving_blocks -= len(request.table.block_ids)
         self._kv.free(request.table)
+        if request.grammar is not None and self._grammars is not None:
+            self._grammars.release(request.slot)
         self._free_slots.append(request.slot)
         request.slot = NO_SLOT

@@ -1,12 +1,22 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from server.answer.parts import (
+    CallArguments,
+    CallBegin,
+    ContentText,
+    Message,
+    Part,
+    ReasoningText,
+    whole_message,
+)
+from server.answer.plan import AnswerPlan
+from server.answer.reader import AnswerReader
 from server.asgi import Call
-from server.detokenizer import TokenTable
-from server.generation import Delta, ScoredToken
+from server.generation import Answer, Delta, FinishReason, ScoredToken
 from server.preprocess import prepare_chat
-from server.routes.completions import MIN_LOGPROB
+from server.prompt_scores import MIN_LOGPROB, prompt_scores
 from server.routes.context import Context
 from server.routes.serve import chunk_frames, chunk_head, serve
 from server.schemas.chat import (
@@ -16,13 +26,16 @@ from server.schemas.chat import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatDelta,
+    ChatFinishReason,
     ChatLogprob,
     ChatLogprobs,
     TopLogprob,
 )
-from server.schemas.common import UNSET
+from server.schemas.common import UNSET, CompletionTokensDetails, Usage
+from server.schemas.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from server.sse import ChunkFrames
 from server.submission import GenerationSpec
+from server.text.detokenizer import TokenTable
 
 
 async def create_chat_completion(call: Call, context: Context) -> None:
@@ -31,74 +44,176 @@ async def create_chat_completion(call: Call, context: Context) -> None:
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
     context.admit(call, 1, request.n or 1)
-    spec = await prepare_chat(request, call.request_id, context.tokenizer, context.limits())
+    spec, plan = await prepare_chat(
+        request, call.request_id, context.tokenizer, context.limits(), context.formats
+    )
     kind = "chat.completion.chunk" if request.stream else "chat.completion"
     head = chunk_head("chatcmpl", kind, call, model)
     show_ids = bool(request.return_token_ids)
     writer = None
     if request.stream:
         frames = chunk_frames(request, head)
-        writer = ChatChunks(frames, context.table, spec, show_ids=show_ids)
+        writer = ChatChunks(frames, context.table, spec, plan, show_ids=show_ids)
     whole = await serve(call, context, spec, writer)
     if whole is None:
         return
+    readers = [plan.reader() for _ in whole.answers]
     choices = [
-        ChatChoice(
-            index,
-            AssistantMessage(answer.text),
-            _logprobs(answer.logprobs, context.table, spec),
-            answer.finish_reason,
-            answer.stop_reason,
-            answer.token_ids if show_ids else UNSET,
-        )
-        for index, answer in enumerate(whole.answers)
+        _choice(index, answer, reader, context.table, spec, plan)
+        for index, (answer, reader) in enumerate(zip(whole.answers, readers, strict=True))
     ]
+    _add_details(whole.usage, readers)
     response = ChatCompletionResponse(head.id, head.created, model, choices, whole.usage)
+    scores = whole.answers[0].prompt_logprobs
+    if scores is not None:
+        prompt = spec.prompts[0].token_ids
+        response.prompt_logprobs = prompt_scores(prompt, scores, context.table)
     if show_ids:
         response.prompt_token_ids = spec.prompts[0].token_ids
+        for choice, answer in zip(choices, whole.answers, strict=True):
+            choice.token_ids = answer.token_ids
     await call.send_struct(response)
+
+
+def _add_details(usage: Usage, readers: Iterable[AnswerReader | None]) -> None:
+    """Say how many tokens were for reasoning, if there is any."""
+    if count := sum(reader.reasoning_tokens for reader in readers if reader is not None):
+        usage.completion_tokens_details = CompletionTokensDetails(count)
+
+
+def _choice(
+    index: int,
+    answer: Answer,
+    reader: AnswerReader | None,
+    table: TokenTable,
+    spec: GenerationSpec,
+    plan: AnswerPlan,
+) -> ChatChoice:
+    message = AssistantMessage(answer.text)
+    if reader is not None:
+        parts = reader.push(answer.text, answer.token_ids) + reader.finish()
+        message = _message(whole_message(parts), plan)
+    return ChatChoice(
+        index,
+        message,
+        chat_logprobs(answer.logprobs, table, spec),
+        _finish_reason(answer.finish_reason, reader, plan),
+        answer.stop_reason,
+    )
+
+
+def _message(parts: Message, plan: AnswerPlan) -> AssistantMessage:
+    content = parts.content
+    if content is None and not parts.calls and parts.reasoning is None:
+        content = ""
+    message = AssistantMessage(content)
+    if parts.reasoning is not None:
+        message.reasoning_content = parts.reasoning
+    if parts.calls:
+        message.tool_calls = [
+            ToolCall(plan.new_call_id(), FunctionCall(call.name, call.arguments))
+            for call in parts.calls
+        ]
+    return message
+
+
+def _finish_reason(
+    reason: FinishReason | None, reader: AnswerReader | None, plan: AnswerPlan
+) -> ChatFinishReason | None:
+    """Say that the model waits for tools, unless the client knows because it chose the tool."""
+    called = reader is not None and reader.num_calls > 0
+    return "tool_calls" if reason == "stop" and called and plan.tools.mode != "named" else reason
 
 
 class ChatChunks:
     """Shows deltas as chunks of a chat completion; each choice begins with its role."""
 
     def __init__(
-        self, frames: ChunkFrames, table: TokenTable, spec: GenerationSpec, *, show_ids: bool
+        self,
+        frames: ChunkFrames,
+        table: TokenTable,
+        spec: GenerationSpec,
+        plan: AnswerPlan,
+        *,
+        show_ids: bool,
     ) -> None:
-        self.frames = frames
+        self._frames = frames
+        self.error = frames.error
         self._table = table
         self._spec = spec
+        self._plan = plan
         self._show_ids = show_ids
-        self._begun: set[int] = set()
+        self._readers: dict[int, AnswerReader | None] = {}
 
     def write(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta; none if it has no text yet and nothing else to show."""
-        begin = b"" if index in self._begun else self._begin(index)
-        shown = delta.text or delta.logprobs or delta.finish_reason
-        if not shown and not (self._show_ids and delta.token_ids):
+        begin = b"" if index in self._readers else self._begin(index)
+        reader = self._readers[index]
+        if reader is None:
+            first, more = ChatDelta(content=delta.text or UNSET), []
+            has_text = delta.text != ""
+        else:
+            first, *more = self._parsed(reader, delta)
+            has_text = first != ChatDelta()
+        if not (has_text or delta.logprobs or delta.finish_reason) and not (
+            self._show_ids and delta.token_ids
+        ):
             return begin
-        choice = ChatChunkChoice(
-            index,
-            ChatDelta(content=delta.text or UNSET),
-            _logprobs(delta.logprobs, self._table, self._spec),
-            delta.finish_reason,
-            delta.stop_reason,
-        )
+        logprobs = chat_logprobs(delta.logprobs, self._table, self._spec)
+        choice = ChatChunkChoice(index, first, logprobs, None)
         if self._show_ids:
             choice.token_ids = delta.token_ids
-        return begin + self.frames.choice(choice)
+        frames = begin
+        for each in more:
+            frames += self._frames.choice(choice)
+            choice = ChatChunkChoice(index, each, None, None)
+        if delta.finish_reason is not None:
+            choice.finish_reason = _finish_reason(delta.finish_reason, reader, self._plan)
+            choice.stop_reason = delta.stop_reason
+        return frames + self._frames.choice(choice)
+
+    def _parsed(self, reader: AnswerReader, delta: Delta) -> list[ChatDelta]:
+        """Return what a delta shows, at least one thing; an end after calls is one of its own."""
+        parts = reader.push(delta.text, delta.token_ids)
+        if delta.finish_reason is not None:
+            parts += reader.finish()
+        shown = [_delta_of(part, self._plan) for part in parts]
+        if not shown or (delta.finish_reason is not None and reader.num_calls):
+            shown.append(ChatDelta())
+        return shown
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the frames behind those of the last delta."""
+        _add_details(usage, self._readers.values())
+        return self._frames.end(usage)
 
     def _begin(self, index: int) -> bytes:
-        self._begun.add(index)
+        self._readers[index] = self._plan.reader()
         choice = ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None)
         if self._show_ids:
             choice.prompt_token_ids = self._spec.prompts[0].token_ids
-        return self.frames.choice(choice)
+        return self._frames.choice(choice)
 
 
-def _logprobs(
+def _delta_of(part: Part, plan: AnswerPlan) -> ChatDelta:
+    match part:
+        case ReasoningText(text):
+            return ChatDelta(reasoning_content=text)
+        case ContentText(text):
+            return ChatDelta(content=text)
+        case CallBegin(index, name):
+            function = FunctionCallDelta(name, "")
+            begin = ToolCallDelta(index, plan.new_call_id(), "function", function)
+            return ChatDelta(tool_calls=[begin])
+        case CallArguments(index, text):
+            arguments = FunctionCallDelta(arguments=text)
+            return ChatDelta(tool_calls=[ToolCallDelta(index, function=arguments)])
+
+
+def chat_logprobs(
     tokens: Sequence[ScoredToken] | None, table: TokenTable, spec: GenerationSpec
 ) -> ChatLogprobs | None:
+    """Return the log probabilities of tokens as chat completions show them."""
     if tokens is None:
         return None
     shown = spec.sampling.logprobs or 0

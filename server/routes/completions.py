@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from server.asgi import Call
-from server.detokenizer import TokenTable
 from server.generation import Answer, Delta, ScoredToken
 from server.preprocess import num_prompts, prepare_completion
+from server.prompt_scores import MIN_LOGPROB, prompt_scores
 from server.routes.context import Context
 from server.routes.serve import chunk_frames, chunk_head, serve
 from server.schemas.common import UNSET
@@ -17,9 +17,7 @@ from server.schemas.completions import (
 )
 from server.sse import ChunkFrames
 from server.submission import GenerationSpec
-
-# JSON has no infinity; this is what clients of such servers know as "impossible".
-MIN_LOGPROB = -9999.0
+from server.text.detokenizer import TokenTable
 
 
 async def create_completion(call: Call, context: Context) -> None:
@@ -42,6 +40,12 @@ async def create_completion(call: Call, context: Context) -> None:
         _choice(index, answer, context.table, spec, show_ids=show_ids)
         for index, answer in enumerate(whole.answers)
     ]
+    for index, (choice, answer) in enumerate(zip(choices, whole.answers, strict=True)):
+        if answer.prompt_logprobs is not None:
+            prompt = spec.prompts[index // spec.n]
+            choice.prompt_logprobs = prompt_scores(
+                prompt.token_ids, answer.prompt_logprobs, context.table
+            )
     await call.send_struct(CompletionResponse(head.id, head.created, model, choices, whole.usage))
 
 
@@ -51,7 +55,8 @@ class CompletionChunks:
     def __init__(
         self, frames: ChunkFrames, table: TokenTable, spec: GenerationSpec, *, show_ids: bool
     ) -> None:
-        self.frames = frames
+        self._frames = frames
+        self.end, self.error = frames.end, frames.error
         self._table = table
         self._spec = spec
         self._show_ids = show_ids
@@ -67,7 +72,7 @@ class CompletionChunks:
             if index in self._begun:
                 choice.prompt_token_ids = UNSET
             self._begun.add(index)
-        return self.frames.choice(choice)
+        return self._frames.choice(choice)
 
 
 def _choice(

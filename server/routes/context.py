@@ -3,15 +3,18 @@
 import msgspec
 
 from engine.model_files import served_names
-from server.admission import BYTES_PER_TOKEN, Admission
+from server.access.admission import BYTES_PER_TOKEN, Admission
+from server.answer.formats import AnswerFormats, answer_formats
 from server.asgi import BodyLimits, Call
+from server.cluster.generation_client import GenerationClient, NoEngineAvailable
 from server.config import FrontEndConfig
-from server.detokenizer import TokenTable
 from server.errors import model_not_found
-from server.generation_client import GenerationClient, NoEngineAvailable
-from server.metrics import FrontEndMetrics
+from server.observe.metrics import FrontEndMetrics
+from server.observe.tracing import RequestTracer
 from server.preprocess import Limits
-from server.tokenizer import ServedTokenizer
+from server.structured_outputs import GrammarCheck
+from server.text.detokenizer import TokenTable
+from server.text.tokenizer import ServedTokenizer
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -25,8 +28,11 @@ class Context(msgspec.Struct, frozen=True):
     body_limits: BodyLimits
     request_timeout: float | None
     """Most seconds from a request's arrival to its end."""
+    tracer: RequestTracer | None
     names: tuple[str, ...]
     max_logprobs: int
+    formats: AnswerFormats
+    grammars: GrammarCheck
     created: int
     """Unix time at which this process began to serve."""
 
@@ -60,7 +66,7 @@ class Context(msgspec.Struct, frozen=True):
         Raises:
             NoEngineAvailable: no engine has joined yet.
         """
-        return Limits(self.client.max_model_len, self.max_logprobs)
+        return Limits(self.client.max_model_len, self.max_logprobs, self.grammars)
 
 
 def make_context(
@@ -70,8 +76,14 @@ def make_context(
     metrics: FrontEndMetrics,
     admission: Admission,
     created: int,
+    tracer: RequestTracer | None = None,
 ) -> Context:
-    """Return the context of a front end."""
+    """Return the context of a front end.
+
+    Raises:
+        BadFormats: settings contradict each other.
+    """
+    template = tokenizer.chat_template
     return Context(
         client=client,
         tokenizer=tokenizer,
@@ -80,7 +92,10 @@ def make_context(
         admission=admission,
         body_limits=BodyLimits(config.guards.max_body_bytes, config.guards.receive_timeout),
         request_timeout=config.guards.request_timeout,
+        tracer=tracer,
         names=served_names(config.model),
         max_logprobs=config.http.max_logprobs,
+        formats=answer_formats(config.answer, template.source if template is not None else None),
+        grammars=GrammarCheck(tokenizer.special_tokens),
         created=created,
     )

@@ -6,7 +6,7 @@ import msgspec
 from fastapi import Response
 
 from server.errors import ApiError, model_not_found, unavailable
-from server.metrics import CONTENT_TYPE
+from server.observe.metrics import CONTENT_TYPE
 from server.routes.context import Context
 from server.routes.tokenize import known_max_model_len
 from server.schemas.common import HealthResponse, Model, ModelList, VersionResponse

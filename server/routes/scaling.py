@@ -11,8 +11,8 @@ from engine.messages import (
     ScaleEngines,
 )
 from server.asgi import Call
-from server.control import SupervisorControl, SupervisorSilent
 from server.errors import invalid, unavailable
+from server.processes.control import SupervisorControl, SupervisorSilent
 from server.routes.context import Context
 from server.schemas.admin import ScaleRequest, ScaleStatus
 

@@ -1,6 +1,7 @@
 """What both completion endpoints do between their request and their response."""
 
 import asyncio
+import sys
 import time
 
 import msgspec
@@ -8,9 +9,10 @@ import msgspec
 from server.asgi import Call, CancelOnDisconnect
 from server.errors import timed_out
 from server.generation import Answer
+from server.observe.tracing import EndedRequest
 from server.routes.context import Context
 from server.schemas.common import SamplingFields, Usage
-from server.sse import DONE, ChunkFrames, ChunkHead, ChunkWriter, error_event, send_stream
+from server.sse import ChunkFrames, ChunkHead, StreamWriter, send_stream
 from server.submission import GenerationSpec, Submission
 
 
@@ -32,7 +34,7 @@ def chunk_frames(request: SamplingFields, head: ChunkHead) -> ChunkFrames:
     return ChunkFrames(head, include_usage=options is not None and bool(options.include_usage))
 
 
-async def _answer(call: Call, submission: Submission, writer: ChunkWriter | None) -> Whole | None:
+async def _answer(call: Call, submission: Submission, writer: StreamWriter | None) -> Whole | None:
     if writer is not None:
         await send_stream(call, submission, writer)
         return None
@@ -40,7 +42,7 @@ async def _answer(call: Call, submission: Submission, writer: ChunkWriter | None
 
 
 async def serve(
-    call: Call, context: Context, spec: GenerationSpec, writer: ChunkWriter | None
+    call: Call, context: Context, spec: GenerationSpec, writer: StreamWriter | None
 ) -> Whole | None:
     """Generate; answer with a stream if there is a writer, else return the answers.
 
@@ -74,12 +76,40 @@ async def serve(
         except TimeoutError:
             submission.close("error")
             late = timed_out(f"The request took longer than {context.request_timeout:g} s.")
-            if call.status is None:
+            if call.status is None or writer is None:
                 raise late from None
-            await call.write(error_event(late) + DONE, more=False)
+            await call.write(writer.error(late), more=False)
             return None
         except Exception:
             submission.close("error")
             raise
         finally:
             submission.close()
+            if context.tracer is not None:
+                context.tracer.record(_ended(call, context, spec, submission))
+
+
+def _ended(
+    call: Call, context: Context, spec: GenerationSpec, submission: Submission
+) -> EndedRequest:
+    usage, failure = submission.usage(), sys.exception()
+    error = None if failure is None else type(failure).__name__
+    if isinstance(failure, asyncio.CancelledError):
+        error = "disconnected"
+    elif "error" in submission.finish_reasons:
+        error = error or "timeout"
+    return EndedRequest(
+        operation="text_completion" if call.path == "/v1/completions" else "chat",
+        request_id=call.request_id,
+        model=context.names[0],
+        carrier=call.trace_context,
+        sampling=spec.sampling,
+        n=spec.n,
+        arrived=call.arrived,
+        first_token=submission.first_token,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.prompt_tokens_details.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        finish_reasons=submission.finish_reasons,
+        error=error,
+    )

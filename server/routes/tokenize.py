@@ -1,10 +1,11 @@
 """POST /tokenize and POST /detokenize."""
 
 from server.asgi import Call
+from server.cluster.generation_client import NoEngineAvailable
+from server.conversation import render_chat
 from server.errors import invalid
-from server.generation_client import NoEngineAvailable
-from server.preprocess import check_vocabulary, render_chat
 from server.routes.context import Context
+from server.sampling import check_vocabulary
 from server.schemas.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -35,6 +36,7 @@ async def tokenize(call: Call, context: Context) -> None:
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
+            tools=[tool.model_dump(exclude_unset=True) for tool in request.tools or ()],
             arguments=request.chat_template_kwargs,
         )
         add_special_tokens = bool(request.add_special_tokens)

@@ -1,20 +1,30 @@
 """POST /v1/chat/completions: request, response and chunk."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from server.schemas.common import (
-    FinishReasonField,
     JsonObject,
     OptionalTokenIds,
+    PromptLogprobs,
     RequestBody,
     SamplingFields,
     StopReasonField,
     Usage,
 )
+from server.schemas.tools import (
+    MAX_TOOLS,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallTurn,
+    ToolChoice,
+)
+
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class TextPart(RequestBody):
@@ -31,14 +41,10 @@ class ChatMessage(RequestBody):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    reasoning: str | None = Field(None, description="Another name for reasoning_content.")
+    tool_calls: list[ToolCallTurn] | None = None
     tool_call_id: str | None = None
-
-
-class ResponseFormat(RequestBody):
-    """Shape of the answer; only plain text is served."""
-
-    type: str
+    function_call: JsonObject | None = Field(None, description="Refused; use tool_calls.")
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -62,9 +68,21 @@ class ChatCompletionRequest(SamplingFields):
     )
     chat_template_kwargs: JsonObject | None = None
     documents: list[JsonObject] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(
+        None, description="Default: auto if there are tools, else none."
+    )
+    parallel_tool_calls: bool | None = Field(
+        True, description="Whether an answer may hold more than one call."
+    )
+    include_reasoning: bool | None = Field(
+        True, description="Whether the answer shows the reasoning; it is generated in any case."
+    )
+    reasoning_effort: str | None = Field(
+        None, description="Passed to the chat template under this name."
+    )
+    functions: list[JsonObject] | None = Field(None, description="Refused; use tools.")
+    function_call: str | JsonObject | None = Field(None, description="Refused; use tool_choice.")
 
 
 class TopLogprob(msgspec.Struct):
@@ -94,9 +112,11 @@ class ChatLogprobs(msgspec.Struct):
 class AssistantMessage(msgspec.Struct):
     """The whole answer."""
 
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -105,7 +125,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReasonField | None
+    finish_reason: ChatFinishReason | None
     stop_reason: StopReasonField = None
     token_ids: OptionalTokenIds = UNSET
 
@@ -120,6 +140,7 @@ class ChatCompletionResponse(msgspec.Struct):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: OptionalTokenIds = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -127,6 +148,8 @@ class ChatDelta(msgspec.Struct):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -135,7 +158,7 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReasonField | None
+    finish_reason: ChatFinishReason | None
     stop_reason: StopReasonField = None
     prompt_token_ids: OptionalTokenIds = UNSET
     token_ids: OptionalTokenIds = UNSET

@@ -5,23 +5,21 @@ encoded straight to JSON. Fields that a model does not know are ignored, as Open
 of a server that is older than they are.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from server.schemas.base import JsonObject, RequestBody
+from server.schemas.structured import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
-
-
-class RequestBody(BaseModel):
-    """Base of all request bodies: JSON types are not converted, unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class StreamOptions(RequestBody):
@@ -34,8 +32,12 @@ class SamplingFields(RequestBody):
     """Fields shared by completions and chat completions; null always means the default."""
 
     model: str | None = Field(None, description="One of the served names; default: the first.")
-    temperature: float | None = Field(1.0, ge=0, le=2, description="0 is greedy.")
-    top_p: float | None = Field(1.0, gt=0, le=1)
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 is greedy. Default: the model's, else 1."
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Default: the model's, else 1, which keeps all tokens."
+    )
     n: int | None = Field(1, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -54,12 +56,25 @@ class SamplingFields(RequestBody):
         description="Makes draws repeatable; choice i uses seed + i. Default: random.",
     )
     user: str | None = Field(None, description="Accepted and not used.")
-    top_k: int | None = Field(0, ge=-1, lt=2**31, description="0 and -1 mean all tokens.")
-    min_p: float | None = Field(0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(1.0, gt=0)
+    top_k: int | None = Field(
+        None, ge=-1, lt=2**31, description="0 and -1 mean all tokens. Default: the model's, else 0."
+    )
+    min_p: float | None = Field(None, ge=0, le=1, description="Default: the model's, else 0.")
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="Default: the model's, else 1, which changes nothing."
+    )
     min_tokens: int | None = Field(0, ge=0)
     ignore_eos: bool | None = False
     stop_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = Field(
+        None, description="The only tokens that may be generated."
+    )
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = Field(
+        None, description="Words that the output must not contain, each as the model spells it."
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, description="Alternatives reported beside each token of the prompt."
+    )
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
     priority: int | None = Field(
@@ -73,6 +88,8 @@ class SamplingFields(RequestBody):
         description="The client's name for the request; default: header X-Request-Id, or random.",
     )
     return_token_ids: bool | None = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
@@ -86,6 +103,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """What the completion's tokens were for."""
+
+    reasoning_tokens: int = 0
+
+
 class Usage(msgspec.Struct):
     """Token counts of one request."""
 
@@ -93,6 +116,20 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class PromptLogprob(msgspec.Struct):
+    """How likely a token is at a position of the prompt; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, for each token of the prompt: itself first, then the most likely ones; the first
+token has none."""
 
 
 class ErrorDetail(msgspec.Struct):
@@ -144,7 +181,6 @@ class VersionResponse(msgspec.Struct):
 FinishReasonField = Literal["stop", "length", "abort"]
 StopReasonField = int | str | None
 OptionalTokenIds = list[int] | UnsetType
-JsonObject = dict[str, Any]
 
 __all__ = [
     "UNSET",

@@ -3,12 +3,14 @@
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UnsetType
 from pydantic import Field
 
 from server.schemas.common import (
     UNSET,
     FinishReasonField,
     OptionalTokenIds,
+    PromptLogprobs,
     SamplingFields,
     StopReasonField,
     TokenIds,
@@ -66,6 +68,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: StopReasonField = None
     prompt_token_ids: OptionalTokenIds = UNSET
     token_ids: OptionalTokenIds = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct):

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from server.schemas.chat import ChatMessage
 from server.schemas.common import JsonObject, RequestBody, TokenIds
+from server.schemas.tools import MAX_TOOLS, Tool
 
 
 class TokenizeRequest(RequestBody):
@@ -21,6 +22,7 @@ class TokenizeRequest(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: JsonObject | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     return_token_strs: bool | None = False
 
 

@@ -14,8 +14,10 @@ from coordinator.state import (
     Tick,
 )
 from engine.messages import (
+    Draining,
     EngineSetup,
     EngineStats,
+    FormGroup,
     FrontEndAddresses,
     FrontEnds,
     Goodbye,
@@ -24,11 +26,13 @@ from engine.messages import (
     Hello,
     Ready,
     Refused,
+    Seat,
     StartDpWave,
     StartWave,
     WakeUp,
     Welcome,
 )
+from engine.reach import EVERYTHING, Reach
 
 EPOCH = 7
 SETUP = EngineSetup(num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="abc")
@@ -69,9 +73,9 @@ class Cluster:
         self.hello(rank, incarnation)
         self.ready(rank, incarnation)
 
-    def front_end(self, index: int, incarnation: int) -> list[Action]:
+    def front_end(self, index: int, incarnation: int, reach: Reach = EVERYTHING) -> list[Action]:
         addresses = FrontEndAddresses(f"ipc://r{incarnation}", f"ipc://o{incarnation}")
-        hello = Hello("front_end", index, incarnation, "h", 1, {}, addresses)
+        hello = Hello("front_end", index, incarnation, "h", 1, {}, addresses, reach=reach)
         return self.send(FromMember(b"f", hello))
 
     def stats(self, rank: int, incarnation: int, version: int, running: int) -> list[Action]:
@@ -188,6 +192,36 @@ def test_stats_are_published_at_most_every_interval(cluster: Cluster) -> None:
     assert 4 <= len(published) <= 6
 
 
+def test_stats_alone_are_not_published_to_front_ends_that_serve_one_engine_each(
+    cluster: Cluster,
+) -> None:
+    cluster.engine(0, 10)
+    (order,) = only(cluster.front_end(0, 50, Reach(rank=0)), PublishOrder)
+    assert [entry.reach for entry in order.order.front_ends] == [Reach(rank=0)]
+    (started,) = only(cluster.stats(0, 10, 1, running=1), PublishView)
+    assert started.view.running
+    published = []
+    for version in range(2, 52):
+        cluster.now += 0.01
+        published += only(cluster.stats(0, 10, version, running=version), PublishView)
+    assert not published
+    (ended,) = only(cluster.stats(0, 10, 52, running=0), PublishView)
+    assert not ended.view.running
+    cluster.front_end(1, 51, Reach(node="a"))
+    cluster.stats(0, 10, 53, running=1)
+    assert only(cluster.stats(0, 10, 54, running=2), PublishView) == []
+    assert only(cluster.send(Tick(), after=0.2), PublishView)
+
+
+def test_a_supervisor_that_does_not_know_the_given_number_reports_a_death(
+    cluster: Cluster,
+) -> None:
+    cluster.engine(0, 10)
+    cluster.engine(1, 11)
+    cluster.send(FromMember(b"s", Goodbye("engine", -1, 10)))
+    assert [entry.rank for entry in cluster.state.view().engines] == [1]
+
+
 def test_a_steady_stream_of_stats_does_not_hold_up_publication(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.stats(0, 10, 1, running=1)
@@ -257,3 +291,49 @@ def test_a_new_subscriber_is_served_at_once(cluster: Cluster) -> None:
     assert only(cluster.send(Subscribed("front_end")), PublishView)
     (order,) = only(cluster.send(Subscribed("engine")), PublishOrder)
     assert order.order == FrontEnds(EPOCH, [])
+
+
+# -- lockstep groups -------------------------------------------------------------------------------
+
+TOGETHER = {"lockstep": "true", "data_parallel_size": "2", "regroup": "wait"}
+
+
+def plans(actions: list[Action]) -> list[tuple[int, list[int], str]]:
+    return [
+        (a.order.topology, [member.rank for member in a.order.members], a.order.address)
+        for a in actions
+        if isinstance(a, PublishOrder) and isinstance(a.order, FormGroup)
+    ]
+
+
+def sits(cluster: Cluster, rank: int, state: str, topology: int = 0) -> list[Action]:
+    seat = Seat(state, topology, f"host:{rank}")  # type: ignore[arg-type]
+    return cluster.send(FromMember(b"e", Heartbeat("engine", rank, rank + 10, seat)), after=1.0)
+
+
+def test_engines_that_step_together_are_put_into_a_group(cluster: Cluster) -> None:
+    for rank in (0, 1):
+        cluster.hello(rank, rank + 10, group_config=TOGETHER)
+    assert plans(sits(cluster, 0, "apart")) == []
+    assert plans(sits(cluster, 1, "apart")) == [(1, [0, 1], "")]
+    assert plans(sits(cluster, 1, "prepared", 1)) == [(1, [0, 1], "")]
+    assert plans(sits(cluster, 0, "prepared", 1)) == [(1, [0, 1], "host:0")]
+    sits(cluster, 0, "joined", 1)
+    assert plans(sits(cluster, 1, "joined", 1)) == []
+
+
+def test_nobody_waits_for_an_engine_that_drained(cluster: Cluster) -> None:
+    for rank in (0, 1):
+        cluster.hello(rank, rank + 10, group_config=TOGETHER)
+        sits(cluster, rank, "apart")
+    for rank in (0, 1):
+        sits(cluster, rank, "joined", 1)
+    seat = Seat("joined", 1, "host:1")
+    cluster.send(FromMember(b"e", Draining("engine", 1, 11, seat)))
+    assert plans(cluster.send(FromMember(b"e", Goodbye("engine", 1, 11)))) == [(2, [0], "")]
+
+
+def test_a_group_size_that_is_no_number_is_refused(cluster: Cluster) -> None:
+    refused = reply(cluster.hello(0, 10, group_config={**TOGETHER, "data_parallel_size": "two"}))
+    assert isinstance(refused, Refused)
+    assert (refused.field, refused.final) == ("data_parallel_size", True)

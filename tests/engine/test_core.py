@@ -7,6 +7,7 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import CoreStep, EngineCore, StepFailed
+from engine.distributed.spec import GroupBroken
 from engine.executor.interface import ExecutorInfo, PendingResult
 from engine.executor.simulated import SimulatedExecutor, simulated_token
 from engine.messages import (
@@ -17,7 +18,7 @@ from engine.messages import (
     UtilityCall,
     UtilityResult,
 )
-from engine.scheduler.admission import Grant, RankState
+from engine.scheduler.admission import NO_LOAD, Grant, RankState
 from engine.scheduler.batch import BatchPlan
 
 CONFIG = EngineConfig(
@@ -92,7 +93,7 @@ def test_every_stats_is_newer_than_the_one_before(core: EngineCore) -> None:
 
 
 def test_the_wave_is_reported(core: EngineCore) -> None:
-    core.wave = 9
+    core.clock.wave = 9
     assert core.stats().wave == 9
 
 
@@ -256,6 +257,10 @@ class BrokenExecutor:
     def info(self) -> ExecutorInfo:
         return self._executor.info
 
+    @property
+    def grammars(self) -> None:
+        return None
+
     def submit(self, plan: BatchPlan) -> PendingResult:
         self._steps += 1
         if self._steps == 2:
@@ -305,3 +310,108 @@ def test_the_admission_policy_sees_this_rank_and_decides() -> None:
     assert [len(step.outputs) for step in steps] == [0, 0, 1]
     assert [step.stats.step for step in steps] == [0, 0, 1]
     assert policy.tables[0] == RankState(0, 1, 5, 32, ready_prefill_tokens=5, ready_prefills=1)
+
+
+# -- in a lockstep group ---------------------------------------------------------------------------
+
+
+class BreakingExecutor(SimulatedExecutor):
+    """Loses its group in some of its steps, before anything has been computed."""
+
+    def __init__(self, breaks_at: set[int]) -> None:
+        super().__init__(CONFIG, timing="virtual", check=True)
+        self.plans: list[BatchPlan] = []
+        self._breaks_at = breaks_at
+
+    def submit(self, plan: BatchPlan) -> PendingResult:
+        self.plans.append(plan)
+        if len(self.plans) in self._breaks_at:
+            raise GroupBroken("a member died")
+        return super().submit(plan)
+
+
+def member(executor: SimulatedExecutor, admission: HoldUntil | None = None) -> EngineCore:
+    core = EngineCore(CONFIG, executor, rank=0, incarnation=1, admission=admission)
+    core.front_end_joined(0, 1)
+    return core
+
+
+def tokens_of(core: EngineCore, executor: BreakingExecutor) -> list[int]:
+    tokens = []
+    while core.needs_steps:
+        try:
+            step = core.step_together(0, ())
+        except GroupBroken:
+            continue
+        tokens += [token for output in step.outputs.get(0, []) for token in output.token_ids]
+    return tokens
+
+
+def test_a_step_without_work_is_an_empty_batch_and_counts_as_a_dummy() -> None:
+    executor = BreakingExecutor(set())
+    core = member(executor)
+    assert not core.needs_steps
+    step = core.step_together(0, ())
+    assert (step.outputs, step.stats.dummy_steps_total) == ({}, 1)
+    core.handle(request(1, max_tokens=1))
+    assert core.step_together(1, ()).stats.dummy_steps_total == 1
+    assert [len(plan.slots) for plan in executor.plans] == [0, 1]
+
+
+def test_a_step_whose_prefill_is_held_is_an_empty_batch_too() -> None:
+    executor = BreakingExecutor(set())
+    core = member(executor, HoldUntil(1))
+    core.handle(request(1, max_tokens=1))
+    assert core.step_together(0, ()).stats.dummy_steps_total == 1
+    assert core.needs_steps
+    assert len(core.step_together(1, ()).outputs[0]) == 1
+
+
+@pytest.mark.parametrize("breaks_at", [{1}, {2}, {3, 4, 5}])
+def test_a_step_that_its_group_gave_up_is_taken_again(breaks_at: set[int]) -> None:
+    undisturbed, disturbed = BreakingExecutor(set()), BreakingExecutor(breaks_at)
+    told = []
+    for executor in (undisturbed, disturbed):
+        core = member(executor)
+        core.handle(request(1, length=20, max_tokens=6))
+        told.append(tokens_of(core, executor))
+    assert told[0] == told[1]
+    for broken in breaks_at:
+        assert disturbed.plans[broken - 1] is disturbed.plans[broken]
+
+
+def test_a_request_may_be_aborted_while_its_step_waits_for_another_group() -> None:
+    core = member(BreakingExecutor({2}))
+    core.handle(request(1, max_tokens=6))
+    core.step_together(0, ())
+    with pytest.raises(GroupBroken):
+        core.step_together(1, ())
+    core.handle(AbortRequests([1]))
+    assert core.needs_steps, "the rest of the step"
+    assert core.step_together(0, ()).outputs == {}
+    assert not core.needs_steps
+    stats = core.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
+
+
+def test_an_engine_does_not_sleep_in_the_middle_of_a_step() -> None:
+    core = member(BreakingExecutor({1}))
+    core.handle(request(1, max_tokens=6))
+    with pytest.raises(GroupBroken):
+        core.step_together(0, ())
+    core.handle(UtilityCall(1, 0, "sleep"))
+    answers = core.answers()
+    assert answers is not None
+    [(_, result)] = answers.utility_results
+    assert result.error is not None
+    assert "finished first" in result.error
+    assert not core.is_sleeping
+
+
+def test_only_policies_that_compare_ranks_are_told_loads() -> None:
+    core = member(BreakingExecutor(set()))
+    core.handle(request(1))
+    assert core.rank_state(0) == NO_LOAD
+    assert core.joined_group(2), "level is what groups use"
+    assert core.rank_state(7).waiting == 1
+    assert core.rank_state(7).last_step_us == 7

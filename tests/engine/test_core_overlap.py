@@ -3,6 +3,7 @@
 import logging
 import random
 
+import msgspec
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -36,6 +37,10 @@ class WatchedExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._executor.info
+
+    @property
+    def grammars(self) -> None:
+        return None
 
     def submit(self, plan: BatchPlan) -> PendingResult:
         self.events.append(("submit", plan.step))
@@ -168,3 +173,18 @@ def test_overlap_changes_no_token_and_no_end(seed: int) -> None:
     assert apart[2] > 0
     assert overlapped[2] > 0
     assert {"length", "stop", "abort"} == set(apart[1].values())
+
+
+def test_steps_do_not_overlap_where_tokens_are_guessed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    guessing = msgspec.structs.replace(config(True).scheduler, speculative_ngram=3)
+    settings = msgspec.structs.replace(config(True), scheduler=guessing)
+    executor = WatchedExecutor(settings)
+    core = EngineCore(settings, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    core.handle(AddRequest(1, "1", 0, 0, [1, 2, 3], SamplingParams(max_tokens=9, seed=1)))
+    while core.has_work:
+        core.step()
+    kinds = [kind for kind, _ in executor.events]
+    assert kinds[:4] == ["submit", "result"] * 2
+    assert "one after the other" in caplog.text

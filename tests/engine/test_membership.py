@@ -1,7 +1,16 @@
 """The registration handshake seen from a member."""
 
 from engine.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
-from engine.messages import EngineSetup, Heartbeat, HeartbeatAck, Hello, Ready, Refused, Welcome
+from engine.messages import (
+    EngineSetup,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Ready,
+    Refused,
+    Seat,
+    Welcome,
+)
 
 ME = Identity(kind="engine", index=-1, incarnation=42, host="h", pid=1, group_config={})
 SETUP = EngineSetup(num_kv_blocks=1, block_size=16, max_model_len=16, model_fingerprint="f")
@@ -68,3 +77,20 @@ def test_only_a_final_refusal_ends_the_attempt() -> None:
     assert member.receive(Refused("held", final=False)) is None
     assert kinds(member.tick(HELLO_INTERVAL)) == [Hello]
     assert member.receive(Refused("dtype differs")) == Rejected("dtype differs")
+
+
+def test_where_a_member_stands_with_its_group_is_told_at_once_and_in_every_heartbeat() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    member.tick(0.0)
+    member.receive(welcome(epoch=1))
+    member.tick(0.1)
+    apart, joined = Seat("apart", 0, "h:1"), Seat("joined", 1, "h:1")
+    member.sit(apart)
+    assert member.tick(0.2) == [Heartbeat("engine", 3, 42, apart)]
+    member.sit(joined)
+    member.ready(SETUP)
+    assert member.tick(0.3) == [Ready("engine", 3, 42, SETUP, joined)]
+    member.receive(HeartbeatAck(epoch=2, known=False))
+    member.tick(0.4)
+    member.receive(welcome(epoch=2))
+    assert member.tick(0.5) == [Ready("engine", 3, 42, SETUP, joined)]

@@ -50,6 +50,7 @@ def test_an_empty_variable_counts_as_absent() -> None:
         (["--max-num-seqs", "many"], {}, "--max-num-seqs"),
         (["--dtype", "int3"], {}, "--dtype"),
         ([], {"SWELL_BLOCK_SIZE": "-1"}, "SWELL_BLOCK_SIZE"),
+        (["--prompt-lookup-min", "5", "--prompt-lookup-max", "3"], {}, "^prompt_lookup_min is 5"),
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_it_came_under(

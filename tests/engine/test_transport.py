@@ -1,6 +1,7 @@
 """Sockets: security between nodes, addresses, and typed receiving."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from engine.transport import (
     Inbox,
     InsecureCluster,
     Transport,
+    advertised_host,
     bound_address,
     cluster_key_pair,
-    normalize_address,
 )
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -64,8 +65,9 @@ def test_the_key_follows_from_the_secret_alone() -> None:
 
 
 def test_addresses_are_completed_and_advertised(context: Context) -> None:
-    assert normalize_address("head:7550") == "tcp://head:7550"
-    assert normalize_address("ipc:///x") == "ipc:///x"
+    assert ClusterConfig(coordinator="head:7550").coordinator_address == "tcp://head:7550"
+    assert ClusterConfig(coordinator="ipc:///x").coordinator_address == "ipc:///x"
+    assert ClusterConfig().coordinator_address == "tcp://127.0.0.1:7550"
     transport = Transport(ClusterConfig(insecure_cluster=True), context)
     socket = transport.bind(zmq.PULL, "tcp://*:*")
     assert bound_address(socket, "node-7").startswith("tcp://node-7:")
@@ -117,3 +119,25 @@ def test_an_event_loop_gets_every_message_of_a_burst(context: Context, tmp_path:
         inbox.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "advertise", "expected"),
+    [
+        ("127.0.0.1:7550", None, "127.0.0.1"),
+        ("ipc:///tmp/x", None, "127.0.0.1"),
+        ("0.0.0.0:7550", None, socket.gethostname()),
+        ("0.0.0.0:7550", "head", "head"),
+        ("localhost:7550", "10.1.2.3", "10.1.2.3"),
+    ],
+)
+def test_what_others_are_told_to_connect_to(
+    coordinator: str, advertise: str | None, expected: str
+) -> None:
+    config = ClusterConfig(coordinator=coordinator, advertise_host=advertise)
+    assert advertised_host(config) == expected
+
+
+def test_a_coordinator_that_cannot_be_resolved_is_an_error() -> None:
+    with pytest.raises(OSError, match="coordinator's host nowhere"):
+        advertised_host(ClusterConfig(coordinator="nowhere.invalid:7550"))

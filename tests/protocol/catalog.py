@@ -29,6 +29,11 @@ SMALL = {
 LARGE = {
     "the coordinator restarts, with notices": Setup(coordinator_restarts=1, stats=True),
     "an engine restarts, with notices": Setup(engine_restarts=1),
+    "an engine restarts twice": Setup(engine_restarts=2, notices=False),
+    "held, an engine restarts, resumed": Setup(
+        engine_restarts=1, calls=(PAUSE, RESUME), notices=False, requests=0
+    ),
+    "3 engines, one restarts": Setup(engines=3, engine_restarts=1, notices=False),
     "3 engines, stopped": Setup(engines=3, calls=(STOP,), notices=False),
     "held, resumed": Setup(calls=(PAUSE, RESUME), notices=False),
     "gather in every 2nd step, 2 requests": Setup(gather_interval=2, steps=3, requests=2),

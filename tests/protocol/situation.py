@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from coordinator.wave import LockstepWave
-from engine.wave import EngineWave
+from engine.lockstep.wave import EngineWave
 from tests.protocol.explorer import State
 
 GONE = "gone"
@@ -97,6 +97,8 @@ class Rest(NamedTuple):
     duplicates: int = 0
     coordinator_restarts: int = 0
     engine_restarts: int = 0
+    topology: int = 0
+    """Number of the newest group that was ordered."""
 
 
 # -- small changes of a state --------------------------------------------------------------------

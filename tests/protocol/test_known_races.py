@@ -18,6 +18,8 @@ from coordinator.state import (
     PublishOrder,
     Tick,
 )
+from engine.lockstep.wave import Action as Next
+from engine.lockstep.wave import EngineWave, Gather, Leave, Park, Step
 from engine.messages import (
     ClusterView,
     EngineStats,
@@ -29,8 +31,6 @@ from engine.messages import (
     WaveComplete,
 )
 from engine.scheduler.admission import RankState
-from engine.wave import Action as Next
-from engine.wave import EngineWave, Gather, Leave, Park, Step
 from tests.protocol.explorer import explore
 from tests.protocol.situation import Setup
 from tests.protocol.wire import hello, ready, replace_member

@@ -7,13 +7,14 @@ configuration in which that rule matters; the unbroken machine passes there.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from coordinator.wave import Clock, LockstepWave
+from engine.lockstep.wave import Action, EngineWave, GatherRow, Park, Phase, Verdict, is_hold
 from engine.messages import StartDpWave, StartWave, WakeUp, WaveComplete
 from engine.scheduler.admission import RankState
-from engine.wave import Action, EngineWave, GatherRow, Park, Phase, Verdict, is_hold
 from tests.protocol.explorer import explore
 from tests.protocol.situation import Call, Setup
 from tests.protocol.world import World
@@ -255,6 +256,45 @@ class LeavesWithoutLooking(EngineWave):
         super().gathered([row.pack() for row in urgent])
 
 
+class StaysInALostGroup(EngineWave):
+    """Tries the collective that failed again instead of waiting for another group."""
+
+    def group_lost(self) -> None:
+        self._loads = None
+
+
+class KeepsItsCount(EngineWave):
+    """Counts collectives on from what they were in the group before."""
+
+    def regroup(self, topology: int, **changes: Any) -> None:
+        tag, step = self._tag, self.step
+        super().regroup(topology, **changes)
+        self._tag, self.step = tag, step
+
+
+class SkipsForming(EngineWave):
+    """Goes on in a new group without the gather that brings the clocks together."""
+
+    def regroup(self, topology: int, **changes: Any) -> None:
+        was_running = self.step > 0 or self._tag > 0
+        super().regroup(topology, **changes)
+        self.phase = Phase.RUNNING if was_running else Phase.PAUSED
+
+
+class StartsWithoutAGroup(EngineWave):
+    """Obeys orders to start while it is in no group, and takes the next one for running."""
+
+    def start_ordered(self, order: StartDpWave) -> None:
+        self._ordered = self.phase is Phase.APART
+        super().start_ordered(order)
+
+    def regroup(self, topology: int, **changes: Any) -> None:
+        super().regroup(topology, **changes)
+        if vars(self).get("_ordered"):
+            self.phase = Phase.RUNNING
+            self._loads = ()
+
+
 # -- the verdicts --------------------------------------------------------------------------------
 
 NOTICED = Setup(order_window=2)
@@ -271,6 +311,7 @@ STOPPED = Setup(calls=(STOP,), notices=False)
 STOPPED_AT_ONE = Setup(calls=(Call("stop", None, (1,)),), notices=False)
 LONG_STEPS = Setup(steps=3, gather_interval=2, notices=False)
 LATE_DRAIN = Setup(requests=2, drains_late=True, notices=False)
+REPLACED = Setup(engine_restarts=1, notices=False)
 
 HANG, LONER, STALE, RESTLESS = "no way to the end", "enters", "goes back", "waves for|left again"
 """What is found: a request that never ends, a rank alone in a collective, a wave that goes back,
@@ -302,13 +343,18 @@ ENGINES = [
     (ResumesByItsOwnState, HELD_ONCE, LONER),
     (LeavesAlone, STOPPED_AT_ONE, LONER),
     (LeavesWithoutLooking, STOPPED, "unfinished"),
+    (StaysInALostGroup, REPLACED, HANG),
+    (KeepsItsCount, REPLACED, LONER),
+    (SkipsForming, REPLACED, HANG),
+    (StartsWithoutAGroup, REPLACED, LONER),
 ]
 
 CONFIGURATIONS = {
     "noticed": NOTICED, "repeated": REPEATED, "no notices": NO_NOTICES, "held once": HELD_ONCE,
     "noticed while held": NOTICED_WHILE_HELD, "resumed at one rank": RESUMED_AT_ONE,
     "stopped": STOPPED, "stopped at one rank": STOPPED_AT_ONE, "long steps": LONG_STEPS,
-    "late drain": LATE_DRAIN, "one request": ONE_REQUEST, "three engines": THREE_ENGINES,
+    "late drain": LATE_DRAIN, "replaced": REPLACED, "one request": ONE_REQUEST,
+    "three engines": THREE_ENGINES,
 }  # fmt: skip
 """Where the mutants are shown."""
 

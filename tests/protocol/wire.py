@@ -4,6 +4,7 @@ from itertools import count
 from typing import Any
 
 from coordinator.state import CoordinatorState, Event, FromMember
+from engine.lockstep.wave import EngineWave
 from engine.messages import (
     EngineSetup,
     EngineStats,
@@ -13,8 +14,7 @@ from engine.messages import (
     StartWave,
     WaveComplete,
 )
-from engine.wave import EngineWave
-from server.cluster_state import ClusterState
+from server.cluster.state import ClusterState
 from tests.protocol.explorer import freeze
 from tests.protocol.situation import Call
 

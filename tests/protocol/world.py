@@ -17,6 +17,7 @@ are told apart by counts and with the front ends sorted.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from coordinator.state import (
@@ -28,10 +29,10 @@ from coordinator.state import (
     PublishView,
     Tick,
 )
+from engine.lockstep.wave import EngineWave, Gather, Leave, LockstepError, Park, Phase, Step
 from engine.messages import ClusterView, StartDpWave, WakeUp
 from engine.scheduler.admission import RankState
-from engine.wave import EngineWave, Gather, Leave, LockstepError, Park, Phase, Step
-from server.cluster_state import ClusterState
+from server.cluster.state import ClusterState
 from tests.protocol.explorer import Arena, Label, State, Violation
 from tests.protocol.situation import (
     GONE,
@@ -63,6 +64,13 @@ from tests.protocol.wire import (
 
 FOREVER = float("inf")
 _LOAD = RankState(*[0] * len(RankState._fields))
+
+
+def _inside(action: Gather | Step) -> tuple[str, Any]:
+    """Return what a rank says of the collective that it enters."""
+    if isinstance(action, Gather):
+        return ("gather", tuple(action.row.pack()))
+    return ("step", action.tag)
 
 
 @dataclass
@@ -139,41 +147,89 @@ class World:
             yield self._issue_call(state)
         if rest.engine_restarts:
             for number in range(len(ranks)):
-                yield self._restart_engine(state, number)
+                yield from self._restart_engine(state, number)
+        for number in range(len(ranks)):
+            yield from self._regroup(state, number)
 
     # -- engines ---------------------------------------------------------------------------------
 
-    def _new_engine(self, rank: int, wave: int = 0, topology: int = 0) -> EngineWave:
+    def _new_engine(self, rank: int, wave: int = 0, phase: Phase = Phase.FORMING) -> EngineWave:
         return self.setup.engine(
             rank=rank,
             incarnation=rank + 1,
             wave=wave,
-            topology=topology,
             gather_interval=self.setup.gather_interval,
+            phase=phase,
         )
 
-    def _restart_engine(self, state: State, number: int) -> tuple[Label, State]:
-        """Replace a rank and form the group anew; what was sent to the dead one is sent again."""
+    def _restart_engine(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
+        """Replace a rank, wherever it is; what was sent to the dead one is sent again.
+
+        In the last moment of a collective some of the others may still complete it.
+        """
+        yield ("engine restarts", number), self._replaced(state, number)
+        rank, action = self._act(state[0][number])
+        if state[0][number].inside is not None or not isinstance(action, Gather | Step):
+            return
+        inside = _inside(action)
+        others = [other for other in range(len(state[0])) if other != number]
+        if any(state[0][other].inside is None for other in others):
+            return
+        if len({inside[0], *(state[0][other].inside[0] for other in others)}) > 1:
+            return
+        entered = with_rank(state, number, rank._replace(inside=inside))
+        table = tuple(each.inside[1] for each in entered[0])
+        for size in range(1, len(others) + 1):
+            for lucky in combinations(others, size):
+                after = entered
+                for other in lucky:
+                    after = self._leave_collective(after, other, table)
+                label = ("engine restarts inside", number, lucky)
+                yield label, self._replaced(after, number)
+
+    def _leave_collective(self, state: State, number: int, table: tuple[Any, ...]) -> State:
+        """Let one rank out of a collective that it has completed."""
+        rank, rest = state[0][number], state[3]
+        if rank.inside[0] == "gather":
+            return with_rank(state, number, self._return_from_gather(rank, table))
+        done = rest.done + sum(left == 1 for left in rank.work)
+        state = (*state[:3], rest._replace(done=done))
+        return with_rank(state, number, self._return_from_step(rank))
+
+    def _replaced(self, state: State, number: int) -> State:
         ranks, hub, fronts, rest = state
-        topology = self.engines.objects[ranks[0].wave].topology + 1
         welcome = self.hubs.objects[hub.state]._wave.wave
-        new = self._new_engine(number, welcome, topology)
+        new = self._new_engine(number, welcome, phase=Phase.APART)
         again = len(ranks[number].work) + sum(len(front.sent[number]) for front in fronts)
-        rest = rest._replace(unsent=rest.unsent + again, engine_restarts=rest.engine_restarts - 1)
-        fronts = tuple(sorted(front._replace(sent=put(front.sent, number, ())) for front in fronts))
-        survivors = tuple(
-            self._apply(rank, ("regroup", topology), lambda e: e.regroup(topology))[0]
-            for rank in ranks
+        rest = rest._replace(
+            unsent=rest.unsent + again,
+            engine_restarts=rest.engine_restarts - 1,
+            topology=rest.topology + 1,
         )
-        ranks = put(survivors, number, Rank(self.engines.intern(new), calls=ranks[number].calls))
-        ranks = tuple(rank._replace(inside=None) for rank in ranks)
+        fronts = tuple(sorted(front._replace(sent=put(front.sent, number, ())) for front in fronts))
+        ranks = put(ranks, number, Rank(self.engines.intern(new), calls=ranks[number].calls))
         hub_state, _ = self.hubs.apply(
             hub.state, ("replaced", number), lambda h: replace_member(h, number)
         )
         view = view_key(self.hubs.objects[hub_state])
         if rest.unsent:
             fronts = tuple(self._show(front, (view,)) for front in fronts)
-        return ("engine restarts", number), (ranks, hub._replace(state=hub_state), fronts, rest)
+        return (ranks, hub._replace(state=hub_state), fronts, rest)
+
+    def _regroup(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
+        """A rank leaves a group that is superseded, wherever it is, or goes to meet the next."""
+        rank, newest = state[0][number], state[3].topology
+        wave = self.engines.objects[rank.wave]
+        if wave.topology == newest or rank.inside == GONE:
+            return
+        if wave.phase is not Phase.APART:
+            left, _ = self._apply(rank, "lost", lambda e: e.group_lost())
+            yield ("leave group", number), with_rank(state, number, left._replace(inside=None))
+        elif rank.inside is None:
+            meeting = with_rank(state, number, rank._replace(inside=("join", newest)))
+            yield ("join group", number), self._complete(meeting)
+        elif rank.inside[1] != newest:
+            yield ("give up", number), with_rank(state, number, rank._replace(inside=None))
 
     def _apply(self, rank: Rank, event: Any, act: Any) -> tuple[Rank, Any]:
         """Let a rank's `EngineWave` act, and put its reports on their way."""
@@ -203,10 +259,8 @@ class World:
             return
         if isinstance(action, Leave):
             rank = self._left(rank)
-        elif isinstance(action, Gather):
-            rank = rank._replace(inside=("gather", tuple(action.row.pack())))
         else:
-            rank = rank._replace(inside=("step", action.tag))
+            rank = rank._replace(inside=_inside(action))
         state = with_rank(state, number, rank)
         if rank.inside != GONE:
             self._check_company(state[0], number)
@@ -220,6 +274,9 @@ class World:
     def _check_company(self, ranks: tuple[Rank, ...], number: int) -> None:
         own = self.engines.objects[ranks[number].wave]
         kind, tag = ranks[number].inside[0], own._tag
+        waves = [self.engines.objects[rank.wave] for rank in ranks]
+        if any(w.phase is Phase.APART or w.topology != own.topology for w in waves):
+            return  # a member has died or left: whatever they are in fails
         for peer_number, peer in enumerate(ranks):
             wave = self.engines.objects[peer.wave]
             if peer.inside == GONE or wave.phase is Phase.LEFT:
@@ -237,8 +294,19 @@ class World:
         """Let all ranks out of a collective that all are in, up to where they take messages."""
         ranks, hub, fronts, rest = state
         while all(rank.inside not in (None, GONE) for rank in ranks):
-            kind = ranks[0].inside[0]
-            if kind == "gather":
+            kind, what = ranks[0].inside
+            if any(rank.inside[0] != kind for rank in ranks):
+                break
+            if kind == "join":
+                if any(rank.inside[1] != what for rank in ranks):
+                    break
+                ranks = tuple(
+                    self._apply(rank, ("regroup", what), lambda e, what=what: e.regroup(what))[
+                        0
+                    ]._replace(inside=None)
+                    for rank in ranks
+                )
+            elif kind == "gather":
                 table = tuple(rank.inside[1] for rank in ranks)
                 ranks = tuple(self._return_from_gather(rank, table) for rank in ranks)
                 for number, rank in enumerate(ranks):

@@ -19,11 +19,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from engine.messages import ClusterView, RequestOutput, SamplingParams, TokenLogprob, UtilityResult
 from server.app import build_app
-from server.chat_template import ChatTemplate
+from server.cluster.generation_client import NoEngineAvailable
 from server.config import FrontEndConfig, HttpConfig, ModelConfig
-from server.generation_client import NoEngineAvailable
-from server.metrics import FrontEndMetrics
-from server.tokenizer import ServedTokenizer
+from server.observe.metrics import FrontEndMetrics
+from server.text.chat_template import ChatTemplate
+from server.text.tokenizer import ServedTokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from engine.messages import RequestOutput
-from server.generation_client import NoEngineAvailable
+from server.cluster.generation_client import NoEngineAvailable
 
 
 def error_of(response: Any, status: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import RequestOutput, TokenLogprob
-from server.detokenizer import TokenTable
 from server.generation import (
     Answer,
     ChoiceFold,
@@ -14,7 +13,8 @@ from server.generation import (
     Prompt,
     sum_deltas,
 )
-from server.tokenizer import ServedTokenizer
+from server.text.detokenizer import TokenTable
+from server.text.tokenizer import ServedTokenizer
 
 TEXT = "hello 你好 world 🙂🙂 END of the stream"
 

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from server.chat_template import ChatTemplate
-from server.tokenizer import ServedTokenizer
+from server.text.chat_template import ChatTemplate
+from server.text.tokenizer import ServedTokenizer
 
 
 def test_models_are_listed_and_found(http: Any) -> None:
@@ -67,6 +67,7 @@ def test_the_document_describes_every_path_with_bodies_and_errors(http: Any) -> 
     assert set(document["paths"]) == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
         "/tokenize",
         "/detokenize",
         "/v1/models",

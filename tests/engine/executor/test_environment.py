@@ -11,6 +11,7 @@ VARIABLES = (
     "OMP_WAIT_POLICY",
     "LRU_CACHE_CAPACITY",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "THP_MEM_ALLOC_ENABLE",
 )
 
 
@@ -27,6 +28,10 @@ def settled(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def test_large_tensors_are_in_huge_pages_by_default() -> None:
+    assert settled("THP_MEM_ALLOC_ENABLE") == "1"
+
+
 def test_spinning_and_caches_are_limited_by_default() -> None:
     assert settled("GOMP_SPINCOUNT") == str(SPIN_COUNT)
     assert settled("LRU_CACHE_CAPACITY") == str(CACHED_PRIMITIVES)
@@ -39,6 +44,7 @@ def test_spinning_and_caches_are_limited_by_default() -> None:
         ("GOMP_SPINCOUNT", "7", "GOMP_SPINCOUNT", "7"),
         ("OMP_WAIT_POLICY", "ACTIVE", "GOMP_SPINCOUNT", None),
         ("LRU_CACHE_CAPACITY", "512", "LRU_CACHE_CAPACITY", "512"),
+        ("THP_MEM_ALLOC_ENABLE", "0", "THP_MEM_ALLOC_ENABLE", "0"),
     ],
 )
 def test_what_the_operator_has_chosen_is_left_alone(

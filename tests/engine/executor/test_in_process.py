@@ -7,7 +7,14 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+    group_config,
+)
 from engine.core import EngineCore
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo
@@ -195,6 +202,19 @@ def test_a_model_is_the_same_after_a_sleep(executor, level):
     executor.wake_up()
     executor.wake_up()
     assert executor.submit(plan([7, 8, 9])).result() == before
+
+
+def test_quantized_weights_are_the_same_after_a_sleep(settings):
+    executor = InProcessExecutor(settings(quantization="int8"))
+    before = executor.submit(plan([7, 8, 9])).result()
+    executor.sleep(2)
+    executor.wake_up()
+    assert executor.submit(plan([7, 8, 9])).result() == before
+
+
+def test_engines_of_one_group_share_their_quantization(settings):
+    plain, quantized = group_config(settings()), group_config(settings(quantization="int8"))
+    assert {name for name in plain if plain[name] != quantized[name]} == {"quantization"}
 
 
 def test_weights_that_have_changed_are_not_taken_for_the_old_ones(executor, model):

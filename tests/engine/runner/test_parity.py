@@ -2,7 +2,22 @@
 
 import pytest
 import torch
+import transformers
 
+from engine.config import BUNDLED_MODEL
+from tests.engine.serving import request, serve
+from tests.engine.tiny_models import Checkpoint
+
+TEXTS = [
+    "ROMEO:\nI am",
+    "First Citizen:\n",
+    "The king",
+    "KING RICHARD III:\nNow is the",
+    "JULIET:\n",
+    "To be",
+    "MENENIUS:\nWhat",
+    "Good morrow",
+]
 ARCHITECTURES = [
     "llama",
     "llama-tied-llama3",
@@ -125,6 +140,68 @@ def test_half_precision_stays_close(dtype, checkpoint, driver, prompt):
     difference = engine.logits({0: 40}).float() - model.logits(prompt(40))
     scale = model.logits(prompt(40)).std()
     assert difference.abs().mean() < 0.03 * scale
+
+
+@pytest.mark.parametrize(
+    "scheduling",
+    [{"async_scheduling": True}, {"speculative_ngram": 4}],
+    ids=["overlapped", "guessed"],
+)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_engines_agree_however_steps_are_scheduled(name, scheduling, checkpoint, prompt):
+    model = checkpoint(name)
+    prompts = [prompt(60), prompt(9) * 3, prompt(3)]
+    requests = [
+        request(id, each, temperature=0.0, max_tokens=40) for id, each in enumerate(prompts)
+    ]
+    answers, stats = serve(model.directory, requests, dtype="float32", **scheduling)
+    for each, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == model.greedy(each, 40)
+    assert (stats.spec_draft_tokens_total > 0) == ("speculative_ngram" in scheduling)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_bfloat16_is_as_close_to_exact_as_the_reference_is(name, checkpoint, driver, prompt):
+    model = checkpoint(name)
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=torch.bfloat16
+    ).eval()
+    engine = driver(model.directory, dtype="bfloat16")
+    tokens = prompt(90)
+    engine.start(0, tokens)
+    exact = model.logits(tokens)
+    with torch.inference_mode():
+        reference = rounded(torch.tensor([tokens])).logits[0].float()
+    own, other = (
+        (logits - exact).abs().mean() for logits in (engine.logits({0: 90}).float(), reference)
+    )
+    # Rounding may choose another expert for one token, which changes all that follow.
+    assert own < (5 if engine.runner.model.sparse_layers else 1.15) * other
+
+
+def test_the_bundled_model_says_the_same_in_bfloat16():
+    """64 greedy tokens each, but where two tokens are as likely as bfloat16 can tell."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    reference = load(BUNDLED_MODEL, dtype=torch.bfloat16).eval()
+    exact = load(BUNDLED_MODEL, dtype=torch.float32).eval()
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    requests = [
+        request(id, each, temperature=0.0, max_tokens=64) for id, each in enumerate(prompts)
+    ]
+    answers, _ = serve(BUNDLED_MODEL, requests, dtype="bfloat16")
+    num_equal = 0
+    for each, answer in zip(prompts, answers, strict=True):
+        expected = Checkpoint(BUNDLED_MODEL, reference).greedy(each, 64)
+        differing = [i for i in range(64) if answer.tokens[i] != expected[i]]
+        num_equal += not differing
+        if differing:
+            at = differing[0]
+            logits = Checkpoint(BUNDLED_MODEL, exact).logits(each + expected[:at])[-1]
+            largest = logits[[expected[at], answer.tokens[at]]]
+            step = 2.0 ** (largest.abs().max().log2().floor() - 7)
+            assert (largest[0] - largest[1]).abs() < step
+    assert num_equal >= len(TEXTS) - 1
 
 
 def test_dummy_weights_depend_on_the_seed_only(checkpoint, driver, prompt):

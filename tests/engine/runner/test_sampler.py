@@ -271,3 +271,36 @@ def test_all_weight_on_one_token_is_drawn(start, draw):
     logits[:, VOCAB - 1] = 1.0
     positions = [start(0), start(1, top_p=0.5)]
     assert draw(logits, [0, 1], positions).token_ids.tolist() == [VOCAB - 1] * 2
+
+
+def test_only_allowed_tokens_are_drawn(start, draw):
+    logits = random_logits(3)
+    positions = [
+        start(0, temperature=0.0, allowed_token_ids=(4, 9, 30)),
+        start(1, temperature=5.0, allowed_token_ids=(8,)),
+        start(2, temperature=0.0),
+    ]
+    best = int(logits[0, [4, 9, 30]].argmax())
+    expected = [(4, 9, 30)[best], 8, int(logits[2].argmax())]
+    assert draw(logits, range(3), positions).token_ids.tolist() == expected
+
+
+def test_something_is_drawn_where_nothing_allowed_is_left(start, draw):
+    options = {"allowed_token_ids": (EOS, 20), "stop_token_ids": (20,), "min_tokens": 3}
+    positions = [start(slot, **options) for slot in range(20)]
+    drawn = set(draw(random_logits(20), range(20), positions).token_ids.tolist())
+    assert drawn == {EOS, 20}
+
+
+def test_bad_words_are_not_completed(start, draw):
+    logits = torch.zeros(5, VOCAB)
+    logits[:, 20], logits[:, 30], logits[:, 40] = 9.0, 8.0, 7.0
+    options = {"temperature": 0.0, "bad_words": ((5, 6, 20), (30,))}
+    positions = [
+        start(0, output=(1, 5, 6), **options),
+        start(1, output=(5, 6, 1), **options),
+        start(2, prompt=(5, 6), **options),
+        start(3, prompt=(5,), output=(6,), **options),
+        start(4, prompt=(5,), output=(5, 6), **{**options, "bad_words": ((5, 6, 20),)}),
+    ]
+    assert draw(logits, range(5), positions).token_ids.tolist() == [40, 20, 20, 20, 30]

@@ -99,7 +99,12 @@ class Rig:
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.slots) <= limits.max_num_seqs
         longest = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
-        assert all(count <= longest for count in plan.counts)
+        guessed = [len(plan.proposed.get(row, ())) for row in range(len(plan.slots))]
+        assert all(
+            (count <= longest) if n == 0 else (count == 1 + n)
+            for count, n in zip(plan.counts, guessed, strict=True)
+        )
+        assert all(n <= limits.speculative_ngram for n in guessed)
         assert all(0 <= slot < limits.max_num_seqs for slot in plan.slots)
         ones = [count == 1 for count in plan.counts]
         assert ones == sorted(ones, reverse=True), "rows of one token come first"
@@ -119,6 +124,9 @@ class Rig:
                 assert output.id not in self.last, "no output after the last"
                 assert self.requests[output.id].front_end == front_end
                 seen.add(output.id)
+                wanted = self.requests[output.id].sampling.logprobs is not None
+                assert (output.logprobs is not None) == (wanted and bool(output.token_ids))
+                assert len(output.logprobs or output.token_ids) == len(output.token_ids)
                 self.tokens[output.id] += output.token_ids
                 self.first.setdefault(output.id, output)
                 if output.finish_reason is not None:

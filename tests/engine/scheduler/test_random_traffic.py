@@ -24,6 +24,8 @@ from engine.scheduler.admission import UNLIMITED, Grant
 MakeRig = Callable[..., Any]
 
 VOCAB_SIZE = 12
+FEW_TOKENS = 3
+"""A vocabulary in which guesses are often right, and often wrong."""
 
 HOLDS = [
     Grant(token_cap=0),
@@ -33,9 +35,9 @@ HOLDS = [
 ]
 
 
-def shared_prompt(family: int, length: int) -> list[int]:
+def shared_prompt(family: int, length: int, vocab_size: int) -> list[int]:
     """Prompts of one family begin alike."""
-    return [(family + i * i) % VOCAB_SIZE for i in range(length)]
+    return [(family + i * i) % vocab_size for i in range(length)]
 
 
 class Traffic(RuleBasedStateMachine):
@@ -55,6 +57,8 @@ class Traffic(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         policy=st.sampled_from(["fcfs", "priority"]),
         threshold=st.sampled_from([0, 0, 1, 5]),
+        guesses=st.sampled_from([0, 1, 3, 7]),
+        vocab_size=st.sampled_from([VOCAB_SIZE, FEW_TOKENS]),
     )
     def start(
         self,
@@ -66,7 +70,10 @@ class Traffic(RuleBasedStateMachine):
         depth: int,
         policy: str = "fcfs",
         threshold: int = 0,
+        guesses: int = 0,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
+        self.vocab_size = vocab_size
         self.depth = depth
         self.rig = self.make_rig(
             num_kv_blocks=num_kv_blocks,
@@ -74,11 +81,13 @@ class Traffic(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=40,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             eos_token_ids=(0,),
             enable_prefix_caching=caching,
             scheduling_policy=policy,
             long_prefill_token_threshold=threshold,
+            speculative_ngram=guesses,
+            prompt_lookup_min=1 + guesses % 2,
         )
 
     @rule(
@@ -88,6 +97,7 @@ class Traffic(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         min_tokens=st.integers(0, 4),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        logprobs=st.sampled_from([None, None, 1]),
         taken_over=st.integers(0, 3),
         priority=st.integers(-2, 2),
     )
@@ -101,6 +111,7 @@ class Traffic(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         taken_over: int,
         priority: int = 0,
+        logprobs: int | None = None,
     ) -> None:
         rig, id = self.rig, len(self.rig.requests)
         limit = rig.scheduler.max_model_len
@@ -111,8 +122,9 @@ class Traffic(RuleBasedStateMachine):
             "ignore_eos": ignore_eos,
             "min_tokens": min(min_tokens, max_tokens),
             "prompt_logprobs": prompt_logprobs,
+            "logprobs": logprobs,
         }
-        prompt = shared_prompt(family, min(length, limit - 1))
+        prompt = shared_prompt(family, min(length, limit - 1), self.vocab_size)
         # What an engine that died had sent before: never the token that ends the request.
         rig.describe(id, prompt, front_end=id % 3, **sampling)
         output = rig.expected(id)[0][:-1][:taken_over]
@@ -190,15 +202,24 @@ def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    ("caching", "policy", "threshold"),
-    [(True, "fcfs", 0), (False, "fcfs", 7), (True, "priority", 7), (False, "priority", 0)],
+    ("caching", "policy", "threshold", "guesses"),
+    [
+        (True, "fcfs", 0, 0),
+        (False, "fcfs", 7, 0),
+        (True, "priority", 7, 0),
+        (False, "priority", 0, 0),
+        (True, "fcfs", 0, 4),
+        (True, "priority", 7, 3),
+        (False, "fcfs", 7, 8),
+    ],
 )
 def test_thousands_of_busy_steps(
-    make_rig: MakeRig, depth: int, caching: bool, policy: str, threshold: int
+    make_rig: MakeRig, depth: int, caching: bool, policy: str, threshold: int, guesses: int
 ) -> None:
     rng = random.Random(depth * 2 + caching)
     traffic = Traffic(make_rig)
-    traffic.start(22, 4, 8, 24, caching, depth, policy, threshold)
+    vocab_size = FEW_TOKENS if guesses else VOCAB_SIZE
+    traffic.start(22, 4, 8, 24, caching, depth, policy, threshold, guesses, vocab_size)
     rig = traffic.rig
     for _ in range(1500):
         if rig.scheduler.gauges().waiting < 4:
@@ -219,4 +240,6 @@ def test_thousands_of_busy_steps(
     assert counters.preemptions > 50
     assert (counters.prefix_cache_hits > 1000) == caching
     assert len(rig.last) > 200
+    if guesses:
+        assert counters.spec_draft_tokens > counters.spec_accepted_tokens > 30
     traffic.finish()

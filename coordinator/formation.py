@@ -1,0 +1,187 @@
+"""Which engines form the lockstep group: decided from where each says that it stands.
+
+The engines of a group meet, prepare and part together. `GroupFormation` compares what every
+engine says of itself (its `Seat`, part of every heartbeat) with the newest plan and makes another
+one when somebody is missing, has left or is new. A plan is published until all its members are
+in, first without an address (they leave what they are in and load their share of the experts),
+then with the leader's, once all are prepared. So no single message is needed, and a coordinator
+that has just been started learns from the seats what its predecessor did.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from engine.messages import FormGroup, GroupMember, Seat
+
+REPEAT_INTERVAL = 0.1
+"""Seconds after which a plan that not every member is known to follow is published again."""
+
+NEWS_DELAY = 0.05
+"""Seconds from members leaving their group to a new plan: if somebody's death was the reason, it
+is known by then wherever a supervisor has seen it."""
+
+FIRST_PAUSE = 0.1
+"""Seconds from a plan that failed to the next; doubles with every further failure."""
+
+LONGEST_PAUSE = 5.0
+
+NEVER = float("inf")
+
+Regroup = Literal["shrink", "wait"]
+
+
+class Standing(NamedTuple):
+    """One engine that is there: which process, and where it stands, if it has got that far."""
+
+    incarnation: int
+    seat: Seat | None
+
+
+class GroupFormation:
+    """Plans of one lockstep group, each with a larger topology than the one before."""
+
+    def __init__(self, size: int, regroup: Regroup, grace: float) -> None:
+        """A group of which nothing is known yet.
+
+        Args:
+            size: the first group is formed when ranks 0 to size - 1 are there.
+            regroup: "shrink" goes on without an engine that died, "wait" waits for its successor.
+            grace: seconds that members of a group that a predecessor formed get to register.
+        """
+        self.plan: FormGroup | None = None
+        self._regroup = regroup
+        self._grace = grace
+        self._topology = 0
+        self._expected = set(range(size))
+        """Ranks that belong to the group, there or not."""
+        self._unseen: set[int] = set()
+        """Members of a predecessor's plan that have not registered here yet."""
+        self._unseen_until = NEVER
+        self._engines: Mapping[int, Standing] = {}
+        self._left_at: float | None = None
+        """When members of the plan were first seen to have left it, though all are there."""
+        self._plan_at = 0.0
+        self._pause = 0.0
+        self._publish_at = NEVER
+
+    @property
+    def orders_due(self) -> float:
+        """When `orders` may have something to say at the latest."""
+        return min(self._publish_at, self._unseen_until if self._unseen else NEVER)
+
+    def left(self, rank: int) -> None:
+        """An engine left on purpose and for good: nobody waits for another of its rank."""
+        self._expected.discard(rank)
+
+    def orders(self, engines: Mapping[int, Standing], now: float) -> list[FormGroup]:
+        """Return what to publish at `now` (seconds, monotonic), given all engines."""
+        self._engines = engines
+        self._learn(now)
+        breach = self._breach(now)
+        if breach != "left":
+            self._left_at = None
+        elif self._left_at is None:
+            self._left_at = now
+        if self.plan is None or breach or self._has_newcomers():
+            self._publish_at = self._make_plan(now)
+            if self._publish_at > now:
+                return []
+        assert self.plan is not None
+        if not self.plan.address and self._all_are("prepared"):
+            self._publish_at = now
+            self.plan = FormGroup(self._topology, self.plan.members, self._leader_address())
+        if self._is_complete():
+            self._publish_at, self._pause = NEVER, 0.0
+            return []
+        if now < self._publish_at:
+            return []
+        self._publish_at = now + REPEAT_INTERVAL
+        return [self.plan]
+
+    # -- what the seats say ----------------------------------------------------------------------
+
+    def _learn(self, now: float) -> None:
+        """Take over what engines know from before this coordinator was started."""
+        seats = [e.seat for e in self._engines.values() if e.seat is not None]
+        newest = max((seat.topology for seat in seats), default=0)
+        if newest > self._topology:
+            self._topology = newest
+            joined = [s for s in seats if s.state == "joined" and s.topology == newest]
+            self.plan = FormGroup(newest, joined[0].members) if joined else None
+            if joined:
+                self._expected = {member.rank for member in joined[0].members}
+            self._unseen = set(self._expected)
+            self._unseen_until = now + self._grace
+        self._unseen -= set(self._engines)
+
+    def _seat(self, member: GroupMember) -> Seat | None:
+        engine = self._engines.get(member.rank)
+        return engine.seat if engine and engine.incarnation == member.incarnation else None
+
+    def _members(self) -> Iterable[GroupMember]:
+        return self.plan.members if self.plan is not None else ()
+
+    def _breach(self, now: float) -> Literal["gone", "left"] | None:
+        """Whether a member of the plan is not there any more, or has left it."""
+        breach: Literal["left"] | None = None
+        for member in self._members():
+            if member.rank in self._unseen and now < self._unseen_until:
+                continue
+            engine = self._engines.get(member.rank)
+            if engine is None or engine.incarnation != member.incarnation:
+                return "gone"
+            seat = engine.seat
+            if seat is not None and seat.state == "apart" and seat.topology == self._topology:
+                breach = "left"
+        return breach
+
+    def _has_newcomers(self) -> bool:
+        """Whether the plan has been carried out and somebody is there who is not in it."""
+        planned = {member.rank for member in self._members()}
+        return self._is_complete() and not {m.rank for m in self._candidates()} <= planned
+
+    def _all_are(self, state: str) -> bool:
+        """Whether all members of the plan say that they are so far with it."""
+        seats = [self._seat(member) for member in self._members()]
+        return all(
+            s is not None and (s.state, s.topology) == (state, self._topology) for s in seats
+        )
+
+    def _is_complete(self) -> bool:
+        return self._all_are("joined")
+
+    def _leader_address(self) -> str:
+        assert self.plan is not None
+        seat = self._seat(self.plan.members[0])
+        assert seat is not None
+        return seat.address
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    def _candidates(self) -> list[GroupMember]:
+        """Return the engines that could be in a group, by rank."""
+        return [
+            GroupMember(rank, engine.incarnation)
+            for rank, engine in sorted(self._engines.items())
+            if engine.seat is not None
+        ]
+
+    def _make_plan(self, now: float) -> float:
+        """Make a plan of all who are there; return when to publish it, or when to try again."""
+        members = self._candidates()
+        ranks = {member.rank for member in members}
+        waits = self._topology == 0 or self._regroup == "wait"
+        is_early = bool(self._unseen) and now < self._unseen_until
+        if not ranks or is_early or (waits and not ranks >= self._expected):
+            return NEVER
+        news_at = now if self._left_at is None else self._left_at + NEWS_DELAY
+        earliest = max(news_at, self._plan_at)
+        if now < earliest:
+            return earliest
+        self._topology += 1
+        self.plan = FormGroup(self._topology, members)
+        self._expected |= ranks
+        self._unseen = set()
+        self._pause = min(LONGEST_PAUSE, 2 * self._pause or FIRST_PAUSE)
+        self._plan_at = now + self._pause
+        return now

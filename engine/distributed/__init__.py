@@ -1,0 +1,1 @@
+"""Collectives between the processes that compute one model together."""

@@ -1,0 +1,205 @@
+"""One set of connections between all members: torch's process group without its global registry.
+
+torch.distributed keeps one default group per process for the process's whole life. Groups here
+are plain objects instead: made, dropped and made again with other members.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import msgspec
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+
+from engine.distributed.spec import GroupBroken, GroupSpec, address_towards, open_listener
+
+_HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)
+_SECOND = timedelta(seconds=1)
+
+
+class Backend(Protocol):
+    """The part of torch's process groups that is used; each call begins one collective."""
+
+    def _allgather_base(self, output: Tensor, input: Tensor) -> Work: ...
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Work: ...
+
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+
+    def broadcast(self, tensors: list[Tensor]) -> Work: ...
+
+    def abort(self) -> None: ...
+
+
+_left_behind: list[tuple[Backend | None, Sequence[Work]]] = []
+"""Process groups that were closed while collectives of theirs were not over."""
+
+
+def open_store(spec: GroupSpec, listener: socket.socket | None) -> Store:
+    """Return the store where the members meet; rank 0 hosts it, on `listener` if given.
+
+    Raises:
+        GroupBroken: nobody hosts it, or it cannot be hosted.
+    """
+    try:
+        if spec.rank:
+            return TCPStore(spec.host, spec.port, timeout=spec.timeout_s * _SECOND)
+        server = listener or open_listener(spec.host, spec.port)
+        return TCPStore(
+            spec.host,
+            spec.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=spec.timeout_s * _SECOND,
+            master_listen_fd=server.detach(),
+        )
+    except (RuntimeError, OSError) as error:
+        raise GroupBroken(f"no meeting point at {spec.address}: {first_line(error)}") from error
+
+
+class Connections:
+    """A process group over gloo or, for tensors on CUDA devices, NCCL; and a way to cut it."""
+
+    _making = threading.Lock()
+    """Held while a group is made: the sockets that appear meanwhile are taken for its own."""
+
+    def __init__(self, store: Store, name: str, spec: GroupSpec, device: torch.device) -> None:
+        """Connect all members; everybody has to come within the timeout.
+
+        Raises:
+            RuntimeError: not all came, or the network fails.
+        """
+        self._device = device
+        self._backend: Backend | None = None
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        scope = PrefixStore(f"{spec.topology}/{name}", store)
+        if device.type == "cuda":
+            self._backend = _nccl(scope, spec, device)
+            return
+        with self._making:
+            before = _tcp_connections()
+            self._backend = _gloo(scope, spec)
+            after = _tcp_connections()
+        self._keep(scope, spec, {fd: ends for fd, ends in after.items() if before.get(fd) != ends})
+
+    @property
+    def backend(self) -> Backend:
+        """The process group.
+
+        Raises:
+            GroupBroken: it was closed.
+        """
+        if self._backend is None:
+            raise GroupBroken("the group was closed")
+        return self._backend
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether `somebody_left` knows."""
+        return self._device.type != "cuda"
+
+    def cut(self) -> None:
+        """End all connections: whoever waits for them, here or at a peer, fails at once.
+
+        Gloo has nothing of the kind: without this its waits end by their timeout only.
+        """
+        with self._lock:
+            for connection in self._sockets:
+                with contextlib.suppress(OSError):  # the peer was faster
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
+            self._sockets.clear()
+        if self._backend is not None and self._device.type == "cuda":
+            self._backend.abort()
+
+    def somebody_left(self) -> bool:
+        """Whether a peer has ended its connection."""
+        poller = select.poll()
+        with self._lock:
+            for connection in self._sockets:
+                poller.register(connection, _HANGUP)
+            return bool(poller.poll(0))
+
+    def close(self, stuck: Sequence[Work] = ()) -> None:
+        """Free the connections and the threads that serve them.
+
+        With collectives that are not over, that would wait for their timeouts: it is then done
+        when another set of connections is closed after these have run out.
+        """
+        _left_behind[:] = [
+            (backend, works)
+            for backend, works in _left_behind
+            if not all(work.is_completed() for work in works)
+        ]
+        if stuck:
+            _left_behind.append((self._backend, stuck))
+        self._backend = None
+
+    def _keep(self, store: Store, spec: GroupSpec, fresh: dict[int, "_Ends"]) -> None:
+        """Keep a handle on those of the new connections that lead to other members."""
+        mirrored = [_Ends(ends.remote, ends.local) for ends in fresh.values()]
+        store.set(f"sockets/{spec.rank}", msgspec.json.encode(mirrored).decode())
+        theirs: set[_Ends] = set()
+        for rank in range(spec.size):
+            if rank != spec.rank:
+                found = store.get(f"sockets/{rank}")
+                theirs.update(msgspec.json.decode(found, type=list[_Ends]))
+        for fd, ends in fresh.items():
+            if ends in theirs:
+                self._sockets.append(socket.socket(fileno=os.dup(fd)))
+
+
+def _gloo(store: Store, spec: GroupSpec) -> Backend:
+    gloo: Any = ProcessGroupGloo  # torch's stubs know only a part of it
+    options = gloo._Options()
+    host = spec.host if spec.rank == 0 else address_towards(spec.host, spec.port)
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = spec.timeout_s * _SECOND
+    options._threads = 1
+    return cast("Backend", gloo(store, spec.rank, spec.size, options))
+
+
+def _nccl(store: Store, spec: GroupSpec, device: torch.device) -> Backend:
+    nccl: Any = torch.distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = spec.timeout_s * _SECOND
+    backend = nccl(store, spec.rank, spec.size, options)
+    backend.eager_connect_single_device(device)
+    return cast("Backend", backend)
+
+
+class _Ends(msgspec.Struct, frozen=True):
+    """The two addresses of a TCP connection."""
+
+    local: tuple[str, int]
+    remote: tuple[str, int]
+
+
+def _tcp_connections() -> dict[int, _Ends]:
+    """Return the connected TCP sockets of this process by descriptor."""
+    found: dict[int, _Ends] = {}
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as probe:
+                if probe.family in (socket.AF_INET, socket.AF_INET6):
+                    local, remote = probe.getsockname()[:2], probe.getpeername()[:2]
+                    found[int(name)] = _Ends(local, remote)
+    return found
+
+
+def first_line(error: Exception) -> str:
+    """Return what torch's exceptions say before their stack of native frames."""
+    return str(error).split("\n", 1)[0] or type(error).__name__

@@ -1,0 +1,276 @@
+"""A group of processes that hold collectives together, and can end and be made anew.
+
+A group has two sets of connections, so that the small exchange before a step never waits for, or
+mixes with, the tensors of a step that is still running.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.distributed import DistError
+
+from engine.distributed.backend import Backend, Connections, first_line, open_store
+from engine.distributed.spec import GroupBroken, GroupSpec
+
+_LOOK = 0.25
+"""Seconds between looks for members that have left, while others keep a collective waiting."""
+_GRACE = 0.25
+"""Seconds that the last words of a member that has left may take to arrive."""
+CPU = torch.device("cpu")
+
+
+class PendingRows:
+    """A gather of one row of integers per rank that was begun."""
+
+    def __init__(self, group: "Group", work: Work | None, table: Tensor) -> None:
+        self._group = group
+        self._work = work
+        self._table = table
+
+    def done(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait_for(self, seconds: float) -> bool:
+        """Wait no longer than this; return whether `wait` returns, or raises, at once."""
+        return self._work is None or self._group.wait_for(self._work, seconds)
+
+    def wait(self) -> list[list[int]]:
+        """Return the rows of all ranks, in rank order.
+
+        Raises:
+            GroupBroken: not all of them came.
+        """
+        if self._work is not None:
+            self._group.finish(self._work)
+        rows: list[list[int]] = self._table.tolist()
+        return rows
+
+
+class Group:
+    """One process's end of a group; made by `join_group`."""
+
+    def __init__(
+        self, spec: GroupSpec, rows: Connections | None, tensors: Connections | None
+    ) -> None:
+        self.rank = spec.rank
+        self.size = spec.size
+        self.topology = spec.topology
+        self._rows = rows
+        self._tensors = tensors
+        self._is_over = threading.Event()
+        self._left_at: float | None = None
+        self._stuck: list[Work] = []
+        """Collectives that nobody waits for any more and that are not over."""
+
+    @classmethod
+    def alone(cls) -> "Group":
+        """Return a group of one, which needs no network."""
+        return cls(GroupSpec("", rank=0, size=1, topology=0, timeout_s=0.0), None, None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was closed, aborted or found broken."""
+        return self._is_over.is_set()
+
+    def all_gather_rows(self, row: Sequence[int]) -> PendingRows:
+        """Begin to exchange a row of integers, equally long on all ranks, while steps may run.
+
+        Raises:
+            GroupBroken: the group has ended.
+        """
+        mine = torch.tensor([row], dtype=torch.int64)
+        if self._rows is None:
+            self._check()
+            return PendingRows(self, None, mine)
+        table = torch.empty(self.size, len(row), dtype=torch.int64)
+        with self._launching():
+            return PendingRows(self, self._rows.backend._allgather_base(table, mine), table)
+
+    def all_gather_counts(self, count: int) -> list[int]:
+        """Exchange one integer, in order with the other collectives on tensors.
+
+        Raises:
+            GroupBroken: not all ranks came.
+        """
+        mine = torch.tensor([count], dtype=torch.int64)
+        return [int(value) for value in self.all_gather(mine, [1] * self.size).tolist()]
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send `sent[r]` of the rows [rows, ...], in order, to rank r; return what comes.
+
+        Args:
+            received: how many rows come from each rank; they are returned in rank order.
+
+        Raises:
+            GroupBroken: not all ranks came.
+        """
+        if self._tensors is None:
+            self._check()
+            return rows
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        with self._launching():
+            work = self._tensors.backend.alltoall_base(
+                out, rows.contiguous(), list(received), list(sent)
+            )
+        self.finish(work, watched=self._tensors.is_watched)
+        return out
+
+    def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows [counts[rank], ...] of all ranks, in rank order.
+
+        Raises:
+            GroupBroken: not all ranks came.
+        """
+        if self._tensors is None:
+            self._check()
+            return rows
+        everybody = rows.expand(self.size, *rows.shape).flatten(0, 1)
+        return self.all_to_all(everybody, [len(rows)] * self.size, counts)
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Add the values of all ranks, in place; all get the same bits.
+
+        Raises:
+            GroupBroken: not all ranks came.
+        """
+        return self._in_place(values, lambda backend: backend.allreduce([values]))
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Replace the values of all ranks, in place, by those of the first.
+
+        Raises:
+            GroupBroken: not all ranks came.
+        """
+        return self._in_place(values, lambda backend: backend.broadcast([values]))
+
+    def _in_place(self, values: Tensor, launch: Callable[[Backend], Work]) -> Tensor:
+        if self._tensors is None:
+            self._check()
+            return values
+        with self._launching():
+            work = launch(self._tensors.backend)
+        self.finish(work, watched=self._tensors.is_watched)
+        return values
+
+    def finish(self, work: Work, *, watched: bool = True) -> None:
+        """Wait for a collective.
+
+        Args:
+            watched: give up as well when any member has left; NCCL sees to that by itself.
+
+        Raises:
+            GroupBroken: it failed; the group has been ended.
+        """
+        while watched and not self.wait_for(work, _LOOK):
+            pass
+        try:
+            if watched and self.is_over and not work.is_completed():
+                # Cut connections fail it, but not if it began at the wrong moment.
+                work.wait(timedelta(seconds=_GRACE))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            if not work.is_completed():
+                self._stuck.append(work)
+            raise self._broken(first_line(error)) from error
+
+    def wait_for(self, work: Work, seconds: float) -> bool:
+        """Wait no longer than this for a collective to be over, well or not; return whether it is.
+
+        Ends the group when a member has left and the collective is not over soon after: who left
+        in order has sent all that it needs, which only has to arrive.
+        """
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if work.is_completed() or self.is_over:
+                return True
+        else:
+            return True
+        if not self._somebody_left():
+            self._left_at = None
+        elif self._left_at is None:
+            self._left_at = time.monotonic()
+        elif time.monotonic() - self._left_at > _GRACE:
+            self.abort()
+        return False
+
+    def _somebody_left(self) -> bool:
+        return any(c is not None and c.somebody_left() for c in (self._rows, self._tensors))
+
+    def abort(self) -> None:
+        """End the group at once, from any thread: whoever waits in it, at any rank, is freed."""
+        self._is_over.set()
+        for connections in (self._rows, self._tensors):
+            if connections is not None:
+                connections.cut()
+
+    def close(self) -> None:
+        """Free sockets and threads; nothing may be in flight, `abort` first if it is. Idempotent.
+
+        Peers that are in a collective, or begin one, find the group broken.
+        """
+        self.abort()
+        stuck, self._stuck = [work for work in self._stuck if not work.is_completed()], []
+        for connections in (self._rows, self._tensors):
+            if connections is not None:
+                connections.close(stuck)
+
+    @contextlib.contextmanager
+    def _launching(self) -> Iterator[None]:
+        self._check()
+        try:
+            yield
+        except DistError as error:
+            raise self._broken(first_line(error)) from error
+
+    def _check(self) -> None:
+        if self._is_over.is_set():
+            raise GroupBroken(f"rank {self.rank}: the group of topology {self.topology} has ended")
+
+    def _broken(self, reason: str) -> GroupBroken:
+        self.abort()
+        return GroupBroken(f"rank {self.rank} lost the group of topology {self.topology}: {reason}")
+
+
+def join_group(
+    spec: GroupSpec, device: torch.device = CPU, listener: socket.socket | None = None
+) -> Group:
+    """Meet all members and connect to them.
+
+    Args:
+        device: where the tensors of steps are; integers are always exchanged between processors.
+        listener: at rank 0, what `open_listener` returned for the spec's address; taken over.
+
+    Raises:
+        GroupBroken: not everybody came within the timeout, or the network fails.
+    """
+    if spec.size == 1:
+        if listener is not None:
+            listener.close()
+        return Group(spec, None, None)
+    made: list[Connections] = []
+    try:
+        store = open_store(spec, listener)
+        made.append(Connections(store, "rows", spec, CPU))
+        made.append(Connections(store, "tensors", spec, device))
+        group = Group(spec, *made)
+        group.all_gather_rows([spec.topology]).wait()
+        group.all_gather_counts(spec.rank)
+    except (RuntimeError, OSError, GroupBroken) as error:
+        for connections in made:
+            connections.cut()
+            connections.close()
+        raise GroupBroken(
+            f"rank {spec.rank} of {spec.size} could not join the group of topology "
+            f"{spec.topology} at {spec.address}: {first_line(error)}"
+        ) from error
+    return group

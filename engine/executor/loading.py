@@ -1,0 +1,96 @@
+"""From settings to a model on a device; shared by all processes that compute."""
+
+import logging
+import os
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from engine.config import EngineConfig
+from engine.model_files import model_directory
+from engine.models.decoder import Decoder
+from engine.models.hf_config import read_spec
+from engine.models.loader import (
+    DecoderLoader,
+    GroupPlace,
+    Shard,
+    compute_dtype,
+    model_length,
+    open_checkpoint,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class LoadedModel(msgspec.Struct, frozen=True):
+    """A model, and what is needed to change its parts later."""
+
+    model: Decoder
+    fingerprint: str
+    loader: DecoderLoader
+    """Holds the files open that the weights came from."""
+
+
+def load_model(
+    config: EngineConfig,
+    device: torch.device,
+    report: Callable[[str], None],
+    *,
+    place: GroupPlace | None = None,
+    shard: Shard | None = None,
+) -> LoadedModel:
+    """Load the weights: all of them, the experts of one place, or one shard of each layer.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        UnsupportedModel: the model's config asks for something that is not implemented.
+        CheckpointError: the weights do not fit the config.
+    """
+    settings = config.model
+    directory = model_directory(settings, weights=settings.load_format == "auto")
+    spec = read_spec(directory)
+    report(f"loading weights of {directory.name}")
+    checkpoint = open_checkpoint(directory, spec, settings)
+    loader = DecoderLoader(
+        spec,
+        checkpoint,
+        dtype=compute_dtype(spec, settings, checkpoint),
+        device=device,
+        max_model_len=model_length(spec, settings),
+        place=None if spec.moe is None else place,
+        shard=shard,
+        quantization=settings.quantization,
+        batch_invariant=config.executor.batch_invariant,
+    )
+    with torch.inference_mode():
+        return LoadedModel(loader.load(), checkpoint.fingerprint(), loader)
+
+
+def set_threads(config: EngineConfig, engines_on_node: int) -> None:
+    """Have this process compute with its share of the cores, or of the threads that are set."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    of_engine = config.executor.threads or (cores or 1) // engines_on_node
+    torch.set_num_threads(max(1, of_engine // config.parallel.tensor_parallel_size))
+    if torch.get_num_interop_threads() == 1:
+        return
+    try:
+        torch.set_num_interop_threads(1)
+    except RuntimeError:  # only possible before the first parallel work of a process
+        logger.debug("the inter-operator thread pool was started already")
+
+
+def device_for(config: EngineConfig, number: int) -> torch.device:
+    """Return where the node's process of this number computes.
+
+    Raises:
+        ValueError: CUDA is asked for and there is none.
+    """
+    wanted = config.model.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: no CUDA device was found")
+    return torch.device("cuda", number % torch.cuda.device_count())

@@ -1,0 +1,173 @@
+"""The worker processes of a tensor-parallel engine: started, told, watched and ended; no torch."""
+
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.distributed.spec import listener_address, open_listener
+from engine.executor.environment import settle_environment
+from engine.executor.team_messages import Answer, Command, WorkerLaunch
+from engine.lifeline import LIFELINE_VARIABLE, FrameReader, pack_frame
+from engine.messages import ChildFailed, ChildStatus
+
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT = 5.0
+"""Seconds that workers get to end after their sockets were closed."""
+
+
+class WorkerFailed(Exception):
+    """A worker process has died or cannot go on, and with it the engine."""
+
+
+class _Worker:
+    """One process with its two sockets: its lifeline, and commands."""
+
+    def __init__(self, launch: WorkerLaunch) -> None:
+        self.rank = launch.rank
+        self.lifeline, its_lifeline = socket.socketpair()
+        self.commands, its_commands = socket.socketpair()
+        with its_lifeline, its_commands:
+            descriptors = its_lifeline.fileno(), its_commands.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "engine.executor.worker"],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, LIFELINE_VARIABLE: str(descriptors[0])},
+                pass_fds=descriptors,
+                start_new_session=True,  # signals from a terminal are for the supervisor
+            )
+        launch = msgspec.structs.replace(launch, commands=descriptors[1])
+        self.lifeline.sendall(pack_frame(launch))
+        self.statuses = FrameReader(ChildStatus)
+        self.answers = FrameReader(Answer)
+
+
+class Team:
+    """All workers of one engine."""
+
+    def __init__(self, config: EngineConfig, engine: int, engines_on_node: int) -> None:
+        """Start them; they load their libraries while the caller goes on."""
+        settle_environment()  # which the workers inherit
+        self.size = config.parallel.tensor_parallel_size
+        self.on_failure: Callable[[str], None] | None = None
+        """Called once, in a thread of its own, with the reason."""
+        self.listener = open_listener("127.0.0.1")
+        address = listener_address(self.listener)
+        self._failure: str | None = None
+        self._closing = False
+        self._answers: SimpleQueue[Answer | None] = SimpleQueue()
+        self._workers = [
+            _Worker(WorkerLaunch(config, engine, rank, self.size, address, engines_on_node))
+            for rank in range(1, self.size)
+        ]
+        self.address = address
+        self._thread = threading.Thread(target=self._watch, name="team", daemon=True)
+        self._thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid for worker in self._workers]
+
+    def tell(self, command: Command) -> None:
+        """Send a command to all.
+
+        Raises:
+            WorkerFailed: one of them does not listen any more.
+        """
+        frame = pack_frame(command)
+        for worker in self._workers:
+            try:
+                worker.commands.sendall(frame)
+            except OSError as error:
+                raise self.failure() from error
+
+    def collect(self) -> list[Answer]:
+        """Wait for an answer of each worker; those that are only told steps give none.
+
+        Raises:
+            WorkerFailed: one of them will not answer.
+        """
+        answers: list[Answer] = []
+        while len(answers) < len(self._workers):
+            answer = self._answers.get()
+            if answer is None:
+                raise self.failure()
+            answers.append(answer)
+        return answers
+
+    def failure(self, within: float = 1.0) -> WorkerFailed:
+        """Return what went wrong, once it is known."""
+        if self._failure is None:
+            self._thread.join(within)
+        return WorkerFailed(self._failure or "the worker processes have lost each other")
+
+    def close(self) -> None:
+        """End all workers; idempotent."""
+        self._closing = True
+        for worker in self._workers:
+            for connection in (worker.lifeline, worker.commands):
+                _shut(connection)
+        self._thread.join()
+        for worker in self._workers:
+            try:
+                worker.process.wait(END_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+            worker.lifeline.close()
+            worker.commands.close()
+        self.listener.close()
+
+    def _watch(self) -> None:
+        """Pass answers on until a worker fails or all are told to end."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.lifeline, selectors.EVENT_READ, worker)
+                selector.register(worker.commands, selectors.EVENT_READ, worker)
+            while self._failure is None and not self._closing:
+                for key, _ in selector.select():
+                    if key.fileobj is key.data.lifeline:
+                        self._failure = self._failure or self._read_status(key.data)
+                    elif not self._read_answers(key.data):
+                        selector.unregister(key.fileobj)  # what it died of comes on its lifeline
+        self._answers.put(None)
+        if not self._closing and self.on_failure is not None:
+            self.on_failure(self._failure or "")
+
+    def _read_answers(self, worker: _Worker) -> bool:
+        data = _received(worker.commands)
+        for answer in worker.answers.feed(data):
+            self._answers.put(answer)
+        return bool(data)
+
+    def _read_status(self, worker: _Worker) -> str | None:
+        """Return why the worker is of no use any more, if so."""
+        data = _received(worker.lifeline)
+        for status in worker.statuses.feed(data):
+            if isinstance(status, ChildFailed):
+                return f"worker {worker.rank}: {status.reason}"
+        return None if data else f"worker {worker.rank} has died"
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(65536)
+    except OSError:
+        return b""
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # the other end was faster
+        logger.debug("a worker has ended already")

@@ -1,0 +1,78 @@
+"""What the processes of one tensor-parallel engine say to each other; free of torch.
+
+The first of them, the leader, is the engine's own process. It alone knows requests, plans and
+tokens: it tells the others before each part of a step what to compute, as plain arrays.
+"""
+
+import msgspec
+
+from engine.config import EngineConfig
+
+
+class WorkerLaunch(msgspec.Struct, frozen=True):
+    """What a worker process is started with."""
+
+    config: EngineConfig
+    engine: int
+    """Rank of its engine."""
+    rank: int
+    """Its own among the engine's processes; the leader's is 0."""
+    size: int
+    address: str
+    """HOST:PORT where the processes meet."""
+    engines_on_node: int
+    commands: int = -1
+    """Descriptor of the socket on which it is told what to do, and answers."""
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Run all layers. Arrays as in `engine.models.decoder.StepTokens` and `AttentionRows`."""
+
+    token_ids: bytes
+    positions: bytes
+    slots: bytes
+    starts: bytes
+    counts: bytes
+    first_token: bytes
+    block_tables: bytes
+    block_size: int
+
+
+class Logits(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Compute logits of so many states, which are broadcast next."""
+
+    num_rows: int
+
+
+class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Have the weights, and an empty KV cache of so many blocks; answered."""
+
+    num_blocks: int
+
+
+class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Free the KV cache and at level 2 the weights; answered."""
+
+    level: int
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Begin to record; answered."""
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Write what was recorded; answered."""
+
+    path: str
+
+
+Command = Forward | Logits | Allocate | Sleep | StartProfile | StopProfile
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """A worker has come to life, loaded its part, or done what it was told."""
+
+    free_bytes: int
+    """Memory that it could give to a KV cache."""
+    error: str = ""
+    """Why it could not; it goes on."""

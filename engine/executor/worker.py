@@ -1,0 +1,210 @@
+"""A worker process of a tensor-parallel engine: computes its part of the model as it is told.
+
+It keeps no requests and draws no tokens. It ends when the engine's process does, whatever killed
+that, and reports what it cannot go on from.
+"""
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.distributed.group import Group, join_group
+from engine.distributed.spec import GroupBroken, GroupSpec
+from engine.executor.interface import CannotDo
+from engine.executor.loading import device_for, load_model, set_threads
+from engine.executor.team_messages import (
+    Allocate,
+    Answer,
+    Command,
+    Forward,
+    Logits,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WorkerLaunch,
+)
+from engine.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
+from engine.logs import name_process
+from engine.models.attention import AttentionRows
+from engine.models.decoder import Decoder, StepTokens
+from engine.models.loader import Shard
+from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
+from engine.runner.kv_memory import allocate_cache, available_memory
+from engine.runner.profiling import StepProfiler
+
+logger = logging.getLogger(__name__)
+
+GROUP_TIMEOUT = 120.0
+"""Seconds that the processes of an engine wait for each other inside a step."""
+
+
+class Worker:
+    """One rank behind the leader."""
+
+    def __init__(self, launch: WorkerLaunch, group: Group, device: torch.device) -> None:
+        self._config = launch.config
+        self._rank = launch.rank
+        self._processes = launch.engines_on_node * launch.size
+        self._shard = Shard(group)
+        self._device = device
+        self._model: Decoder | None = self._load()
+        self._cache: list[Tensor] = []
+        self._profiler: StepProfiler | None = None
+        keep_freed_memory()
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory for the KV cache of this rank."""
+        return available_memory(self._device, self._processes)
+
+    @torch.inference_mode()
+    def obey(self, command: Command) -> bool:
+        """Carry a command out; return whether it is to be answered.
+
+        Raises:
+            CannotDo: nothing has changed.
+        """
+        match command:
+            case Forward():
+                self._loaded.hidden_states(self._step(command), self._cache)
+            case Logits(num_rows):
+                model = self._loaded
+                states = torch.empty(
+                    num_rows, model.spec.hidden_size, dtype=model.dtype, device=model.device
+                )
+                model.logits(self._shard.group.broadcast(states))
+            case Allocate(num_blocks):
+                self._allocate(num_blocks)
+            case Sleep(level):
+                self._sleep(level)
+            case StartProfile():
+                self._profiler = StepProfiler()
+                self._profiler.start()
+            case StopProfile(path):
+                self._stop_profile(Path(path))
+        return not isinstance(command, Forward | Logits)
+
+    @property
+    def _loaded(self) -> Decoder:
+        assert self._model is not None, "the worker sleeps"
+        return self._model
+
+    def _load(self) -> Decoder:
+        return load_model(self._config, self._device, logger.debug, shard=self._shard).model
+
+    def _allocate(self, num_blocks: int) -> None:
+        if self._model is None:
+            self._model = self._load()
+        self._cache = allocate_cache(
+            self._model.spec,
+            num_blocks,
+            self._config.cache.block_size,
+            self._model.dtype,
+            self._model.device,
+        )
+
+    def _sleep(self, level: int) -> None:
+        self._cache = []
+        if level > 1 or self._device.type != "cpu":
+            self._model = None
+        give_back_freed_memory()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _stop_profile(self, path: Path) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise CannotDo("no profile is being recorded")
+        suffixes = "".join(path.suffixes)
+        name = f"{path.name.removesuffix(suffixes)}-rank-{self._rank}{suffixes}"
+        profiler.stop(path.with_name(name))
+
+    def _step(self, command: Forward) -> StepTokens:
+        model = self._loaded
+        starts = _integers(command.starts)
+        tables = np.frombuffer(command.block_tables, np.int32).reshape(len(starts), -1)
+        rows = AttentionRows(
+            starts=starts,
+            counts=_integers(command.counts),
+            first_token=_integers(command.first_token),
+            block_tables=tables,
+            block_size=command.block_size,
+        )
+        return StepTokens(
+            token_ids=self._tensor(command.token_ids),
+            positions=self._tensor(command.positions),
+            slots=self._tensor(command.slots),
+            rows=rows,
+            plans={window: model.attention.plan(rows, window) for window in model.windows},
+        )
+
+    def _tensor(self, data: bytes) -> Tensor:
+        return torch.from_numpy(_integers(data)).to(self._device)
+
+
+def _integers(data: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(bytearray(data), np.int64)
+
+
+def commands(connection: socket.socket) -> Iterator[Command]:
+    """Yield what comes until the leader closes the connection."""
+    reader = FrameReader(Command)
+    while data := connection.recv(1 << 18):
+        yield from reader.feed(data)
+
+
+def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
+    """Join the leader, load this rank's part, and do as told until it closes the connection.
+
+    Raises:
+        Exception: whatever makes it impossible to go on.
+    """
+    set_threads(launch.config, launch.engines_on_node)
+    device = device_for(launch.config, launch.engine * launch.size + launch.rank)
+    connection.sendall(pack_frame(Answer(0)))
+    group = join_group(
+        GroupSpec(launch.address, launch.rank, launch.size, 0, GROUP_TIMEOUT), device
+    )
+    worker = Worker(launch, group, device)
+    connection.sendall(pack_frame(Answer(worker.free_bytes)))
+    for command in commands(connection):
+        try:
+            if worker.obey(command):
+                connection.sendall(pack_frame(Answer(worker.free_bytes)))
+        except (CannotDo, OSError) as error:
+            connection.sendall(pack_frame(Answer(0, str(error))))
+
+
+def main() -> int:
+    """Run a worker for the engine that started this process; return the exit code."""
+    lifeline = Lifeline.from_environment()
+    launch = lifeline.read_launch(WorkerLaunch)
+    log = launch.config.log
+    name_process(f"engine {launch.engine} worker {launch.rank}", log.log_level, log.log_format)
+    # The engine ends its workers; what a whole control group is sent is for the engine to decide.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    lifeline.watch(on_lost=lambda: os._exit(0))
+    try:
+        with socket.socket(fileno=launch.commands) as connection:
+            serve(launch, connection)
+    except GroupBroken as error:
+        lifeline.failed(str(error))  # whoever broke it has more to say
+        return 1
+    except Exception as error:
+        logger.exception("worker %d of engine %d cannot go on", launch.rank, launch.engine)
+        lifeline.failed(f"{type(error).__name__}: {error}")
+        return CANNOT_START if isinstance(error, ValueError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,237 @@
+"""Which tokens each row of a batch may draw."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from engine.grammar.follower import GrammarFollower
+from engine.messages import GrammarSpec
+from engine.scheduler.batch import SlotStart
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+IntArray = npt.NDArray[np.int64]
+
+WORD_BITS = 32
+_NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
+
+
+class TokenMasks(msgspec.Struct, frozen=True):
+    """The tokens that some rows may draw; all others may draw any."""
+
+    rows: IntArray
+    """[masked] rows of the batch, ascending."""
+    bits: npt.NDArray[np.int32]
+    """[masked, words] one bit per token, the lowest first; set is allowed."""
+
+    def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """Return [masked, vocab]: whether the token may be drawn."""
+        flags = np.unpackbits(self.bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+        return flags.view(np.bool_)
+
+    def allows_only(self, row: int, token_ids: IntArray) -> bool:
+        """Whether the row, if it is masked, has no choice but among these tokens."""
+        index = int(np.searchsorted(self.rows, row))
+        if index == len(self.rows) or self.rows[index] != row:
+            return False
+        left = self.bits[index].copy()
+        words, offsets = np.divmod(token_ids, WORD_BITS)
+        np.bitwise_and.at(left, words, ~(np.uint32(1) << offsets.astype(np.uint32)).view(np.int32))
+        return not left.any()
+
+
+class Ends(NamedTuple):
+    """The slots whose output cannot go on."""
+
+    reasons: dict[int, str | None]
+    """Why: it is complete (None), or wrong for the reason given."""
+    surplus: dict[int, int]
+    """How many of the last tokens came after the end, where there are any."""
+
+
+class GrammarTable:
+    """The followers of all slots, and the masks of their next tokens.
+
+    Grammars are asked for and slots released by the engine's loop. Everything else is called by
+    the thread that runs steps.
+    """
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.on_settled: Callable[[], None] = lambda: None
+        """Called by another thread whenever a grammar that was asked for is settled."""
+        self._compiler = compiler
+        compiler.on_settled = lambda: self.on_settled()
+        self._words = -(-vocab_size // WORD_BITS)
+        self._vocab_size = vocab_size
+        self._free = _all_but(eos_token_ids, vocab_size)
+        self._followers: dict[int, GrammarFollower] = {}
+
+    def ask(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Return the grammar, compiled or not; it is kept while the answer is."""
+        return self._compiler.ask(spec)
+
+    def start(self, start: SlotStart) -> None:
+        """A sequence takes a slot; output that it has already is followed."""
+        self._followers.pop(start.slot, None)
+        sampling = start.sampling
+        if sampling.grammar is None:
+            return
+        grammar = self._compiler.ask(sampling.grammar)
+        grammar.wait()  # it is there already unless another process asked
+        follower = GrammarFollower(grammar, self._compiler, sampling.grammar_after)
+        for token_id in start.token_ids[start.num_prompt_tokens :]:
+            follower.advance(token_id)
+        self._followers[start.slot] = follower
+
+    def release(self, slot: int) -> None:
+        """No step in flight uses the slot and none will, until a sequence takes it again."""
+        self._followers.pop(slot, None)
+
+    @property
+    def num_followed(self) -> int:
+        """Slots with a grammar."""
+        return len(self._followers)
+
+    def masks(
+        self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
+    ) -> TokenMasks | None:
+        """Return the masks of a batch whose row i draws for `slots[i]`; None if it needs none.
+
+        Takes some microseconds a row. On an accelerator that is while it computes the logits.
+
+        Args:
+            slots: of each row, in any order.
+            proposed: by slot, tokens that may follow its output. Such a slot has as many rows
+                more, one after the other: each draws what follows one more of these tokens.
+        """
+        if not self._followers:
+            return None
+        masked: list[_Rows] = []
+        for row, slot in enumerate(slots):
+            follower = self._followers.get(slot)
+            if follower is not None and (row == 0 or slots[row - 1] != slot):
+                masked.append(_Rows(row, follower, proposed.get(slot, ())))
+        return self._masks(masked) if masked else None
+
+    def choices(
+        self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
+    ) -> dict[int, list[list[int]]]:
+        """Return the tokens that each slot with a grammar may draw, next and after proposed ones.
+
+        The slots are different; `proposed` as for `begin_masks`.
+        """
+        rows = [slot for slot in slots for _ in range(1 + len(proposed.get(slot, ())))]
+        masks = self.masks(rows, proposed)
+        if masks is None:
+            return {}
+        choices: dict[int, list[list[int]]] = {}
+        for row, flags in zip(masks.rows.tolist(), masks.allowed(self._vocab_size), strict=True):
+            choices.setdefault(rows[row], []).append(np.flatnonzero(flags).tolist())
+        return choices
+
+    def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> "Ends":
+        """Each of the tokens was added to the output in its slot, in this order."""
+        ends = Ends({}, {})
+        if not self._followers:
+            return ends
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            follower = self._followers.get(slot)
+            if follower is None:
+                continue
+            if slot in ends.reasons:
+                ends.surplus[slot] = ends.surplus.get(slot, 0) + 1
+                continue
+            follower.advance(token_id)
+            if follower.ended:
+                ends.reasons[slot] = follower.error
+        return ends
+
+    def shutdown(self) -> None:
+        """Stop compiling; idempotent."""
+        self._compiler.shutdown()
+
+    def _masks(self, masked: list["_Rows"]) -> TokenMasks:
+        rows = [np.arange(each.first, each.first + 1 + len(each.proposed)) for each in masked]
+        bits = np.empty((sum(map(len, rows)), self._words), np.int32)
+        bits[:] = self._free
+        places = np.cumsum([0, *map(len, rows)]).tolist()
+        self._fill(bits, masked, places)
+        for each, place in zip(masked, places, strict=False):
+            if each.follower.has_to_refill():
+                self._fill(bits, [each], [place])
+        return TokenMasks(np.concatenate(rows), bits)
+
+    def _fill(
+        self, bits: npt.NDArray[np.int32], masked: list["_Rows"], places: Sequence[int]
+    ) -> None:
+        """Compute the rows of `bits` that grammars have begun for; others stay as they are.
+
+        One after the other: requests with one grammar share what is known of it, and threads that
+        wait for each other there take several times as long.
+        """
+        row_bytes = self._words * bits.itemsize
+        for each, place in zip(masked, places, strict=False):
+            free, matcher = each.follower.ahead(each.proposed)
+            if matcher is None:
+                continue
+            address = bits.ctypes.data + (place + free) * row_bytes
+            matcher.unsafe_compute_mask_ptr(address, row_bytes)
+            rest = each.proposed[free:]
+            if rest:
+                _fill_ahead(matcher, rest, address + row_bytes, row_bytes)
+
+
+def _fill_ahead(matcher: "LLMatcher", proposed: Sequence[int], address: int, size: int) -> None:
+    """Compute the masks after each proposed token, up to the first that cannot come."""
+    consumed = 0
+    for token_id in proposed:
+        if matcher.is_stopped() or not matcher.try_consume_tokens([token_id]):
+            break
+        matcher.unsafe_compute_mask_ptr(address + consumed * size, size)
+        consumed += 1
+    if consumed:
+        matcher.rollback(consumed)
+
+
+class _Rows(NamedTuple):
+    """The rows of one slot."""
+
+    first: int
+    follower: GrammarFollower
+    proposed: Sequence[int]
+
+
+def grammar_table(
+    model: Path, vocab_size: int, eos_token_ids: Sequence[int]
+) -> GrammarTable | None:
+    """Return the table for a model directory, None if there is no tokenizer in it.
+
+    Nothing is read before the first grammar comes.
+    """
+    tokenizer = model / "tokenizer.json"
+    if not tokenizer.is_file():
+        return None
+    compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+    return GrammarTable(compiler, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+
+
+def _all_but(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return the mask [words] that allows all tokens but these."""
+    words = -(-vocab_size // WORD_BITS)
+    flags = np.zeros(words * WORD_BITS, np.bool_)
+    flags[:vocab_size] = True
+    flags[[token_id for token_id in token_ids if token_id < vocab_size]] = False
+    return np.packbits(flags, bitorder="little").view(np.int32)

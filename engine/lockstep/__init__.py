@@ -1,0 +1,1 @@
+"""Engines that step together: waves, groups, and the loop of a member."""

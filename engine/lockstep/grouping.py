@@ -1,0 +1,106 @@
+"""Carries out the orders to form a lockstep group: prepare, meet, leave."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engine.distributed.spec import GroupBroken, GroupSpec, listener_address, open_listener
+from engine.executor.interface import GroupExecutor
+from engine.lockstep.group_connection import GroupConnection
+from engine.lockstep.seat import GroupSeat, Place
+from engine.messages import FormGroup, GroupMember, Seat
+
+if TYPE_CHECKING:
+    from engine.distributed.group import Group
+
+logger = logging.getLogger(__name__)
+
+
+class Grouping:
+    """One engine's doings around its `GroupSeat`.
+
+    Args:
+        host: name or address under which the other members reach this process.
+        timeout: seconds that members wait for each other, to meet and in a collective.
+        report: tells the coordinator where the engine stands.
+    """
+
+    def __init__(
+        self,
+        member: GroupMember,
+        executor: GroupExecutor,
+        connection: GroupConnection,
+        *,
+        host: str,
+        timeout: float,
+        report: Callable[[Seat], None],
+    ) -> None:
+        from engine.distributed.group import join_group  # imports torch
+
+        self._join_group = join_group
+        self._executor = executor
+        self._connection = connection
+        self._host = host
+        self._timeout = timeout
+        self._report = report
+        self._listener = open_listener(host)
+        self._seat = GroupSeat(member, listener_address(self._listener))
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the engine is in a group as far as it knows."""
+        return self._seat.is_joined
+
+    def announce(self) -> None:
+        """Tell the coordinator that this engine could take part."""
+        self._report(self._seat.seat)
+
+    def ordered(self, order: FormGroup) -> "Group | None":
+        """Carry an order out; return the group that the engine has joined, if so."""
+        before = self._seat.seat
+        place = self._seat.ordered(order)
+        if self._seat.seat != before:
+            self._connection.detach()
+            self._report(self._seat.seat)
+        if place is None:
+            return None
+        if place.address:
+            return self._join(place)
+        self._prepare(place)
+        return None
+
+    def lose(self, error: GroupBroken) -> None:
+        """Leave a group that is of no use any more; the coordinator will form another."""
+        if self._connection.is_superseded:
+            logger.info("another group is being formed")
+        else:
+            logger.warning("%s", error)
+        self._connection.detach()
+        self._seat.lost()
+        self._report(self._seat.seat)
+
+    def close(self) -> None:
+        """Leave the group for good."""
+        self._connection.detach()
+        self._listener.close()
+
+    def _prepare(self, place: Place) -> None:
+        self._executor.prepare_group(place.position, place.size)
+        if self._listener.fileno() < 0:  # the group before it was hosted there
+            self._listener = open_listener(self._host)
+        self._seat.prepared(listener_address(self._listener))
+        self._report(self._seat.seat)
+
+    def _join(self, place: Place) -> "Group | None":
+        spec = GroupSpec(place.address, place.position, place.size, place.topology, self._timeout)
+        leads = place.position == 0
+        try:
+            group = self._join_group(spec, self._executor.device, self._listener if leads else None)
+        except GroupBroken as error:
+            self.lose(error)
+            return None
+        self._connection.attach(group)
+        self._executor.join_group(group)
+        self._seat.joined()
+        self._report(self._seat.seat)
+        return group

@@ -1,0 +1,61 @@
+"""Operators' calls that concern a whole lockstep group: pause, resume, sleep, wake_up.
+
+An engine may only stop, or give its memory back, when all ranks of its group have stopped at the
+same point. So a call to one of them holds the group and waits until it is held; and the end of a
+hold, whichever rank was asked for it, ends it for all.
+"""
+
+from engine.core import EngineCore
+from engine.lockstep.wave import EngineWave
+from engine.messages import UtilityCall
+
+_HOLDS = {"pause": "resume", "sleep": "wake_up"}
+"""Calls that need a hold, and what ends each."""
+_ENDS = {end: begin for begin, end in _HOLDS.items()}
+
+
+class HeldCalls:
+    """The calls that wait for the group of one rank to be held, and why it is held."""
+
+    def __init__(self, core: EngineCore, wave: EngineWave) -> None:
+        self._core = core
+        self._wave = wave
+        self._waiting: list[UtilityCall] = []
+        self._reasons: set[str] = set()
+
+    def take(self, call: UtilityCall) -> bool:
+        """Take a call if it is one of these."""
+        if call.name in _HOLDS:
+            self._reasons.add(call.name)
+            self._wave.pause_requested()
+        elif call.name not in _ENDS:
+            return False
+        self._waiting.append(call)
+        if not self._reasons:
+            self._answer()  # nothing is held here
+        return True
+
+    def settle(self) -> bool:
+        """Carry out what has waited, if the group is held; whether anything has changed."""
+        if not self._wave.held or (self._core.is_paused and not self._waiting):
+            return False
+        self._answer()
+        self._core.is_paused = True
+        return True
+
+    def release(self) -> None:
+        """The group steps (again)."""
+        if not self._core.is_paused:
+            return
+        self._reasons.clear()
+        if self._core.is_sleeping:
+            self._core.wake_up()
+        self._core.resume()
+
+    def _answer(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            self._core.handle(call)
+            self._reasons.discard(_ENDS.get(call.name, ""))
+            if call.name in _ENDS and not self._reasons:
+                self._wave.resume_requested()

@@ -1,0 +1,213 @@
+"""The main thread of an engine in a lockstep group: what `EngineWave` says, it does.
+
+    park     sleep on the inbox
+    gather   exchange a row with all ranks, and learn what the group does
+    step     schedule, compute (an empty batch without work), hand the outputs on, take what came
+    leave    end
+
+When a member of the group fails, in a gather or inside a step, the engine leaves the group and
+waits for the coordinator to form another. The step that failed is then taken again as it was
+planned.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from engine.core import CoreStep, EngineCore
+from engine.distributed.spec import GroupBroken
+from engine.intake import Intake
+from engine.lockstep.grouping import Grouping
+from engine.lockstep.held_calls import HeldCalls
+from engine.lockstep.wave import EngineWave, Gather, GatherRow, Leave, Park, Step
+from engine.messages import AddRequest, FormGroup, StartDpWave, UtilityCall
+from engine.receiver import InboxItem, Rejoined, Stop
+from engine.scheduler.admission import RankState
+from engine.sender import SenderItem, StepDone, UtilityDone
+from engine.watchdog import StepWatch
+
+if TYPE_CHECKING:
+    from engine.distributed.group import Group
+
+logger = logging.getLogger(__name__)
+
+IDLE_STATS_INTERVAL = 2.0
+"""Seconds between stats of a paused engine, so that their age tells stale from idle."""
+
+GATHER_PATIENCE = 0.01
+"""Seconds between two looks at the clock while other ranks have not come to a gather."""
+
+GATHER_INTERVAL = 16
+"""Steps from one gather to the next when the admission policy needs none."""
+
+
+class LockstepLoop:
+    """Takes part in the steps of a group."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        wave: EngineWave,
+        grouping: Grouping,
+        intake: Intake,
+        outbox: "SimpleQueue[SenderItem]",
+        watch: StepWatch,
+        *,
+        on_wave: Callable[[int], None],
+        on_joined: Callable[[], None],
+    ) -> None:
+        """Wire the parts; `on_joined` is called in every new group, `on_wave` with every wave."""
+        self._core = core
+        self._wave = wave
+        self._grouping = grouping
+        self._intake = intake
+        self._outbox = outbox
+        self._watch = watch
+        self._on_wave = on_wave
+        self._on_joined = on_joined
+        self._held_calls = HeldCalls(core, wave)
+        self._group: Group | None = None
+        self._load: RankState | None = None
+        self._last_step_us = 0
+
+    def run(self) -> Stop:
+        """Step until something asks to stop, or the group ends together.
+
+        Raises:
+            StepFailed: the model or the bookkeeping failed; the engine cannot go on.
+            LockstepError: the ranks of the group are not at the same point.
+        """
+        self._grouping.announce()
+        while True:
+            stop = self._intake.stopped()
+            if stop is not None:
+                return stop
+            try:
+                if self._turn():
+                    return Stop()
+            except GroupBroken as error:
+                self._lose_group(error)
+
+    def _turn(self) -> bool:
+        """Do the next thing; True when that is to leave."""
+        action = self._wave.next_action(self._core.needs_steps, self._own_load())
+        self._send_reports()
+        match action:
+            case Park():
+                self._park()
+            case Gather(row):
+                self._gather(row)
+            case Step():
+                self._step(action)
+            case Leave():
+                return True
+        return False
+
+    # -- what the wave may want ------------------------------------------------------------------
+
+    def _park(self) -> None:
+        if self._held_calls.settle():
+            self._send_answers()
+            self._send_stats()
+        else:
+            self._drain(IDLE_STATS_INTERVAL)
+
+    def _gather(self, row: GatherRow) -> None:
+        assert self._group is not None
+        pending = self._group.all_gather_rows(row.pack())
+        while not pending.wait_for(GATHER_PATIENCE):
+            self._intake.turn()
+            self._wave.tick(time.monotonic())
+            self._send_reports()
+        self._wave.gathered(pending.wait())
+        self._on_wave(self._wave.wave)
+        if self._wave.running:
+            self._held_calls.release()
+        else:
+            self._send_stats()
+
+    def _step(self, action: Step) -> None:
+        began = time.monotonic()
+        self._watch.begin(self._core.next_step_tokens, began)
+        try:
+            step = self._core.step_together(action.number, action.loads)
+        finally:  # a step that a lost member ended has not hung either
+            self._watch.end()
+        self._last_step_us = int((time.monotonic() - began) * 1e6)
+        self._wave.stepped()
+        self._send(step)
+        self._drain(0)
+
+    # -- what comes in ---------------------------------------------------------------------------
+
+    def _drain(self, within: float) -> None:
+        needed_steps = self._core.needs_steps
+        items = self._intake.receive(within)
+        for item in items:
+            self._take(item)
+        self._load = None
+        self._send_answers()
+        if (within and not items) or (self._core.needs_steps and not needed_steps):
+            # The age of stats tells idle from dead, and work has to be seen to have begun.
+            self._send_stats()
+
+    def _take(self, item: InboxItem) -> None:
+        match item:
+            case AddRequest():
+                self._wave.request_received(item.wave)
+                self._intake.take(item)
+            case StartDpWave():
+                self._wave.start_ordered(item)
+            case Rejoined(wave):
+                self._wave.welcomed(wave)
+            case FormGroup():
+                self._form(item)
+            case UtilityCall() if self._held_calls.take(item):
+                pass
+            case _:
+                self._intake.take(item)
+
+    # -- groups come and go ----------------------------------------------------------------------
+
+    def _form(self, order: FormGroup) -> None:
+        group = self._grouping.ordered(order)
+        if group is not None:
+            interval = 1 if self._core.joined_group(group.size) else GATHER_INTERVAL
+            self._wave.regroup(group.topology, leads=group.rank == 0, gather_interval=interval)
+            self._group = group
+            logger.info("in group %d as %d of %d", group.topology, group.rank + 1, group.size)
+            self._on_joined()
+        elif self._group is not None and not self._grouping.is_joined:
+            self._wave.group_lost()
+            self._group = None
+
+    def _lose_group(self, error: GroupBroken) -> None:
+        self._wave.group_lost()
+        self._group = None
+        self._grouping.lose(error)
+
+    # -- what goes out ---------------------------------------------------------------------------
+
+    def _own_load(self) -> RankState:
+        if self._load is None:
+            self._load = self._core.rank_state(self._last_step_us)
+        return self._load
+
+    def _send_reports(self) -> None:
+        for report in self._wave.take_reports():
+            self._outbox.put(report)
+
+    def _send_answers(self) -> None:
+        answers = self._core.answers()
+        if answers is not None:
+            self._send(answers)
+
+    def _send_stats(self) -> None:
+        self._outbox.put(StepDone(self._core.stats(), {}))
+
+    def _send(self, step: CoreStep) -> None:
+        self._outbox.put(StepDone(step.stats, step.outputs))
+        for front_end, result in step.utility_results:
+            self._outbox.put(UtilityDone(front_end, result))

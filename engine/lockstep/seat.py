@@ -1,0 +1,76 @@
+"""One engine's place in its lockstep group: a state machine without I/O.
+
+    apart      in no group: just started, or the group was given up
+      |  order without address
+    preparing  loads the share of the experts that the new place has
+      |  `prepared`
+    prepared   waits for the others
+      |  order with address, then `joined`
+    joined     takes part; a newer order, or `lost`, ends it
+
+The coordinator forms groups from what engines say of themselves: `seat` is part of every
+heartbeat, and goes out at once when it changes.
+"""
+
+from typing import NamedTuple
+
+from engine.messages import FormGroup, GroupMember, Seat
+
+
+class Place(NamedTuple):
+    """A place in one formation of a group."""
+
+    topology: int
+    position: int
+    size: int
+    address: str = ""
+    """Where the members meet; empty while they prepare."""
+
+
+class GroupSeat:
+    """What an engine does with the orders to form a group."""
+
+    def __init__(self, member: GroupMember, address: str) -> None:
+        """An engine that is in no group; it would host the meeting of one at `address`."""
+        self.seat = Seat("apart", 0, address)
+        self._me = member
+        self._members: list[GroupMember] = []
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the engine is in a group as far as it knows."""
+        return self.seat.state == "joined"
+
+    def ordered(self, order: FormGroup) -> Place | None:
+        """Take an order; return the place to prepare for (without an address) or to take."""
+        seat = self.seat
+        if order.topology < seat.topology:
+            return None
+        if self._me not in order.members:
+            if order.topology > seat.topology:
+                self._move("apart", order.topology)  # the others go on without this one
+            return None
+        place = Place(
+            order.topology, order.members.index(self._me), len(order.members), order.address
+        )
+        if order.topology > seat.topology:
+            self._members = order.members
+            self._move("preparing", order.topology)
+            return place._replace(address="")
+        return place if order.address and seat.state == "prepared" else None
+
+    def prepared(self, address: str) -> None:
+        """What the new place needs has been loaded; the group could meet at `address`."""
+        self.seat = Seat("prepared", self.seat.topology, address)
+
+    def joined(self) -> None:
+        """All members have met."""
+        self._move("joined", self.seat.topology)
+
+    def lost(self) -> None:
+        """The group is given up, or the members did not meet."""
+        self._move("apart", self.seat.topology)
+
+    def _move(self, state: str, topology: int) -> None:
+        members = self._members if state == "joined" else []
+        self.seat = Seat(state, topology, self.seat.address, members)  # type: ignore[arg-type]

@@ -1,0 +1,405 @@
+"""One engine's part in the waves of its lockstep group: a state machine without I/O.
+
+The engines of a lockstep group hold collectives together in every step, so all of them step or
+none does. `EngineWave` says what an engine's loop has to do next; the loop obeys:
+
+    match wave.next_action(has_work, load):
+        case Park(): block on the input queue, then drain it
+        case Gather(row): table = all-gather of row.pack(); wave.gathered(table)
+        case Step(): schedule and execute (or run a dummy batch); wave.stepped(); drain the queue
+        case Leave(): end
+
+and sends `take_reports()` to the coordinator before it parks, gathers or steps. The input queue
+is drained after a park or a step only, never between a gather and its step: what a rank says
+in the gather is then all that the step can contain.
+
+Whether to go on, to pause, to hold or to leave is decided by `judge`, a pure function of the
+gathered table, and so alike on all ranks. The wave number, the hold epoch and the topology are
+logical clocks: everybody takes the maximum of what he sees, and none ever goes back.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from engine.messages import StartDpWave, StartWave, WaveComplete
+from engine.scheduler.admission import RankState
+
+START_REPEAT_INTERVAL = 0.03
+"""Seconds after which an engine that waits for its peers asks for them again."""
+
+WaveReport = StartWave | WaveComplete
+
+
+class LockstepError(Exception):
+    """Ranks of one group are not at the same point: they must not go on."""
+
+
+class Phase(StrEnum):
+    """Where an engine is."""
+
+    FORMING = "forming"
+    """The group is being formed; its first gather brings everybody's clocks together and ends
+    like a wave."""
+    PAUSED = "paused"
+    RUNNING = "running"
+    HELD = "held"
+    """Paused by an operator: requests are kept, and only a newer hold epoch ends it."""
+    APART = "apart"
+    """In no group: it was lost, or there was none yet. Ends when another is formed."""
+    LEFT = "left"
+
+
+STAY, LEAVE_WHEN_DONE, LEAVE_NOW = 0, 1, 2
+"""How urgently a rank wants to end."""
+
+
+class GatherRow(NamedTuple):
+    """What one rank tells all others before a step; sent as `WIDTH` int64 values."""
+
+    topology: int
+    tag: int
+    """Number of this collective since the group was formed."""
+    step: int
+    """Steps done in this wave."""
+    wave: int
+    hold_epoch: int
+    """Odd: the group has to be held; even: it may run."""
+    has_work: int
+    leaving: int
+    """`STAY`, `LEAVE_WHEN_DONE` or `LEAVE_NOW`."""
+    load: RankState
+
+    def pack(self) -> list[int]:
+        """Return the row as it travels."""
+        return [*self[:-1], *self.load]
+
+    @classmethod
+    def unpack(cls, values: Sequence[int]) -> "GatherRow":
+        """Return the row that `pack` made `values` of."""
+        num_control = len(cls._fields) - 1
+        topology, tag, step, wave, hold_epoch, has_work, leaving = values[:num_control]
+        load = RankState(*values[num_control:])
+        return cls(topology, tag, step, wave, hold_epoch, has_work, leaving, load)
+
+
+WIDTH = len(GatherRow._fields) - 1 + len(RankState._fields)
+"""Integers in a packed row."""
+
+
+class Park(NamedTuple):
+    """Block on the input queue: nothing to do."""
+
+
+class Gather(NamedTuple):
+    """Exchange this row with all ranks of the group."""
+
+    row: GatherRow
+
+
+class Step(NamedTuple):
+    """Take a step together with all ranks of the group."""
+
+    number: int
+    """Steps done in this wave before this one."""
+    tag: int
+    """Number of this collective since the group was formed."""
+    dummy: bool
+    """This rank has no work: it runs an empty batch so that its peers' collectives complete."""
+    loads: tuple[RankState, ...]
+    """All ranks' states from this step's gather, by rank; empty in a step without a gather."""
+
+
+class Leave(NamedTuple):
+    """End: all ranks of the group do so at this point."""
+
+
+Action = Park | Gather | Step | Leave
+
+
+class Verdict(NamedTuple):
+    """What all ranks do after a gather."""
+
+    phase: Phase
+    wave: int
+    hold_epoch: int
+
+
+def check_alike(rows: Sequence[GatherRow]) -> None:
+    """Check that all ranks are at the same point.
+
+    Raises:
+        LockstepError: two ranks are not; the message names both.
+    """
+    first = rows[0]
+    for rank, row in enumerate(rows):
+        for name in ("topology", "tag", "step"):
+            here, there = getattr(first, name), getattr(row, name)
+            if here != there:
+                raise LockstepError(
+                    f"rank 0 is at {name} {here} but rank {rank} at {there}: "
+                    f"rank 0 sent {first}, rank {rank} sent {row}"
+                )
+
+
+def judge(rows: Sequence[GatherRow]) -> Verdict:
+    """Return what the whole group does next, from the rows of all ranks."""
+    wave = max(row.wave for row in rows)
+    hold_epoch = max(row.hold_epoch for row in rows)
+    has_work = any(row.has_work for row in rows)
+    leaving = max(row.leaving for row in rows)
+    if leaving == LEAVE_NOW or (leaving and not has_work):
+        phase = Phase.LEFT
+    elif is_hold(hold_epoch) and not leaving:
+        phase = Phase.HELD
+    elif has_work:
+        phase = Phase.RUNNING
+    else:
+        phase = Phase.PAUSED
+    return Verdict(phase, wave, hold_epoch)
+
+
+def is_hold(hold_epoch: int) -> bool:
+    """Whether the newest operation on the group's hold was to hold it."""
+    return hold_epoch % 2 == 1
+
+
+class EngineWave:
+    """What one rank knows of its group, and what it has to do next."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        incarnation: int,
+        wave: int = 0,
+        topology: int = 0,
+        gather_interval: int = 1,
+        leads: bool | None = None,
+        phase: Phase = Phase.FORMING,
+    ) -> None:
+        """A rank of a group that has just been formed, or, with `phase` APART, of none yet.
+
+        `wave` is what the coordinator's welcome or the group's last formation knew. Only every
+        `gather_interval`-th step of a wave begins with a gather; 1 for admission policies that
+        look at the loads. The same on all ranks. One of them, by default rank 0, leads: it
+        reports the end of waves.
+        """
+        self.phase = phase
+        self.wave = wave
+        self.topology = topology
+        self.step = 0
+        self.hold_epoch = 0
+        self._rank = rank
+        self._leads = rank == 0 if leads is None else leads
+        self._incarnation = incarnation
+        self._gather_interval = gather_interval
+        self._tag = 0
+        self._leaving = STAY
+        self._held_at = 0
+        self._loads: tuple[RankState, ...] | None = None
+        self._reports: list[WaveReport] = []
+        self._repeat_at: float | None = None
+
+    # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank steps in `wave`; for its stats."""
+        return self.phase is Phase.RUNNING
+
+    @property
+    def held(self) -> bool:
+        """Whether the whole group is held, so that an operator's work may begin."""
+        return self.phase is Phase.HELD
+
+    @property
+    def awaits_peers(self) -> bool:
+        """Whether this rank started a wave and nobody has been seen to follow yet."""
+        return self.phase is Phase.RUNNING and self.step == 0 and self._loads is None
+
+    def next_action(self, has_work: bool, load: RankState) -> Action:
+        """Return what to do now.
+
+        `has_work` says whether this rank holds requests that have to be stepped, waiting ones
+        included; `load` is its state after the input queue was drained.
+        """
+        if self._has_to_start(has_work):
+            self._start()
+        if self.phase is Phase.LEFT:
+            return Leave()
+        if self.phase in (Phase.PAUSED, Phase.HELD, Phase.APART):
+            return Park()
+        if self._loads is None and self._gathers_now():
+            return Gather(self._row(has_work, load))
+        return Step(self.step, self._tag, not has_work, self._loads or ())
+
+    def take_reports(self) -> list[WaveReport]:
+        """Return what to tell the coordinator, in order; each report is returned once."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def group_lost(self) -> None:
+        """A member has failed or the group is superseded: no collective until `regroup`.
+
+        Whatever collective was going on has been given up.
+        """
+        self.phase = Phase.APART
+        self._loads = None
+
+    def regroup(
+        self, topology: int, *, leads: bool | None = None, gather_interval: int | None = None
+    ) -> None:
+        """The group is formed anew, with `topology` instead of what this rank knew.
+
+        What this rank knows of waves and holds it brings along, and so the new ones learn it.
+        Who leads and how often is gathered stays as it was unless it is said.
+        """
+        self.topology = topology
+        self.phase = Phase.FORMING
+        self.step = self._tag = 0
+        self._loads = None
+        if leads is not None:
+            self._leads = leads
+        if gather_interval is not None:
+            self._gather_interval = gather_interval
+
+    def request_received(self, wave: int) -> None:
+        """A request stamped with its front end's wave was put into this rank's queue.
+
+        That it starts a paused rank, whatever its stamp, follows from `next_action`'s
+        `has_work`.
+        """
+        self._adopt(wave)
+
+    def welcomed(self, wave: int) -> None:
+        """A coordinator that this rank registered with (again) knows of `wave`."""
+        self._adopt(wave)
+
+    def start_ordered(self, order: StartDpWave) -> None:
+        """The coordinator orders the group to run; it may do so late, twice or never."""
+        if order.topology != self.topology:
+            return
+        is_new = order.wave >= self.wave
+        self._adopt(order.wave)
+        self.hold_epoch = max(self.hold_epoch, order.hold_epoch)
+        if self.phase is Phase.PAUSED and is_new and order.excluded_rank != self._rank:
+            self._start()
+
+    def pause_requested(self, epoch: int | None = None) -> None:
+        """An operator wants the group held, requests kept.
+
+        One rank's wish is enough: the next gather makes it everybody's, and all stop there.
+        `epoch` (odd) orders operations that may overtake each other; by default this is one more
+        after the newest known here, and nothing if that already is a hold.
+        """
+        newest = self.hold_epoch + (not is_hold(self.hold_epoch))
+        self.hold_epoch = max(self.hold_epoch, newest if epoch is None else epoch)
+
+    def resume_requested(self, epoch: int | None = None) -> None:
+        """An operator ends the hold; `epoch` (even) as in `pause_requested`.
+
+        Repeating it changes nothing. One rank is enough here too.
+        """
+        newest = self.hold_epoch + is_hold(self.hold_epoch)
+        self.hold_epoch = max(self.hold_epoch, newest if epoch is None else epoch)
+
+    def shutdown_requested(self, *, at_once: bool = False) -> None:
+        """This rank has to end, and with it the group: when all work is done, or now.
+
+        It also ends a hold, since what is held has to be finished.
+        """
+        self._leaving = max(self._leaving, LEAVE_NOW if at_once else LEAVE_WHEN_DONE)
+        self.resume_requested()
+
+    def gathered(self, table: Sequence[Sequence[int]]) -> None:
+        """Take the packed rows of all ranks, in rank order.
+
+        Raises:
+            LockstepError: the ranks are not at the same point.
+        """
+        rows = [GatherRow.unpack(values) for values in table]
+        check_alike(rows)
+        verdict = judge(rows)
+        self._tag += 1
+        self._adopt(verdict.wave)
+        self.hold_epoch = max(self.hold_epoch, verdict.hold_epoch)
+        if verdict.phase is Phase.RUNNING:
+            self._loads = tuple(row.load for row in rows)
+            if self.phase is Phase.FORMING:
+                self._start()
+        else:
+            self._stop(verdict)
+
+    def stepped(self) -> None:
+        """The step is done on this rank."""
+        self._tag += 1
+        self.step += 1
+        self._loads = None
+
+    def tick(self, now: float) -> None:
+        """Time has passed while a gather is outstanding (seconds, monotonic).
+
+        A rank that nobody joins asks again, so that a report lost with a coordinator that died
+        costs an interval only.
+        """
+        if not self.awaits_peers:
+            self._repeat_at = None
+        elif self._repeat_at is None:
+            self._repeat_at = now + START_REPEAT_INTERVAL
+        elif now >= self._repeat_at:
+            self._repeat_at = now + START_REPEAT_INTERVAL
+            self._report_start()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _has_to_start(self, has_work: bool) -> bool:
+        if self.phase is Phase.PAUSED:
+            return has_work or is_hold(self.hold_epoch) or self._leaving != STAY
+        # Work that arrives while held waits; every newer operation needs a gather.
+        return self.phase is Phase.HELD and self.hold_epoch > self._held_at
+
+    def _gathers_now(self) -> bool:
+        return self.phase is Phase.FORMING or self.step % self._gather_interval == 0
+
+    def _row(self, has_work: bool, load: RankState) -> GatherRow:
+        return GatherRow(
+            topology=self.topology,
+            tag=self._tag,
+            step=self.step,
+            wave=self.wave,
+            hold_epoch=self.hold_epoch,
+            has_work=int(has_work),
+            leaving=self._leaving,
+            load=load,
+        )
+
+    def _start(self) -> None:
+        self.phase = Phase.RUNNING
+        self._repeat_at = None
+        self._report_start()
+
+    def _stop(self, verdict: Verdict) -> None:
+        self.phase = verdict.phase
+        self._held_at = verdict.hold_epoch
+        self.step = 0
+        if self._leads:
+            self._reports.append(
+                WaveComplete(
+                    self._rank, self._incarnation, self.wave, verdict.hold_epoch, self.topology
+                )
+            )
+        self.wave += 1
+
+    def _adopt(self, wave: int) -> None:
+        if wave > self.wave:
+            self.wave = wave
+            if self.phase is Phase.RUNNING:
+                self._report_start()
+
+    def _report_start(self) -> None:
+        self._reports.append(
+            StartWave(self._rank, self._incarnation, self.wave, self.hold_epoch, self.topology)
+        )

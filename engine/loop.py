@@ -1,0 +1,68 @@
+"""The main thread of an engine that steps alone: take what came, step, hand the outputs on."""
+
+import time
+from queue import SimpleQueue
+
+from engine.core import EngineCore
+from engine.intake import Intake
+from engine.messages import StartDpWave
+from engine.receiver import InboxItem, Rejoined, Stop
+from engine.sender import SenderItem, StepDone, UtilityDone
+from engine.watchdog import StepWatch
+
+IDLE_STATS_INTERVAL = 2.0
+"""Seconds between stats of an engine without work, so that their age tells stale from idle."""
+
+
+class EngineLoop:
+    """Steps whenever there is work and sleeps on the inbox otherwise."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        intake: Intake,
+        outbox: "SimpleQueue[SenderItem]",
+        watch: StepWatch,
+    ) -> None:
+        self._core = core
+        self._watch = watch
+        self._intake = intake
+        self._outbox = outbox
+
+    def run(self) -> Stop:
+        """Step until something asks to stop.
+
+        Raises:
+            StepFailed: the model or the bookkeeping failed; the engine cannot go on.
+        """
+        while True:
+            had_work = self._core.has_work
+            self._drain(block=not had_work)
+            stop = self._intake.stopped()
+            if stop is not None:
+                return stop
+            if not self._core.has_work:
+                continue
+            if not had_work:
+                # Work that begins and ends within one step has to be seen to have begun.
+                self._outbox.put(StepDone(self._core.stats(), {}))
+            self._watch.begin(self._core.next_step_tokens, time.monotonic())
+            step = self._core.step()
+            self._watch.end()
+            self._outbox.put(StepDone(step.stats, step.outputs))
+            for front_end, result in step.utility_results:
+                self._outbox.put(UtilityDone(front_end, result))
+
+    def _drain(self, *, block: bool) -> None:
+        items = self._intake.receive(IDLE_STATS_INTERVAL if block else 0)
+        if block and not items:
+            self._outbox.put(StepDone(self._core.stats(), {}))
+        for item in items:
+            self._take(item)
+
+    def _take(self, item: InboxItem) -> None:
+        match item:
+            case StartDpWave(wave) | Rejoined(wave):
+                self._core.clock.wave = max(self._core.clock.wave, wave)
+            case _:
+                self._intake.take(item)

@@ -1,0 +1,184 @@
+"""The experts of a model's sparse layers spread over the engines of a group.
+
+Each engine routes its own tokens. They travel to the engines that hold their experts, and what
+each expert makes of them travels back, to be weighted and added at home in the order of the
+token's choices: as on one engine that holds all experts, whatever the size of the group.
+
+In each layer all engines take part, whether they have tokens or not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.distributed.group import Group
+from engine.distributed.spec import GroupBroken
+from engine.models.layers import Linear
+from engine.models.moe import run_experts, weighted_sum
+
+
+class SendingRule(NamedTuple):
+    """When all tokens go to all ranks in one message, rather than each to where it is needed."""
+
+    few_tokens: int = 256
+    """Tokens per rank up to which a message less is worth more than a shorter one."""
+    most_needed: float = 0.7
+    """Share of the tokens that a rank needs, on average, from which it may as well get all."""
+
+
+def expert_share(num_experts: int, rank: int, size: int) -> range:
+    """Return the experts of one rank: contiguous, and no rank has two more than another."""
+    return range(num_experts * rank // size, num_experts * (rank + 1) // size)
+
+
+class ExpertGroup:
+    """What the sparse layers of one engine share: the group, and how the step is laid out."""
+
+    def __init__(self, num_experts: int, experts_per_token: int, device: torch.device) -> None:
+        self._num_experts = num_experts
+        self._device = device
+        self._per_token = experts_per_token
+        self._group: Group | None = None
+        self.rule = SendingRule()
+        """Has to be the same at all ranks."""
+        self.rank_of = torch.empty(0, dtype=torch.int64)
+        """[experts] int64: who holds each."""
+        self.counts: list[int] = []
+        """Tokens of each rank in this step."""
+
+    def join(self, group: Group) -> None:
+        """Hold all further collectives with this group."""
+        self._group = group
+        ranks = torch.empty(self._num_experts, dtype=torch.int64)
+        for rank in range(group.size):
+            share = expert_share(self._num_experts, rank, group.size)
+            ranks[share.start : share.stop] = rank
+        self.rank_of = ranks.to(self._device)
+
+    def leave(self) -> None:
+        """Be in no group until `join`."""
+        self._group = None
+
+    @property
+    def group(self) -> Group:
+        """The group.
+
+        Raises:
+            GroupBroken: there is none.
+        """
+        if self._group is None:
+            raise GroupBroken("the engine is in no group yet")
+        return self._group
+
+    def begin_step(self, num_tokens: int) -> bool:
+        """Exchange how many tokens each rank has; return whether any has some.
+
+        Raises:
+            GroupBroken: not all ranks came.
+        """
+        self.counts = self.group.all_gather_counts(num_tokens)
+        return any(self.counts)
+
+    @property
+    def sends_everything(self) -> bool:
+        """Whether every rank gets all tokens in one message, and none says first how many."""
+        if max(self.counts) <= self.rule.few_tokens:
+            return True
+        return 1 - (1 - 1 / self.group.size) ** self._per_token >= self.rule.most_needed
+
+
+class _Arrived(NamedTuple):
+    """Tokens of all ranks, in rank order."""
+
+    x: Tensor
+    """[tokens, hidden]"""
+    chosen: Tensor
+    """[tokens, experts_per_token]"""
+    counts: Sequence[int]
+    """Tokens from each rank."""
+
+
+class SpreadExperts:
+    """The experts of one layer, some of them here and the others at the group's other ranks."""
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self._group = group
+        self._share = range(0)
+        self._experts: list[Linear] = []
+
+    @property
+    def share(self) -> range:
+        """Which experts are here."""
+        return self._share
+
+    def hold(self, share: range, load: Callable[[int], Linear]) -> None:
+        """Drop the experts that are not in the share, then load those that are missing."""
+        kept = {i: e for i, e in zip(self._share, self._experts, strict=True) if i in share}
+        self._experts = []
+        self._share = share
+        self._experts = [kept.pop(i) if i in kept else load(i) for i in share]
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts; see `engine.models.moe.Experts`.
+
+        Raises:
+            GroupBroken: not all ranks came.
+        """
+        ranks = self._group.rank_of[chosen]
+        if self._group.sends_everything:
+            arrived = self._gather(x, chosen)
+        else:
+            arrived = self._send(x, chosen, ranks)
+        mine = (arrived.chosen >= self._share.start) & (arrived.chosen < self._share.stop)
+        rows = mine.nonzero()[:, 0]
+        outputs = run_experts(
+            arrived.x, rows, arrived.chosen[mine] - self._share.start, self._experts
+        )
+        returned = _sums(mine.sum(1), arrived.counts)
+        expected = torch.bincount(ranks.flatten(), minlength=self._group.group.size).tolist()
+        back = self._group.group.all_to_all(outputs, returned, expected)
+        order = ranks.flatten().argsort(stable=True)
+        by_choice = torch.empty_like(back).index_copy_(0, order, back)
+        return weighted_sum(by_choice, weights).to(x.dtype)
+
+    def _gather(self, x: Tensor, chosen: Tensor) -> _Arrived:
+        """Get all tokens of all ranks."""
+        counts = self._group.counts
+        packed = self._group.group.all_gather(_pack(x, chosen), counts)
+        return _Arrived(*_unpack(packed, x), counts)
+
+    def _send(self, x: Tensor, chosen: Tensor, ranks: Tensor) -> _Arrived:
+        """Get the tokens that have chosen an expert here."""
+        group = self._group.group
+        needed = torch.zeros(group.size, len(x), dtype=torch.bool, device=x.device)
+        needed.T.scatter_(1, ranks, True)
+        tokens = needed.nonzero()[:, 1]
+        sent = needed.sum(1)
+        received = group.all_to_all(sent, [1] * group.size, [1] * group.size).tolist()
+        packed = _pack(x.index_select(0, tokens), chosen.index_select(0, tokens))
+        return _Arrived(*_unpack(group.all_to_all(packed, sent.tolist(), received), x), received)
+
+
+def _pack(x: Tensor, chosen: Tensor) -> Tensor:
+    """Return one row of bytes per token, so that it travels in one message."""
+    choices = chosen.to(torch.int32)
+    return torch.cat((x.contiguous().view(torch.uint8), choices.view(torch.uint8)), dim=1)
+
+
+def _unpack(packed: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_pack` packed; x has the type and width of `like`."""
+    width = like.shape[1] * like.dtype.itemsize
+    x, choices = packed[:, :width].contiguous(), packed[:, width:].contiguous()
+    return x.view(like.dtype), choices.view(torch.int32).to(torch.int64)
+
+
+def _sums(values: Tensor, lengths: Sequence[int]) -> list[int]:
+    """Return the sum of each of the parts, of these lengths, of a vector."""
+    parts: list[int] = [0, *values.cumsum(0).tolist()]
+    sums, first = [], 0
+    for length in lengths:
+        sums.append(parts[first + length] - parts[first])
+        first += length
+    return sums

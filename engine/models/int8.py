@@ -1,0 +1,100 @@
+"""Products in 8-bit integers on processors: weights scaled per output, activations per token.
+
+Both are rounded to symmetric integers, weights once at load and activations at each call, each
+token by its own largest value. So a token's result does not depend on its neighbours in the batch.
+oneDNN's product takes unsigned activations: they are stored with 128 added, which its zero point
+takes away again.
+"""
+
+import torch
+from torch import Tensor
+
+_LARGEST = 127.0
+_ZERO_POINT = 128
+_SMALLEST_RANGE = 1e-30
+"""Rows whose largest value is below are as good as zero."""
+_TOLERANCE = 0.05
+"""Most relative error of a product that is right; rounding to 8 bits costs about 0.01."""
+
+
+class Int8Unsupported(ValueError):
+    """This device or build has no 8-bit product."""
+
+
+class Int8Linear:
+    """A matrix product with 8-bit weights; activations come and go in their own type."""
+
+    __slots__ = ("_bias", "_product", "_scales", "_weight", "_zero_points")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Quantize and pack a dense [out, in] weight; the caller drops the original.
+
+        Raises:
+            RuntimeError, AttributeError: this build of torch has no such product.
+        """
+        scales = weight.abs().amax(dim=1).float().clamp_min_(_SMALLEST_RANGE) / _LARGEST
+        integers = (weight / scales.unsqueeze(1)).round_().to(torch.int8)
+        self._weight = torch.ops.onednn.qlinear_prepack(integers, None)
+        self._scales = scales
+        self._zero_points = torch.zeros(weight.shape[0], dtype=torch.int64)
+        self._bias = bias
+        self._product = torch.ops.onednn.qlinear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
+        largest = x.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_SMALLEST_RANGE)
+        shifted = x.to(torch.float32, copy=True).mul_(_LARGEST / largest).add_(_ZERO_POINT + 0.5)
+        product: Tensor = self._product(
+            shifted.to(torch.uint8),  # cutting off the half that was added rounds to the nearest
+            1.0,
+            _ZERO_POINT,
+            self._weight,
+            self._scales,
+            self._zero_points,
+            None,
+            1.0,
+            0,
+            x.dtype if x.dtype == torch.bfloat16 else torch.float32,
+            "none",
+            [],
+            "",
+        )
+        product.mul_(largest.mul_(1.0 / _LARGEST))
+        if self._bias is not None:
+            product.add_(self._bias)
+        return product.to(x.dtype)
+
+
+_checked: set[tuple[torch.dtype, int, int]] = set()
+
+
+def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
+    """Return the product with quantized weights; each type and shape is tried once.
+
+    Raises:
+        Int8Unsupported: the weights are not on the CPU, or its product is missing or wrong.
+    """
+    if weight.device.type != "cpu":
+        raise Int8Unsupported("--quantization int8 is for models on the CPU (--device cpu)")
+    key = (weight.dtype, weight.shape[0], weight.shape[1])
+    try:
+        linear = Int8Linear(weight, bias)
+        if key not in _checked:
+            _check(linear, weight, bias)
+            _checked.add(key)
+    except (AttributeError, RuntimeError) as error:
+        raise Int8Unsupported(
+            f"--quantization int8: this build of torch cannot do it here: {error}"
+        ) from error
+    return linear
+
+
+def _check(linear: Int8Linear, weight: Tensor, bias: Tensor | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, weight.shape[1], generator=generator).to(weight.dtype)
+    expected = x.float() @ weight.float().T
+    if bias is not None:
+        expected += bias.float()
+    error = (linear(x).float() - expected).norm() / expected.norm().clamp_min(_SMALLEST_RANGE)
+    if not bool(error <= _TOLERANCE):
+        raise RuntimeError(f"a product of {list(weight.shape)} is off by {float(error):.2g}")

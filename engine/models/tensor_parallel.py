@@ -1,0 +1,167 @@
+"""One model cut over several processes: which part each of them holds, and how parts are joined.
+
+Attention is cut by heads, gated MLPs (and each expert's) by their inner width, the vocabulary by
+tokens. A layer's two parts each end in a sum over all processes. The first process, which draws
+the tokens, gets the logits of the whole vocabulary.
+"""
+
+from typing import Protocol
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.distributed.group import Group
+from engine.models.checkpoint import Checkpoint
+from engine.models.hf_config import ModelSpec, UnsupportedModel
+from engine.models.layers import Linear
+
+
+def part_of(width: int, rank: int, size: int) -> slice:
+    """Return one rank's part of an axis: contiguous, no rank has two more than another."""
+    return slice(width * rank // size, width * (rank + 1) // size)
+
+
+class Cut:
+    """One rank's part of a model; the first of `size` ranks is the one that draws tokens."""
+
+    def __init__(self, spec: ModelSpec, rank: int, size: int) -> None:
+        """Cut the model of this spec.
+
+        Raises:
+            UnsupportedModel: its heads cannot be dealt out evenly.
+        """
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        if heads % size or (kv_heads % size and size % kv_heads):
+            raise UnsupportedModel(
+                f"--tensor-parallel-size {size} does not suit a model with {heads} attention heads "
+                f"and {kv_heads} key-value heads: it has to divide the former, and to divide or be "
+                "a multiple of the latter"
+            )
+        self.rank = rank
+        self.size = size
+        self._spec = spec
+        self._query = part_of(spec.query_size, rank, size)
+        # With fewer key-value heads than ranks each is held by several, next to its query heads.
+        local_kv = max(1, kv_heads // size)
+        first_kv = rank * kv_heads // size
+        self._kv = slice(first_kv * spec.head_dim, (first_kv + local_kv) * spec.head_dim)
+        self.spec = self._local_spec(heads // size, local_kv)
+        """The model as this rank computes it; vocabulary and hidden size are those of the whole."""
+
+    @property
+    def vocabulary(self) -> slice:
+        """Tokens whose embeddings and output weights are here."""
+        return part_of(self._spec.vocab_size, self.rank, self.size)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of the checkpoint, as a view where possible."""
+        parent, kind = name.split(".")[-2:]
+        if parent in ("q_proj", "k_proj", "v_proj"):
+            return tensor[self._query if parent == "q_proj" else self._kv]
+        if parent in ("embed_tokens", "lm_head"):
+            return tensor[self.vocabulary]
+        if parent in ("gate_proj", "up_proj", "w1", "w3"):
+            return tensor[self._inner(tensor.shape[0])]
+        if parent not in ("o_proj", "down_proj", "w2"):
+            return tensor
+        if kind == "bias":  # is added once
+            return tensor if self.rank == 0 else torch.zeros_like(tensor)
+        return tensor[:, self._query if parent == "o_proj" else self._inner(tensor.shape[1])]
+
+    def _inner(self, width: int) -> slice:
+        return part_of(width, self.rank, self.size)
+
+    def _local_spec(self, heads: int, kv_heads: int) -> ModelSpec:
+        def local(width: int) -> int:
+            part = self._inner(width)
+            return int(part.stop - part.start)
+
+        moe = self._spec.moe
+        if moe is not None:
+            moe = msgspec.structs.replace(moe, intermediate_size=local(moe.intermediate_size))
+        return msgspec.structs.replace(
+            self._spec,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            intermediate_size=local(self._spec.intermediate_size),
+            moe=moe,
+        )
+
+
+class CutCheckpoint:
+    """The part of a checkpoint that one rank loads; only that part is read."""
+
+    def __init__(self, checkpoint: Checkpoint, cut: Cut) -> None:
+        self._checkpoint = checkpoint
+        self._cut = cut
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that most of the tensors are stored in."""
+        return self._checkpoint.dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """Return this rank's part of a tensor."""
+        return self._cut.part(name, self._checkpoint.tensor(name))
+
+    def fingerprint(self) -> str:
+        """Return the digest of the whole checkpoint."""
+        return self._checkpoint.fingerprint()
+
+
+class Block(Protocol):
+    """A part of a layer, [tokens, in] to [tokens, hidden]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class SummedOver:
+    """A block of which each rank computes a summand."""
+
+    def __init__(self, group: Group, block: Block) -> None:
+        self._group = group
+        self._block = block
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the sum; raises GroupBroken if a rank has failed."""
+        return self._group.all_reduce(self._block(x))
+
+
+class CutEmbedding:
+    """Embeddings of which each rank holds those of some tokens."""
+
+    def __init__(self, group: Group, table: Tensor, vocabulary: slice) -> None:
+        """Take the rows [tokens of this rank, hidden] of the table."""
+        self._group = group
+        self._table = table
+        self._vocabulary = vocabulary
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Return [tokens, hidden]: each rank adds zeros for the tokens of the others."""
+        here = (token_ids >= self._vocabulary.start) & (token_ids < self._vocabulary.stop)
+        local = (token_ids - self._vocabulary.start).where(here, 0)
+        found = F.embedding(local, self._table)
+        return self._group.all_reduce(found.masked_fill_(~here.unsqueeze(1), 0))
+
+
+class CutHead:
+    """The LM head of which each rank holds the rows of some tokens."""
+
+    def __init__(self, group: Group, head: Linear, vocab_size: int) -> None:
+        self._group = group
+        self._head = head
+        parts = [part_of(vocab_size, rank, group.size) for rank in range(group.size)]
+        self._widths = [part.stop - part.start for part in parts]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map states [rows, hidden] to logits [rows, vocab], of no rows but at the first rank."""
+        mine = self._head(x)
+        rows, first = len(x), self._group.rank == 0
+        sent = [mine.numel()] + [0] * (self._group.size - 1)
+        received = [rows * width if first else 0 for width in self._widths]
+        parts = torch.split(self._group.all_to_all(mine.flatten(), sent, received), received)
+        if not first:
+            return mine.new_empty(0, sum(self._widths))
+        return torch.cat([part.view(rows, -1) for part in parts], dim=1)

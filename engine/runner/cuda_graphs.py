@@ -1,0 +1,141 @@
+"""CUDA graphs of decode steps: one replay instead of hundreds of kernel launches."""
+
+import logging
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.models.attention import AttentionRows
+from engine.models.decoder import Decoder, StepTokens
+from engine.models.varlen_attention import (
+    CudaAttention,
+    VarlenAttention,
+    VarlenPlan,
+    kernel_window,
+    to_device,
+)
+from engine.runner.inputs import BatchRows
+from engine.runner.padded_decode import PaddedDecode, graph_sizes, pad_decode, padded_size
+
+logger = logging.getLogger(__name__)
+
+_WARM_UPS = 2
+"""Runs before a recording, in which libraries choose algorithms and allocate work space."""
+
+
+class _Graph(msgspec.Struct, frozen=True):
+    """A recorded step: what it reads, and where it leaves the states."""
+
+    graph: torch.cuda.CUDAGraph
+    step: StepTokens
+    plan: VarlenPlan
+    hidden: Tensor
+
+
+def can_record(model: Decoder, block_size: int) -> bool:
+    """Whether a decode step is the same sequence of kernels each time it is run.
+
+    Experts are called by how many tokens chose them, and parts of a model that is cut over
+    processes meet in between; the stock attention depends on lengths.
+    """
+    attention = model.attention
+    return (
+        isinstance(attention, CudaAttention)
+        and not model.sparse_layers
+        and model.is_alone
+        and isinstance(attention.for_blocks(block_size), VarlenAttention)
+    )
+
+
+class DecodeGraphs:
+    """Decode steps recorded at each size when it is first needed."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: list[Tensor],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        scratch_block: int,
+    ) -> None:
+        """Prepare to record; the cache has a block that no sequence uses."""
+        self._model = model
+        self._cache = cache
+        self._block_size = cache[0].shape[1]
+        self._max_model_len = max_model_len
+        self._width = -(-(max_model_len + 1) // self._block_size)
+        self._scratch_block = scratch_block
+        self._sizes = graph_sizes(max_num_seqs)
+        self._graphs: dict[int, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, rows: BatchRows, shape: AttentionRows) -> Tensor | None:
+        """Return the final states [tokens, hidden] of a step, None if it is no recorded kind."""
+        count = len(rows.token_ids)
+        size = padded_size(count, self._sizes)
+        if size is None or len(shape.counts) != count:
+            return None
+        padded = pad_decode(
+            rows, shape, size=size, width=self._width, scratch_block=self._scratch_block
+        )
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._graphs[size] = self._record(padded, shape)
+        else:
+            self._fill(graph, padded)
+        graph.graph.replay()
+        return graph.hidden[:count]
+
+    def _record(self, padded: PaddedDecode, shape: AttentionRows) -> _Graph:
+        step, plan = self._inputs(padded, shape)
+        side = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._model.device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):  # writes what the replay will write again
+                self._model.hidden_states(step, self._cache)
+        torch.cuda.current_stream(self._model.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Graphs run one after the other, so they share their work space.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden = self._model.hidden_states(step, self._cache)
+        logger.debug("recorded a decode step of %d rows", len(padded.token_ids))
+        return _Graph(graph, step, plan, hidden)
+
+    def _inputs(self, padded: PaddedDecode, shape: AttentionRows) -> tuple[StepTokens, VarlenPlan]:
+        """Return the tensors that the recording will read at every replay."""
+        device, size = self._model.device, len(padded.token_ids)
+        ends = torch.arange(size + 1, dtype=torch.int32, device=device)
+        plan = VarlenPlan(
+            query_ends=ends,
+            # Only lengths and block tables say where keys are; these have to be ascending.
+            key_ends=ends * self._max_model_len,
+            num_keys=to_device(padded.num_keys, device),
+            block_tables=to_device(padded.block_tables, device),
+            max_queries=1,
+            max_keys=self._max_model_len,
+            window=kernel_window(None),
+        )
+        step = StepTokens(
+            token_ids=to_device(padded.token_ids, device),
+            positions=to_device(padded.positions, device),
+            slots=to_device(padded.cache_slots, device),
+            rows=shape,
+            plans={
+                window: msgspec.structs.replace(plan, window=kernel_window(window))
+                for window in self._model.windows
+            },
+        )
+        return step, plan
+
+    def _fill(self, graph: _Graph, padded: PaddedDecode) -> None:
+        device = self._model.device
+        for target, array in (
+            (graph.step.token_ids, padded.token_ids),
+            (graph.step.positions, padded.positions),
+            (graph.step.slots, padded.cache_slots),
+            (graph.plan.num_keys, padded.num_keys),
+            (graph.plan.block_tables, padded.block_tables),
+        ):
+            target.copy_(to_device(array, device), non_blocking=True)

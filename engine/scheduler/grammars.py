@@ -1,0 +1,35 @@
+"""What the scheduler needs to know of grammars: which are there, and who is done with one."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.messages import GrammarSpec
+
+
+class Grammar(Protocol):
+    """A grammar that is being compiled, has been, or cannot be."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known how the compilation ended."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot be compiled."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles grammars beside the steps."""
+
+    on_settled: Callable[[], None]
+    """Called by another thread whenever a grammar that was asked for is settled."""
+
+    def ask(self, spec: GrammarSpec) -> Grammar:
+        """Return the grammar, compiled or not; it is kept while the answer is."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """The request that was in the slot follows its grammar no more."""
+        ...

@@ -1,0 +1,112 @@
+"""Which tokens are guessed for which request, and how well that goes."""
+
+from dataclasses import dataclass
+
+from engine.config import SchedulerConfig
+from engine.scheduler.accounts import Counters
+from engine.scheduler.admission import StepBudget
+from engine.scheduler.batch import SlotBlocks
+from engine.scheduler.draft import Draft
+from engine.scheduler.kv_cache import KVCacheManager
+from engine.scheduler.ngram import NgramIndex
+from engine.scheduler.request import Request
+
+DEFAULT_LOOKUP_MIN = 2
+DEFAULT_LOOKUP_MAX = 4
+
+
+@dataclass(slots=True)
+class _Guesses:
+    """What is known about one running request."""
+
+    index: NgramIndex
+    length: int
+    """Tokens to guess next time: as many as asked for while all are right, fewer while none is."""
+
+
+class Speculator:
+    """Proposes tokens that a step computes beside the newest one of a request.
+
+    Each is kept if the draw at its position gives the same token, so that output never depends on
+    what is proposed; only the number of steps does.
+    """
+
+    def __init__(self, scheduling: SchedulerConfig, counters: Counters) -> None:
+        self._most = scheduling.speculative_ngram
+        self._shortest, self._longest = lookup_lengths(scheduling)
+        self._counters = counters
+        self._guesses: dict[int, _Guesses] = {}
+
+    def guess(self, draft: Draft, budget: StepBudget, kv: KVCacheManager, *, headroom: int) -> None:
+        """Let decodes verify guesses with the tokens and blocks that nobody else wants now.
+
+        Args:
+            draft: a step that is complete but for guesses.
+            budget: what is left of its tokens.
+            kv: gives blocks for guesses.
+            headroom: blocks that must stay free.
+        """
+        for request in draft.decodes:
+            if request.num_pending_tokens > 1:
+                continue  # its newest token is not known
+            table, start = request.table, request.num_computed_tokens
+            room = request.max_total_tokens - start - 1
+            proposed = self._propose(request, min(room, budget.num_tokens))
+            if start + len(proposed) > table.capacity and not draft.short_of_blocks:
+                first = len(table.block_ids)
+                new = kv.try_grow(table, start + len(proposed), headroom=headroom)
+                if new is not None:
+                    draft.blocks.append(SlotBlocks(request.slot, first, new))
+            proposed = proposed[: table.capacity - start]
+            if proposed:
+                budget.speculate(len(proposed))
+                draft.propose(request, proposed)
+
+    def _propose(self, request: Request, most: int) -> list[int]:
+        """Return at most `most` tokens that may follow the request's known ones.
+
+        None come after a token that would end the request.
+        """
+        guesses = self._guesses.get(request.id)
+        if guesses is None:
+            guesses = _Guesses(NgramIndex(self._shortest, self._longest), self._most)
+            self._guesses[request.id] = guesses
+        count = min(most, guesses.length)
+        if count < 1:
+            return []
+        proposed = guesses.index.propose(request.token_ids, count)
+        for position, token_id in enumerate(proposed):
+            if token_id in request.stop_ids:
+                return proposed[: position + 1]
+        return proposed
+
+    def verified(self, request: Request, proposed: int, accepted: int) -> None:
+        """So many of the tokens proposed last were right."""
+        counters = self._counters
+        counters.spec_drafts += 1
+        counters.spec_draft_tokens += proposed
+        counters.spec_accepted_tokens += accepted
+        guesses = self._guesses.get(request.id)
+        if guesses is None:
+            return
+        if accepted == proposed:
+            guesses.length = min(self._most, 2 * guesses.length)
+        elif accepted == 0:
+            guesses.length = max(1, guesses.length // 2)
+
+    def forget(self, request: Request) -> None:
+        """The request does not run any more."""
+        self._guesses.pop(request.id, None)
+
+    @property
+    def num_tracked(self) -> int:
+        """Requests about which something is remembered."""
+        return len(self._guesses)
+
+
+def lookup_lengths(scheduling: SchedulerConfig) -> tuple[int, int]:
+    """Return the fewest and most tokens to compare; one that is given moves the other's default."""
+    shortest, longest = scheduling.prompt_lookup_min, scheduling.prompt_lookup_max
+    if shortest is None:
+        shortest = min(DEFAULT_LOOKUP_MIN, longest or DEFAULT_LOOKUP_MIN)
+    return shortest, longest or max(DEFAULT_LOOKUP_MAX, shortest)

@@ -1,0 +1,174 @@
+"""Who may come in: keys, and pages of other web origins. Plain ASGI around the application."""
+
+import hashlib
+import hmac
+import ssl
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.config import GuardConfig
+from server.errors import ApiError
+from server.observe.metrics import FrontEndMetrics
+
+API_PREFIX = "/v1/"
+ADMIN_PREFIX = "/admin/"
+
+
+class BadGuards(Exception):
+    """The guards cannot be set up as configured; the message is for people."""
+
+
+class Keys:
+    """A set of secrets, of which only digests are kept."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(secret.encode()).digest() for secret in secrets]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def __contains__(self, secret: bytes) -> bool:
+        """Whether it is one of them, in a time that tells nothing about any of them."""
+        digest = hashlib.sha256(secret).digest()
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found
+
+
+def api_keys(config: GuardConfig) -> Keys:
+    """Return the keys for the API.
+
+    Raises:
+        BadGuards: there is no key where one is said to be.
+    """
+    return _keys(config.api_key, config.api_key_file, "api")
+
+
+def admin_keys(config: GuardConfig) -> Keys:
+    """Return the key for /admin, if there is one.
+
+    Raises:
+        BadGuards: there is no key where one is said to be.
+    """
+    given = () if config.admin_key is None else (config.admin_key,)
+    return _keys(given, config.admin_key_file, "admin")
+
+
+def _keys(given: tuple[str, ...], file: str | None, name: str) -> Keys:
+    secrets = [secret.strip() for secret in given]
+    if file is not None:
+        flag = f"--{name}-key-file"
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadGuards(f"{flag} {file} cannot be read: {error}") from error
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise BadGuards(f"{flag} {file} holds no key")
+        secrets += found
+    if "" in secrets:
+        raise BadGuards(f"--{name}-key must not be empty")
+    return Keys(secrets)
+
+
+class KeyGuard:
+    """Lets requests to guarded paths through only with a key."""
+
+    def __init__(self, app: ASGIApp, api: Keys, admin: Keys, metrics: FrontEndMetrics) -> None:
+        self._app = app
+        self._api = api
+        self._admin = admin
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal, guarded = None, ""
+        if scope["type"] == "http":
+            path = scope["path"]
+            if self._api and path.startswith(API_PREFIX):
+                guarded = API_PREFIX
+                if not _carries(scope, self._api):
+                    refusal = _NO_KEY
+            elif self._admin and path.startswith(ADMIN_PREFIX):
+                guarded = ADMIN_PREFIX
+                if not _carries(scope, self._admin):
+                    refusal = _NOT_ADMIN
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        self._metrics.http_request(f"{guarded}*", refusal.status)
+        body = refusal.body()
+        headers = [(name.encode(), value.encode()) for name, value in refusal.headers]
+        headers.append((b"content-type", b"application/json"))
+        headers.append((b"content-length", str(len(body)).encode()))
+        start = {"type": "http.response.start", "status": refusal.status, "headers": headers}
+        await send(start)
+        await send({"type": "http.response.body", "body": body})
+
+
+_NO_KEY = ApiError(
+    401,
+    "Incorrect API key provided. Send it as 'Authorization: Bearer KEY'.",
+    code="invalid_api_key",
+    headers=(("www-authenticate", "Bearer"),),
+)
+_NOT_ADMIN = ApiError(
+    403,
+    "This needs the server's admin key. Send it as 'Authorization: Bearer KEY'.",
+    code="admin_key_required",
+)
+
+
+def _carries(scope: Scope, keys: Keys) -> bool:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, secret = value.partition(b" ")
+            return scheme.lower() == b"bearer" and secret.strip() in keys
+    return False
+
+
+def install(app: FastAPI, config: GuardConfig, metrics: FrontEndMetrics) -> None:
+    """Put the configured guards around an application; what is not configured costs nothing.
+
+    Raises:
+        BadGuards: there is no key where one is said to be.
+    """
+    api, admin = api_keys(config), admin_keys(config)
+    if api or admin:
+        app.add_middleware(KeyGuard, api=api, admin=admin, metrics=metrics)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=("x-request-id", "retry-after"),
+        )
+
+
+def tls_options(config: GuardConfig) -> dict[str, Any]:
+    """Return what uvicorn needs to serve HTTPS; empty for HTTP.
+
+    Raises:
+        BadGuards: a file is missing.
+    """
+    files = {
+        "ssl_certfile": config.ssl_certfile,
+        "ssl_keyfile": config.ssl_keyfile,
+        "ssl_ca_certs": config.ssl_ca_certs,
+    }
+    options: dict[str, Any] = {name: file for name, file in files.items() if file is not None}
+    for name, file in options.items():
+        if not Path(file).is_file():
+            raise BadGuards(f"--{name.replace('_', '-')} {file}: there is no such file")
+    if options and config.ssl_certfile is None:
+        raise BadGuards("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+    if config.ssl_ca_certs is not None:
+        options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
+    return options

@@ -1,0 +1,45 @@
+"""What the answers to one request may consist of."""
+
+import msgspec
+
+from server.answer.reader import AnswerReader
+from server.answer.reasoning import ReasoningReader, ReasoningTags
+from server.tool_calls.choice import ToolUse
+
+
+class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers to a request are taken apart."""
+
+    tools: ToolUse = ToolUse()
+    reasoning: ReasoningTags | None = None
+    """None: the answers hold no reasoning."""
+    reasoning_end: int | None = None
+    """The end tag's token; None if it is spelled by several."""
+    begins_inside: bool = False
+    """The answers begin inside the reasoning."""
+    show_reasoning: bool = True
+
+    def reader(self) -> AnswerReader | None:
+        """Return a reader for one answer, or None if all of the answer is content."""
+        tools, tags = self.tools, self.reasoning
+        if tags is None and tools.format is None:
+            return None
+        return AnswerReader(
+            None if tags is None else ReasoningReader(tags, inside=self.begins_inside),
+            None if tools.format is None else tools.format.parser([*tools.functions.values()]),
+            parallel=tools.parallel,
+            show_reasoning=self.show_reasoning,
+            reasoning_end=self.reasoning_end,
+        )
+
+    def new_call_id(self) -> str:
+        """Return a name for a call of an answer."""
+        assert self.tools.format is not None, "nothing else finds calls"
+        return self.tools.format.new_id()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that readers have to see even if they are special tokens."""
+        calls = self.tools.format.markers if self.tools.format is not None else ()
+        tags = (self.reasoning.start, self.reasoning.end) if self.reasoning is not None else ()
+        return calls + tags

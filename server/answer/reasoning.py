@@ -1,0 +1,139 @@
+"""Reasoning that a model writes between tags before its answer."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from server.text.markers import certain_length
+
+
+class ReasoningTags(msgspec.Struct, frozen=True):
+    """How a model marks its reasoning.
+
+    With `implied` an answer begins inside whether or not it opens with the start tag, because
+    the prompt ends with the tag or the model was trained to always think.
+    """
+
+    start: str
+    end: str
+    implied: bool = False
+
+    def opening(self, prompt: str, *, continues: bool) -> bool | None:
+        """Return whether an answer to a rendered prompt begins inside; None: reasoning is over.
+
+        Args:
+            prompt: what the template rendered; it may have opened the reasoning, or closed it.
+            continues: the prompt ends inside the message that the answer goes on with.
+        """
+        if continues:
+            return True if prompt.rfind(self.start) > prompt.rfind(self.end) else None
+        tail = prompt.rstrip()
+        if tail.endswith(self.end):
+            return None
+        return self.implied or tail.endswith(self.start)
+
+
+THINK = ReasoningTags("<think>", "</think>")
+
+REASONING_FORMATS = {
+    "qwen3": THINK,
+    "deepseek_r1": ReasoningTags("<think>", "</think>", implied=True),
+    "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>", implied=True),
+}
+"""Formats by the names that `--reasoning-parser` knows, but for those that need more settings."""
+
+
+class ReasoningTokens:
+    """Counts an answer's tokens up to the one that is the end tag."""
+
+    def __init__(self, end_token: int | None) -> None:
+        """Without an end token, because the tag is spelled by several, all count as none."""
+        self._end_token = end_token
+        self._open = end_token is not None
+        self.count = 0
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Add the tokens of a delta."""
+        if not self._open:
+            return
+        if self._end_token in token_ids:
+            self._open = False
+            self.count += token_ids.index(self._end_token) + 1
+        else:
+            self.count += len(token_ids)
+
+
+class ReasoningReader:
+    """Splits an answer into reasoning and what follows it.
+
+    Line ends next to the tags belong to neither: templates write them around both.
+    """
+
+    def __init__(self, tags: ReasoningTags, *, inside: bool) -> None:
+        self._tags = tags
+        self._inside = inside
+        self._may_open = True
+        """Nothing but whitespace has come: a start tag here is one."""
+        self._at_edge = False
+        """The last thing that came was a tag: line ends are left out."""
+        self._held = ""
+        self.over = False
+        """Whether the reasoning has ended: everything that comes now is content."""
+
+    @property
+    def reasoned(self) -> bool:
+        """Whether there is reasoning in what has come."""
+        return self._inside
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Add text; return what is certain of the reasoning and of what follows it."""
+        if self.over:
+            return "", self._content(text)
+        self._held += text
+        if self._may_open and not self._open():
+            return "", ""
+        if not self._inside:
+            self.over = True
+            held, self._held = self._held, ""
+            return "", held
+        return self._reasoning()
+
+    def finish(self) -> tuple[str, str]:
+        """End: return what was held back; reasoning that was not closed stays reasoning."""
+        held, self._held = self._held, ""
+        return (held.rstrip("\n"), "") if self._inside and not self.over else ("", held)
+
+    def _open(self) -> bool:
+        """Take a start tag off the held text; return whether it is known if there is one."""
+        start, begin = self._tags.start, self._held.lstrip()
+        if len(begin) < len(start) and start.startswith(begin):
+            return False
+        self._may_open = False
+        if begin.startswith(start):
+            self._inside = True
+            self._held = begin[len(start) :]
+        self._at_edge = self._inside
+        return True
+
+    def _reasoning(self) -> tuple[str, str]:
+        if self._at_edge:
+            self._held = self._held.lstrip("\n")
+            if not self._held:
+                return "", ""
+            self._at_edge = False
+        before, end, after = self._held.partition(self._tags.end)
+        if end:
+            self._held = ""
+            self.over = self._at_edge = True
+            return before.rstrip("\n"), self._content(after)
+        length = certain_length(before, [self._tags.end])
+        certain = before[:length].rstrip("\n")
+        self._held = before[len(certain) :]
+        return certain, ""
+
+    def _content(self, text: str) -> str:
+        if self._at_edge:
+            text = text.lstrip("\n")
+            self._at_edge = not text
+        return text

@@ -1,0 +1,64 @@
+"""Settings of `swell run-batch`; see `engine.config` for the conventions."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from engine.config import (
+    CacheConfig,
+    ExecutorConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    Section,
+)
+from server.config import AnswerConfig, SupervisorConfig
+
+
+class BatchConfig(Section, frozen=True, kw_only=True):
+    """Batch"""
+
+    input_file: Annotated[
+        str, Meta(description="File of requests, one JSON object per line (OpenAI's batch format).")
+    ] = ""
+    output_file: Annotated[
+        str,
+        Meta(
+            description="File that gets a line per request; what it has answers for already is "
+            "not asked again."
+        ),
+    ] = ""
+    url: Annotated[
+        str | None,
+        Meta(description="Address of a running server; default: one is started for the batch."),
+    ] = None
+    api_key: Annotated[str | None, Meta(description="Key sent as bearer token, with --url.")] = None
+    max_concurrency: Annotated[
+        int, Meta(ge=1, le=10_000, description="Most requests that are under way at once.")
+    ] = 256
+    request_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds after which one request is given up.")
+    ] = 3600.0
+    max_retries: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="How often a request is sent again that the server was too busy for, or "
+            "that got no answer.",
+        ),
+    ] = 10
+
+
+class RunBatchConfig(Section, frozen=True, kw_only=True):
+    """All that `swell run-batch` needs to know; all but the first are for a server of its own."""
+
+    batch: BatchConfig = BatchConfig()
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    answer: AnswerConfig = AnswerConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,122 @@
+"""A server that a batch starts for itself and stops when it is done."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from types import TracebackType
+from typing import Any, NoReturn
+
+from engine.config import Section
+from engine.settings import settings_of
+from server.batch.config import RunBatchConfig
+from server.config import ServeConfig
+
+_READY = re.compile(r"swell is ready after [\d.]+ s: (https?://\S+)")
+_PROGRAM = "from server.batch.own_server import serve_while_wanted; serve_while_wanted()"
+_STOP_TIMEOUT = 30.0
+
+
+def serve_while_wanted() -> NoReturn:
+    """Be the `swell` command, until standard input is closed: by whoever wants it, or its death."""
+
+    def wait_for_the_end() -> None:
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    from server.cli import main  # imports this package's settings
+
+    sys.exit(main())
+
+
+class ServerFailed(Exception):
+    """The server did not become ready; the message holds its last output."""
+
+
+def serve_arguments(config: RunBatchConfig) -> list[str]:
+    """Return the arguments of `swell serve` that say what differs from the defaults."""
+    arguments: list[str] = []
+    known = {setting.name for setting in settings_of(ServeConfig)}
+    for setting in settings_of(RunBatchConfig):
+        section: Section = getattr(config, setting.section)
+        value: Any = getattr(section, setting.name)
+        if setting.section == "batch" or setting.name not in known or value == setting.default:
+            continue
+        if setting.name == "model":
+            arguments.insert(0, value)
+        elif setting.is_bool:
+            arguments.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
+        elif setting.is_list:
+            arguments += [setting.flag, *map(str, value)]
+        else:
+            arguments += [setting.flag, str(value)]
+    return arguments
+
+
+class OwnServer:
+    """`swell serve` on a free port of this machine, as a context manager."""
+
+    def __init__(self, config: RunBatchConfig) -> None:
+        self._arguments = serve_arguments(config)
+        self._timeout = config.supervisor.startup_timeout
+        self._lines: deque[str] = deque(maxlen=30)
+        self._ready = threading.Event()
+        self.url = ""
+
+    def __enter__(self) -> "OwnServer":
+        """Start it and wait until it is ready.
+
+        Raises:
+            ServerFailed: it does not become ready.
+        """
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, "serve", *self._arguments, "--port", "0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which then stops the server
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self._ready.wait(self._timeout)
+            if not self.url:
+                raise ServerFailed("the server did not start:\n" + "\n".join(self._lines))
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line.rstrip())
+            if found := _READY.search(line):
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(_STOP_TIMEOUT)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()

@@ -1,0 +1,215 @@
+"""Which engine a request goes to: pure policies behind one interface.
+
+Load is counted in work, not in heads only: every request that runs, waits or is on its way
+counts one, queued prefill tokens count in proportion, and requests that wait while the KV cache
+is nearly full count more, because they will wait longer.
+
+Front ends of one node see each other's sends; those of other nodes only show in the next stats.
+If all of them chose the least loaded engine they would all choose the same one, so whoever has
+such neighbours compares only some engines, drawn at random: the fewer, the more neighbours.
+"""
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+PREFILL_TOKENS_PER_REQUEST = 512
+"""Queued prompt tokens that weigh as much as one running request."""
+
+KV_PRESSURE_FROM = 0.8
+"""KV usage above which waiting requests weigh more."""
+
+KV_PRESSURE_WEIGHT = 20.0
+"""Weight of a waiting request at full KV usage is 1 + this * (1 - KV_PRESSURE_FROM)."""
+
+
+AFFINITY_BLOCK = 32
+"""Tokens per block of a prompt whose beginning is remembered."""
+
+AFFINITY_BLOCKS = 64
+"""Blocks of a prompt that are looked at."""
+
+AFFINITY_CAPACITY = 1 << 15
+"""Beginnings that are remembered."""
+
+AFFINITY_BAND = 0.25
+"""Share by which the engine that holds a prefix may be busier than the least loaded."""
+
+AFFINITY_SLACK = 2.0
+"""Requests by which it may be busier in any case."""
+
+
+class EngineLoad(NamedTuple):
+    """One engine that can take requests, with what is known to be there or on its way."""
+
+    rank: int
+    requests: int
+    """Running, waiting, and sent but not yet received."""
+    waiting: int
+    prefill_tokens: int
+    """Queued prompt tokens, and those of requests not yet received."""
+    kv_usage: float
+
+
+class Choice(NamedTuple):
+    """The chosen engine and why, for the routing metric."""
+
+    rank: int
+    reason: str
+
+
+class RoutingPolicy(Protocol):
+    """Chooses among engines; keeps no count of its own."""
+
+    def choose(
+        self,
+        loads: Sequence[EngineLoad],
+        prompt_token_ids: Sequence[int] = (),
+        unseen_front_ends: int = 0,
+    ) -> Choice:
+        """Return the engine for a request.
+
+        Args:
+            loads: of the engines that can take it; not empty, sorted by rank.
+            unseen_front_ends: how many others route to the same engines without being seen to.
+        """
+        ...
+
+
+def cost(load: EngineLoad) -> float:
+    """Return an engine's load in requests."""
+    pressure = max(0.0, load.kv_usage - KV_PRESSURE_FROM) * KV_PRESSURE_WEIGHT
+    queued = load.prefill_tokens / PREFILL_TOKENS_PER_REQUEST
+    return load.requests + queued + load.waiting * pressure
+
+
+class LeastLoaded:
+    """The engine with the least work, of those compared; ties go round among the tied only."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._turn = start
+        self._random = random.Random(start)
+
+    def choose(
+        self,
+        loads: Sequence[EngineLoad],
+        prompt_token_ids: Sequence[int] = (),
+        unseen_front_ends: int = 0,
+    ) -> Choice:
+        if unseen_front_ends:
+            loads = self._some(loads, unseen_front_ends)
+        costs = [cost(load) for load in loads]
+        least = min(costs)
+        tied = [load.rank for load, each in zip(loads, costs, strict=True) if each == least]
+        if len(tied) == 1:
+            return Choice(tied[0], "least_loaded")
+        self._turn += 1
+        return Choice(tied[self._turn % len(tied)], "tie")
+
+    def _some(self, loads: Sequence[EngineLoad], unseen: int) -> Sequence[EngineLoad]:
+        share = max(2, math.ceil(len(loads) / (1 + unseen)))
+        return loads if share >= len(loads) else self._random.sample(loads, share)
+
+
+class PowerOfTwo:
+    """The less loaded of two engines drawn at random: little to compare where engines are many."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._random = random.Random(start)
+
+    def choose(
+        self,
+        loads: Sequence[EngineLoad],
+        prompt_token_ids: Sequence[int] = (),
+        unseen_front_ends: int = 0,
+    ) -> Choice:
+        if len(loads) == 1:
+            return Choice(loads[0].rank, "power_of_two")
+        first, second = self._random.sample(loads, 2)
+        return Choice((first if cost(first) <= cost(second) else second).rank, "power_of_two")
+
+
+class RoundRobin:
+    """One engine after the other, whatever their load."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._last = start - 1
+
+    def choose(
+        self,
+        loads: Sequence[EngineLoad],
+        prompt_token_ids: Sequence[int] = (),
+        unseen_front_ends: int = 0,
+    ) -> Choice:
+        # By rank and not by place, so that engines that come and go do not shift the others' turn.
+        after = [load.rank for load in loads if load.rank > self._last]
+        self._last = after[0] if after else loads[0].rank
+        return Choice(self._last, "round_robin")
+
+
+class PrefixAffinity:
+    """The engine that last got a prompt that begins alike, while it is not much busier than others.
+
+    What an engine has cached is not known here; what it was sent last is a good guess. The
+    beginnings of prompts are remembered by hash, the least recently used ones are forgotten.
+    """
+
+    def __init__(self, start: int = 0, capacity: int = AFFINITY_CAPACITY) -> None:
+        self._otherwise = LeastLoaded(start)
+        self._capacity = capacity
+        self._rank_of: OrderedDict[int, int] = OrderedDict()
+
+    def choose(
+        self,
+        loads: Sequence[EngineLoad],
+        prompt_token_ids: Sequence[int] = (),
+        unseen_front_ends: int = 0,
+    ) -> Choice:
+        hashes = _prefix_hashes(prompt_token_ids)
+        choice = self._preferred(loads, hashes)
+        if choice is None:
+            choice = self._otherwise.choose(loads, unseen_front_ends=unseen_front_ends)
+        rank_of = self._rank_of
+        for each in hashes:
+            rank_of[each] = choice.rank
+            rank_of.move_to_end(each)
+        while len(rank_of) > self._capacity:
+            rank_of.popitem(last=False)
+        return choice
+
+    def _preferred(self, loads: Sequence[EngineLoad], hashes: list[int]) -> Choice | None:
+        for length in range(len(hashes), 0, -1):
+            rank = self._rank_of.get(hashes[length - 1])
+            if rank is None:
+                continue
+            load = next((load for load in loads if load.rank == rank), None)
+            if load is None:
+                continue
+            # What need not be computed again is worth as much as it would weigh in the queue.
+            saved = length * AFFINITY_BLOCK / PREFILL_TOKENS_PER_REQUEST
+            least = min(cost(each) for each in loads)
+            near = cost(load) <= least * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
+            return Choice(rank, "prefix") if near else None
+        return None
+
+
+def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
+    """Return a hash of each beginning of a prompt, in whole blocks, the shortest first."""
+    hashes = []
+    last = 0
+    end = min(len(token_ids), AFFINITY_BLOCK * AFFINITY_BLOCKS)
+    for at in range(0, end - AFFINITY_BLOCK + 1, AFFINITY_BLOCK):
+        last = hash((last, *token_ids[at : at + AFFINITY_BLOCK]))
+        hashes.append(last)
+    return hashes
+
+
+POLICIES: dict[str, Callable[[int], RoutingPolicy]] = {
+    "least-loaded": LeastLoaded,
+    "prefix-affinity": PrefixAffinity,
+    "power-of-two": PowerOfTwo,
+    "round-robin": RoundRobin,
+}
+"""Every policy by the name under which it is configured; the argument is where to begin."""

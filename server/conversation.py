@@ -1,0 +1,96 @@
+"""A conversation as the text of a prompt."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from server.errors import invalid
+from server.schemas.chat import ChatMessage
+from server.schemas.common import JsonObject
+from server.text.chat_template import RESERVED_ARGUMENTS, TemplateFailed
+from server.text.tokenizer import ServedTokenizer
+
+
+def render_chat(
+    tokenizer: ServedTokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    tools: list[JsonObject] | None = None,
+    documents: list[JsonObject] | None = None,
+    arguments: JsonObject | None = None,
+) -> str:
+    """Return the text of a conversation.
+
+    Raises:
+        ApiError: there is no template, or it does not accept the conversation.
+    """
+    template = tokenizer.chat_template
+    if template is None:
+        raise invalid(
+            "The model has no chat template: use /v1/completions, or start the server with "
+            "--chat-template FILE.",
+            "messages",
+        )
+    if add_generation_prompt and continue_final_message:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message",
+        )
+    reserved = RESERVED_ARGUMENTS.intersection(arguments or ())
+    if reserved:
+        name = min(reserved)
+        raise invalid(
+            f"chat_template_kwargs.{name}: is a field of the request", "chat_template_kwargs"
+        )
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    try:
+        return template.render(
+            [_turn(message, index) for index, message in enumerate(messages)],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools or None,
+            documents=documents,
+            arguments=arguments,
+        )
+    except TemplateFailed as error:
+        raise invalid(f"messages: {error}", "messages") from error
+
+
+def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
+    """Return a message as templates expect it: text parts joined, tool arguments as objects."""
+    field = f"messages[{index}]"
+    if message.function_call is not None:
+        raise invalid(f"{field}.function_call: use tool_calls instead", f"{field}.function_call")
+    turn = message.model_dump(exclude_none=True)
+    content = message.content
+    if isinstance(content, list):
+        turn["content"] = "\n".join([part.text for part in content])
+    elif content is None:
+        if message.role != "assistant":
+            raise invalid(
+                f"{field}.content: may be absent from assistant messages only", f"{field}.content"
+            )
+        turn["content"] = ""
+    if "reasoning" in turn:
+        turn.setdefault("reasoning_content", turn["reasoning"])
+    if not turn.get("tool_calls"):
+        turn.pop("tool_calls", None)  # templates take its presence for a call
+    for position, call in enumerate(turn.get("tool_calls", ())):
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            place = f"{field}.tool_calls[{position}].function.arguments"
+            function["arguments"] = _arguments(function["arguments"], place)
+    return turn
+
+
+def _arguments(text: str, field: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError as error:
+        raise invalid(f"{field}: not valid JSON: {error}", field) from error
+    if not isinstance(arguments, dict):
+        raise invalid(f"{field}: must be a JSON object", field)
+    return arguments

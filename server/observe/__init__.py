@@ -1,0 +1,1 @@
+"""What a front end tells about itself: metrics, logs, traces."""

@@ -1,0 +1,156 @@
+"""Metrics of the engines and the cluster, read from the newest cluster view at every scrape."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.messages import ClusterView, EngineEntry, EngineStats
+from server.cluster.generation_client import GenerationClient
+
+_EngineValue = Callable[[EngineStats], float]
+_Samples = Iterable[tuple[tuple[str, ...], float]]
+
+_ENGINE_GAUGES: tuple[tuple[str, str, _EngineValue], ...] = (
+    ("num_requests_running", "Sequences that run.", lambda stats: stats.running),
+    ("num_requests_waiting", "Sequences that wait for a slot.", lambda stats: stats.waiting),
+    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda stats: stats.kv_usage),
+    (
+        "queued_prefill_tokens",
+        "Prompt tokens received and not yet computed.",
+        lambda stats: stats.queued_prefill_tokens,
+    ),
+)
+_ENGINE_COUNTERS: tuple[tuple[str, str, _EngineValue], ...] = (
+    (
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda stats: stats.prefix_cache_queries_total,
+    ),
+    (
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        lambda stats: stats.prefix_cache_hits_total,
+    ),
+    (
+        "num_preemptions",
+        "Sequences preempted for lack of KV blocks.",
+        lambda stats: stats.preemptions_total,
+    ),
+    (
+        "engine_prompt_tokens",
+        "Prompt tokens computed by the engine.",
+        lambda stats: stats.prompt_tokens_total,
+    ),
+    (
+        "engine_generation_tokens",
+        "Tokens drawn by the engine.",
+        lambda stats: stats.generation_tokens_total,
+    ),
+    (
+        "spec_decode_num_drafts",
+        "Times that tokens of a sequence were guessed.",
+        lambda stats: stats.spec_drafts_total,
+    ),
+    (
+        "spec_decode_num_draft_tokens",
+        "Tokens guessed.",
+        lambda stats: stats.spec_draft_tokens_total,
+    ),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Guessed tokens that the model drew as well.",
+        lambda stats: stats.spec_accepted_tokens_total,
+    ),
+    (
+        "structured_output_requests",
+        "Requests whose output is held to a grammar.",
+        lambda stats: stats.grammar_requests_total,
+    ),
+    (
+        "structured_output_waits",
+        "Requests whose grammar had to be compiled before they could run.",
+        lambda stats: stats.grammar_waits_total,
+    ),
+    (
+        "dummy_steps",
+        "Steps without work that keep a lockstep group together.",
+        lambda stats: stats.dummy_steps_total,
+    ),
+)
+
+
+class EngineCollector(Collector):
+    """What the newest cluster view says, of one rank or of all and the cluster."""
+
+    def __init__(
+        self, prefix: str, model_name: str, client: GenerationClient, rank: int | None
+    ) -> None:
+        self._prefix = prefix
+        self._model_name = model_name
+        self._client = client
+        self._rank = rank
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._client.view
+        if view is None:
+            return
+        chosen = [entry for entry in view.engines if self._rank in (None, entry.rank)]
+        reporting = [(entry, entry.stats) for entry in chosen if entry.stats is not None]
+        for name, text, value in _ENGINE_GAUGES:
+            samples = [(self._labels(entry), value(stats)) for entry, stats in reporting]
+            yield self._gauge(name, text, ("model_name", "engine"), samples)
+        for name, text, value in _ENGINE_COUNTERS:
+            samples = [(self._labels(entry), value(stats)) for entry, stats in reporting]
+            yield self._counter(name, text, ("model_name", "engine"), samples)
+        yield from self._membership(chosen)
+        if self._rank is None:
+            yield from self._cluster(view)
+
+    def _cluster(self, view: ClusterView) -> Iterator[Metric]:
+        for name, text, number in (
+            ("wave", "Number of the running period of the engines.", view.wave),
+            ("engines_running", "1 while the engines run, 0 while paused.", view.running),
+            ("engines_ready", "Engines that take requests.", sum(e.ready for e in view.engines)),
+            ("front_ends", "Front ends registered.", view.num_front_ends),
+        ):
+            sample = ((self._model_name,), float(number))
+            yield self._gauge(name, text, ("model_name",), [sample])
+        wakeups = [
+            ((self._model_name, source), float(count))
+            for source, count in view.wakeups_total.items()
+        ]
+        text = "How often paused engines were woken."
+        yield self._counter("wave_wakeups", text, ("model_name", "source"), wakeups)
+
+    def _membership(self, chosen: list[EngineEntry]) -> Iterator[Metric]:
+        labels = ("model_name", "engine")
+        up = [(self._labels(entry), float(entry.ready)) for entry in chosen]
+        yield self._gauge("engine_up", "1 while the engine takes requests.", labels, up)
+        restarts = [(self._labels(entry), float(entry.restarts)) for entry in chosen]
+        yield self._counter(
+            "engine_restarts", "Starts of a rank after its first.", labels, restarts
+        )
+        age = self._client.stats_age
+        ages = [(self._labels(entry), age[entry.rank]) for entry in chosen if entry.rank in age]
+        text = "Seconds since the engine's newest stats came."
+        yield self._gauge("stats_age_seconds", text, labels, ages)
+
+    def _labels(self, entry: EngineEntry) -> tuple[str, str]:
+        return (self._model_name, str(entry.rank))
+
+    def _gauge(
+        self, name: str, text: str, labels: tuple[str, ...], samples: _Samples
+    ) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(self._prefix + name, text, labels=labels)
+        for values, number in samples:
+            family.add_metric(values, number)
+        return family
+
+    def _counter(
+        self, name: str, text: str, labels: tuple[str, ...], samples: _Samples
+    ) -> CounterMetricFamily:
+        family = CounterMetricFamily(self._prefix + name, text, labels=labels)
+        for values, number in samples:
+            family.add_metric(values, number)
+        return family

@@ -1,0 +1,141 @@
+"""Prometheus metrics of a front end.
+
+What front ends do (tokens, latencies, routing) is counted by them, through `prometheus_client`:
+in its multiprocess mode, when `PROMETHEUS_MULTIPROC_DIR` is set before this module is imported,
+one scrape of any front end sums all of the node's, ended ones included. What engines report is
+read from the cluster view when somebody scrapes: every front end has the same view, so nothing
+is summed twice.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest, values
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from engine.model_files import served_names
+from server.cluster.generation_client import GenerationClient
+from server.config import FrontEndConfig
+from server.observe.engine_metrics import EngineCollector
+from server.observe.metric_factory import COUNT_BUCKETS, MetricFactory
+from server.observe.sequence_metrics import SequenceMetrics, SequenceTimer
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_QUEUE_BUCKETS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+    120.0, 480.0,
+)  # fmt: skip
+_WAKE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class FrontEndMetrics:
+    """All metrics of one front-end process, and what a scrape of it shows."""
+
+    def __init__(self, config: FrontEndConfig, index: int | None = None) -> None:
+        """Register all metrics under names that begin with the configured prefix.
+
+        With an `index` a front end goes on with the counts of its predecessors of this number,
+        in their files: those of a node that replaces front ends for years stay as few.
+
+        Raises:
+            ValueError: the prefix cannot begin a Prometheus name.
+        """
+        self._prefix = config.http.metrics_prefix
+        self._model_name = served_names(config.model)[0]
+        if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*|", self._prefix):
+            raise ValueError(
+                f"metrics prefix {self._prefix!r} cannot begin a Prometheus metric name"
+            )
+        multiprocess = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        if multiprocess and index is not None:
+            values.ValueClass = values.MultiProcessValue(  # type: ignore[no-untyped-call]
+                lambda: f"api-{index}"
+            )
+        registry = CollectorRegistry()
+        factory = MetricFactory(self._prefix, self._model_name, registry)
+        self._sequences = SequenceMetrics(factory)
+        self._prompt_tokens = factory.counter("prompt_tokens", "Prompt tokens accepted.")
+        self._request_prompt_tokens = factory.histogram(
+            "request_prompt_tokens", "Prompt tokens per prompt.", COUNT_BUCKETS
+        )
+        self._queue_time = factory.histogram(
+            "request_queue_time_seconds",
+            "Time from a request's arrival to its being handed to an engine.",
+            _QUEUE_BUCKETS,
+        )
+        self._wake_latency = factory.histogram(
+            "wake_latency_seconds",
+            "Time from a request sent to paused engines to evidence that they run.",
+            _WAKE_BUCKETS,
+        )
+        self._resumed = factory.counter(
+            "requests_resumed", "Requests that went on in another engine after theirs was lost."
+        )
+        self._routing = factory.by_label(
+            "routing_decisions", "Sequences routed, by engine and reason.", "engine", "reason"
+        )
+        self._http = factory.by_label(
+            "http_requests", "Answers by endpoint and HTTP status.", "endpoint", "status"
+        )
+        self._exposed = registry
+        if multiprocess:
+            self._exposed = CollectorRegistry()
+            MultiProcessCollector(self._exposed)  # type: ignore[no-untyped-call]
+
+    def http_request(self, endpoint: str, status: int) -> None:
+        """An endpoint answered with a status."""
+        self._http.child(endpoint, status).inc()
+
+    def submitted(self, arrived: float, prompt_lengths: Iterable[int]) -> None:
+        """A request that arrived at `arrived` (monotonic seconds) goes to the engines."""
+        self._queue_time.observe(time.monotonic() - arrived)
+        for length in prompt_lengths:
+            self._request_prompt_tokens.observe(length)
+            self._prompt_tokens.inc(length)
+
+    def sequence(self, arrived: float) -> SequenceTimer:
+        """Return what measures one sequence of a request that arrived at `arrived`."""
+        return SequenceTimer(self._sequences, arrived)
+
+    def routing_decision(self, rank: int, reason: str) -> None:
+        """A sequence was sent to engine `rank` because of `reason`."""
+        self._routing.child(rank, reason).inc()
+
+    def request_resumed(self) -> None:
+        """A sequence went on in another engine."""
+        self._resumed.inc()
+
+    def observe_wake(self, seconds: float) -> None:
+        """Paused engines ran `seconds` after a request was sent to them."""
+        self._wake_latency.observe(seconds)
+
+    def first_token_times(self) -> tuple[float, int]:
+        """Return the sum (seconds) and the number of the node's times to first token."""
+        name = f"{self._prefix}time_to_first_token_seconds"
+        values = {
+            sample.name: sample.value
+            for family in self._exposed.collect()
+            if family.name == name
+            for sample in family.samples
+        }
+        return values.get(f"{name}_sum", 0.0), int(values.get(f"{name}_count", 0))
+
+    def render(self, client: GenerationClient) -> bytes:
+        """Return all series in Prometheus text format: this node's and every engine's."""
+        self._sequences.inter_token_latency.flush()
+        return generate_latest(self._exposed) + self._render_engines(client, None)
+
+    def render_engine(self, client: GenerationClient, rank: int) -> bytes | None:
+        """Return the series of one engine; None if the view does not have it."""
+        view = client.view
+        if view is None or all(entry.rank != rank for entry in view.engines):
+            return None
+        return self._render_engines(client, rank)
+
+    def _render_engines(self, client: GenerationClient, rank: int | None) -> bytes:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(EngineCollector(self._prefix, self._model_name, client, rank))
+        return generate_latest(registry)

@@ -1,0 +1,87 @@
+"""One line now and then on what each engine does, while it does something."""
+
+import asyncio
+import logging
+import time
+from typing import NamedTuple
+
+from engine.messages import ClusterView, EngineStats
+from server.cluster.generation_client import GenerationClient
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLine(NamedTuple):
+    """What one engine did since the line before."""
+
+    engine: int
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+    running: int
+    waiting: int
+    kv_usage: float
+    prefix_cache_hit_rate: float
+    draft_acceptance_rate: float | None = None
+    """Share of the guessed tokens that were right; None if none was guessed."""
+
+    def __str__(self) -> str:
+        guesses = ""
+        if self.draft_acceptance_rate is not None:
+            guesses = f", guesses accepted {100 * self.draft_acceptance_rate:.1f} %"
+        return (
+            f"engine {self.engine}: {self.prompt_tokens_per_s:.1f} prompt tok/s, "
+            f"{self.generated_tokens_per_s:.1f} generated tok/s, {self.running} running, "
+            f"{self.waiting} waiting, KV cache {100 * self.kv_usage:.1f} %, "
+            f"prefix cache hits {100 * self.prefix_cache_hit_rate:.1f} %{guesses}"
+        )
+
+
+class StatsLog:
+    """Turns counters that only grow into rates."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[float, EngineStats]] = {}
+
+    def lines(self, view: ClusterView | None, now: float) -> list[EngineLine]:
+        """Return a line for every engine that has work or had some since the last call."""
+        lines = []
+        for entry in [] if view is None else view.engines:
+            stats = entry.stats
+            if stats is None:
+                continue
+            began, before = self._before.get(entry.rank, (now, stats))
+            self._before[entry.rank] = now, stats
+            if before.incarnation != stats.incarnation:
+                continue
+            seconds = max(1e-9, now - began)
+            generated = stats.generation_tokens_total - before.generation_tokens_total
+            prompt = stats.prompt_tokens_total - before.prompt_tokens_total
+            asked = stats.prefix_cache_queries_total - before.prefix_cache_queries_total
+            hits = stats.prefix_cache_hits_total - before.prefix_cache_hits_total
+            guessed = stats.spec_draft_tokens_total - before.spec_draft_tokens_total
+            right = stats.spec_accepted_tokens_total - before.spec_accepted_tokens_total
+            if not (generated or prompt or stats.running or stats.waiting):
+                continue
+            lines.append(
+                EngineLine(
+                    engine=entry.rank,
+                    prompt_tokens_per_s=prompt / seconds,
+                    generated_tokens_per_s=generated / seconds,
+                    running=stats.running,
+                    waiting=stats.waiting,
+                    kv_usage=stats.kv_usage,
+                    prefix_cache_hit_rate=hits / max(1, asked),
+                    draft_acceptance_rate=right / guessed if guessed else None,
+                )
+            )
+        return sorted(lines)
+
+
+async def log_stats(client: GenerationClient, interval: float) -> None:
+    """Log a line per busy engine every `interval` seconds, until cancelled."""
+    log = StatsLog()
+    log.lines(client.view, time.monotonic())
+    while True:
+        await asyncio.sleep(interval)
+        for line in log.lines(client.view, time.monotonic()):
+            logger.info("%s", line, extra=line._asdict())

@@ -1,0 +1,127 @@
+"""OpenTelemetry traces: one span per request, made when it has ended.
+
+The span lies in the client's trace if the request carried a W3C `traceparent` header. Its
+attributes are those of OpenTelemetry's conventions for generative AI, with vLLM's names for the
+latencies; prompts and texts are not among them. The packages (extra `otel`) are imported only
+when an endpoint is set, and without one nothing is measured that would not be otherwise.
+"""
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from engine.messages import SamplingParams
+
+_NS = 1_000_000_000
+
+
+class TracingUnavailable(Exception):
+    """Traces are wanted and cannot be made; the message says what to install."""
+
+
+class EndedRequest(msgspec.Struct, kw_only=True):
+    """What is known of a request when it has ended; times in monotonic seconds."""
+
+    operation: str
+    """`text_completion` or `chat`."""
+    request_id: str
+    model: str
+    carrier: dict[str, str]
+    """`traceparent` and `tracestate` of the client, if it sent them."""
+    sampling: "SamplingParams"
+    n: int
+    arrived: float
+    first_token: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    finish_reasons: list[str]
+    error: str | None
+    """Kind of the failure that ended it."""
+
+
+class RequestTracer:
+    """Makes spans and hands them to an exporter, which sends them from a thread of its own."""
+
+    def __init__(self, exporter: "SpanExporter") -> None:
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        service = os.environ.get("OTEL_SERVICE_NAME", "swell")
+        self._provider: TracerProvider = TracerProvider(
+            resource=Resource.create({SERVICE_NAME: service})
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("swell")
+        self._propagator = TraceContextTextMapPropagator()
+        # Spans are stamped with wall-clock time, everything here is measured in monotonic time.
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+
+    def record(self, request: EndedRequest) -> None:
+        """Make the span of a request that has just ended."""
+        from opentelemetry.trace import SpanKind, StatusCode
+
+        now = time.monotonic()
+        span = self._tracer.start_span(
+            "llm_request",
+            context=self._propagator.extract(request.carrier),
+            kind=SpanKind.SERVER,
+            start_time=self._at(request.arrived),
+        )
+        sampling = request.sampling
+        span.set_attributes(
+            {
+                "gen_ai.operation.name": request.operation,
+                "gen_ai.request.id": request.request_id,
+                "gen_ai.request.model": request.model,
+                "gen_ai.response.model": request.model,
+                "gen_ai.request.n": request.n,
+                "gen_ai.request.max_tokens": sampling.max_tokens,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.top_p": sampling.top_p,
+                "gen_ai.usage.prompt_tokens": request.prompt_tokens,
+                "gen_ai.usage.completion_tokens": request.completion_tokens,
+                "gen_ai.usage.cached_tokens": request.cached_tokens,
+                "gen_ai.response.finish_reasons": request.finish_reasons,
+                "gen_ai.latency.e2e": now - request.arrived,
+            }
+        )
+        if request.first_token is not None:
+            waited = request.first_token - request.arrived
+            span.set_attribute("gen_ai.latency.time_to_first_token", waited)
+            span.add_event("first token", timestamp=self._at(request.first_token))
+        if request.error is not None:
+            span.set_attribute("error.type", request.error)
+            span.set_status(StatusCode.ERROR, request.error)
+        span.end(self._at(now))
+
+    def _at(self, monotonic: float) -> int:
+        return self._epoch_ns + int(monotonic * _NS)
+
+    def close(self) -> None:
+        """Send what is left and end the exporter's thread."""
+        self._provider.shutdown()
+
+
+def request_tracer(endpoint: str | None) -> RequestTracer | None:
+    """Return a tracer that sends to a collector's OTLP/HTTP URL; None without a URL.
+
+    Raises:
+        TracingUnavailable: the packages are not installed.
+    """
+    if endpoint is None:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise TracingUnavailable(
+            f"--otlp-traces-endpoint needs `pip install 'swell[otel]'` ({error})"
+        ) from error
+    return RequestTracer(OTLPSpanExporter(endpoint=endpoint))

@@ -1,0 +1,1 @@
+"""The processes of one node: starting, watching, replacing and stopping them."""

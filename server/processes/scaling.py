@@ -1,0 +1,122 @@
+"""How many engines a node runs, changed while it serves.
+
+Engines are added by filling another place and taken away by retiring the highest ranks: an engine
+that is asked to end first tells the coordinator, so that nothing new is routed to it, and ends
+when its requests have. Changes are carried out one after the other; the newest wish wins.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from engine.messages import (
+    ControlQuery,
+    ControlRequest,
+    ControlStatus,
+    RestartEngines,
+    ScaleEngines,
+)
+from server.cluster.load_table import MAX_ENGINES
+from server.processes.keeper import Keeper, StartupFailed
+from server.processes.role import Role
+
+logger = logging.getLogger(__name__)
+
+
+class EngineScaler:
+    """Brings the engines of a node to the wished number, and replaces them on demand.
+
+    Args:
+        engines: the places that are filled already, by rank; kept up to date.
+        make_role: makes the place of a rank.
+        retire_within: seconds that a retiring engine gets.
+        start_within: seconds that a new engine gets to be ready.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        engines: dict[int, Role],
+        make_role: Callable[[int], Role],
+        *,
+        retire_within: float,
+        start_within: float,
+    ) -> None:
+        self.engines = engines
+        self._keeper = keeper
+        self._make_role = make_role
+        self._retire_within = retire_within
+        self._start_within = start_within
+        self._target = len(engines)
+        self._restart_wanted = False
+        self._wished = asyncio.Event()
+        self._busy = False
+        self._error: str | None = None
+
+    def handle(self, request: ControlRequest) -> ControlStatus:
+        """Note a wish; return the state at once."""
+        match request:
+            case ScaleEngines(size) if not 1 <= size <= MAX_ENGINES:
+                return self._status(f"there can be 1 to {MAX_ENGINES} engines, not {size}")
+            case ScaleEngines(size):
+                self._target = size
+            case RestartEngines():
+                self._restart_wanted = True
+            case ControlQuery():
+                return self._status(self._error)
+        self._error = None
+        self._busy = True
+        self._wished.set()
+        return self._status(None)
+
+    def _status(self, error: str | None) -> ControlStatus:
+        phases = {str(rank): role.phase for rank, role in sorted(self.engines.items())}
+        return ControlStatus(self._target, phases, self._busy, error)
+
+    async def run(self) -> None:
+        """Carry out wishes for ever."""
+        while True:
+            await self._wished.wait()
+            self._wished.clear()
+            try:
+                await self._resize(self._target)
+                if self._restart_wanted:
+                    self._restart_wanted = False
+                    await self._replace_all()
+            except (StartupFailed, TimeoutError) as error:
+                self._error = str(error) or "an engine was not ready in time"
+                logger.error("scaling: %s", self._error)
+                self._target = len(self.engines)
+            self._busy = self._wished.is_set()
+
+    async def _resize(self, target: int) -> None:
+        missing = [rank for rank in range(target) if rank not in self.engines]
+        surplus = sorted(rank for rank in self.engines if rank >= target)
+        await asyncio.gather(*(self._add(rank) for rank in missing))
+        await asyncio.gather(*(self._retire(rank) for rank in surplus))
+
+    async def _replace_all(self) -> None:
+        ranks = sorted(self.engines)
+        spare = max(ranks) + 1 if len(ranks) == 1 else None
+        if spare is not None:
+            await self._add(spare)  # somebody has to serve while the only engine is replaced
+        for rank in ranks:
+            await self._retire(rank)
+            await self._add(rank)
+        if spare is not None:
+            await self._retire(spare)
+
+    async def _add(self, rank: int) -> None:
+        role = self._make_role(rank)
+        self.engines[rank] = role
+        self._keeper.fill(role)
+        try:
+            async with asyncio.timeout(self._start_within):
+                await self._keeper.until_ready([role])
+        except (StartupFailed, TimeoutError):
+            await self._retire(rank)
+            raise
+
+    async def _retire(self, rank: int) -> None:
+        await self._keeper.retire(self.engines[rank], self._retire_within)
+        del self.engines[rank]

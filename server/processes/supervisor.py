@@ -1,0 +1,273 @@
+"""The parent of a node's processes: start order, readiness, death, restart and stop (policy)."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import signal
+import socket
+from typing import Any
+
+import msgspec
+import zmq
+from rich.console import Console
+
+from engine.config import private_directory
+from engine.logs import LogLines
+from engine.messages import (
+    ControlRequest,
+    Goodbye,
+    encode,
+)
+from engine.transport import Inbox, InsecureCluster, Transport
+from server.config import ServeConfig
+from server.processes.child import Child
+from server.processes.keeper import Keeper, StartupFailed
+from server.processes.role import (
+    Role,
+    control_address,
+    coordinator_role,
+    engine_role,
+    front_end_roles,
+)
+from server.processes.scaling import EngineScaler
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT = 1.0
+"""Seconds that a child gets to end, beyond what it was promised, before it is killed."""
+
+
+class Supervisor:
+    """Starts a coordinator, engines and front ends, and keeps each place filled."""
+
+    def __init__(self, config: ServeConfig, console: Console) -> None:
+        self._console = console
+        self._own_directory = config.cluster.socket_dir is None
+        self._directory = private_directory(config.cluster.socket_dir)
+        leads = config.cluster.coordinator is None
+        parallel, cluster = config.parallel, config.cluster
+        if leads:
+            address = f"ipc://{self._directory}/coordinator"
+            cluster = msgspec.structs.replace(cluster, coordinator=address)
+            if parallel.rank_on_node(0) is None:
+                parallel = msgspec.structs.replace(parallel, data_parallel_start_rank=0)
+        cluster = msgspec.structs.replace(cluster, socket_dir=str(self._directory))
+        self._config = msgspec.structs.replace(config, parallel=parallel, cluster=cluster)
+        self._listener: socket.socket | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._registration: zmq.Socket[bytes] | None = None
+        self._keeper = Keeper(console, config.log.log_format, self._report_death)
+        self._coordinator = [coordinator_role(self._config)] if leads else []
+        self._front_ends: list[Role] = []
+        self._engines = {
+            place: engine_role(self._config, place) for place in range(parallel.engines_on_node)
+        }
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Serve until a signal; return the exit code."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal)
+        try:
+            self._check()
+            if self._config.supervisor.api_server_count:
+                self._listener = self._listen()
+                self._front_ends = front_end_roles(
+                    self._config,
+                    self._directory,
+                    self._listener.fileno(),
+                    numbered=bool(self._coordinator),
+                    scalable=bool(self._engines),
+                )
+            await self._start_all()
+            if not self._stop.is_set():
+                self._announce()
+                await self._scale_until_stopped()
+            self._console.print("stopping")
+            return 0
+        except StartupFailed as error:
+            self._console.print(
+                f"[bold red]swell cannot start:[/] {error}", highlight=False, soft_wrap=True
+            )
+            return 1
+        finally:
+            await self._stop_all()
+            self._clean_up()
+
+    def _check(self) -> None:
+        here = self._config.supervisor.api_server_count + len(self._engines)
+        alone = self._coordinator and not (
+            self._config.supervisor.api_server_count and self._engines
+        )
+        if alone or not here:
+            raise StartupFailed(
+                "a node without --coordinator needs engines and API servers of its own"
+                if alone
+                else "nothing to run: neither engines nor API servers are asked for"
+            )
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._force.set()
+        self._stop.set()
+
+    def _listen(self) -> socket.socket:
+        http = self._config.http
+        family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((http.host, http.port))
+        except OSError as error:
+            listener.close()
+            raise StartupFailed(
+                f"cannot listen on {http.host}:{http.port}: {error.strerror}. "
+                "Is something else running there? Choose another --port."
+            ) from error
+        listener.listen(2048)
+        listener.setblocking(False)
+        listener.set_inheritable(True)
+        return listener
+
+    # -- starting --------------------------------------------------------------------------------
+
+    async def _start_all(self) -> None:
+        others = [*self._engines.values(), *self._front_ends]
+        # Front ends alone wait for engines for as long as it takes, and say so to probes.
+        timeout = self._config.supervisor.startup_timeout if self._engines else None
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            async with asyncio.timeout(timeout):
+                for group in (self._coordinator, others):
+                    for role in group:
+                        self._keeper.fill(role)
+                    await self._keeper.until_ready(group, stopping)
+        except TimeoutError:
+            late = [role for role in [*self._coordinator, *others] if not role.ready.is_set()]
+            names = ", ".join(f"{role.name} ({role.phase})" for role in late)
+            raise StartupFailed(f"not ready within {timeout:.0f} s: {names}") from None
+        finally:
+            stopping.cancel()
+
+    def _report_death(self, role: Role) -> None:
+        """Tell the coordinator at once, so that nobody waits for missing heartbeats."""
+        if role.member is None:
+            return
+        for left_behind in self._directory.glob(f"{role.incarnation:x}-*"):
+            left_behind.unlink(missing_ok=True)  # the sockets of a front end that was killed
+        if self._registration is None:
+            transport = Transport(self._config.cluster, self._context)
+            try:
+                self._registration = transport.connect(
+                    zmq.DEALER,
+                    self._config.cluster.coordinator_address,
+                    identity=f"supervisor-{secrets.randbits(48):x}".encode(),
+                )
+            except InsecureCluster:
+                return  # nor could the child join
+        kind, index = role.member
+        self._registration.send(encode(Goodbye(kind, index, role.incarnation)))
+
+    def _announce(self) -> None:
+        if self._listener is None:
+            self._console.print("[bold green]all engines are ready[/]")
+            return
+        host, port = self._listener.getsockname()[:2]
+        url = f"{self._config.guards.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        elapsed = self._keeper.elapsed
+        self._console.print(
+            f"[bold green]swell is ready[/] after {elapsed:.1f} s: {url}  (Ctrl-C stops it)",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    async def _scale_until_stopped(self) -> None:
+        scaler = EngineScaler(
+            self._keeper,
+            self._engines,
+            lambda place: engine_role(self._config, place),
+            retire_within=self._config.cluster.drain_timeout + STOP_TIMEOUT,
+            start_within=self._config.supervisor.startup_timeout,
+        )
+        transport = Transport(self._config.cluster, self._context)
+        socket = transport.bind(zmq.ROUTER, control_address(self._directory))
+        requests = Inbox(socket, ControlRequest, "control")
+        requests.attach(
+            asyncio.get_running_loop(),
+            lambda sender, request: requests.send(sender, encode(scaler.handle(request))),
+        )
+        scaling = asyncio.create_task(scaler.run())
+        try:
+            await self._stop.wait()
+        finally:
+            requests.close()
+            scaling.cancel()
+            await asyncio.gather(scaling, return_exceptions=True)
+
+    # -- stopping --------------------------------------------------------------------------------
+
+    async def _stop_all(self) -> None:
+        """Let front ends drain, then stop engines, then the coordinator; kill what hangs."""
+        engines = list(self._engines.values())
+        for role in (*self._front_ends, *engines, *self._coordinator):
+            await self._keeper.release(role)
+        draining = self._config.http.shutdown_timeout
+        for roles, promised in (
+            (self._front_ends, draining),
+            (engines, 0.0),
+            (self._coordinator, 0.0),
+        ):
+            children = [role.child for role in roles if role.child is not None]
+            for child in children:
+                child.terminate()
+            await self._wait_for(children, promised + STOP_TIMEOUT)
+
+    async def _wait_for(self, children: list[Child], within: float) -> None:
+        if not children:
+            return
+        endings = asyncio.ensure_future(asyncio.gather(*(child.wait() for child in children)))
+        force = asyncio.ensure_future(self._force.wait())
+        waiting: set[asyncio.Future[Any]] = {endings, force}
+        await asyncio.wait(waiting, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+        for child in children:
+            if child.alive:
+                logger.warning("%s did not stop in time: killed", child.name)
+                child.kill()
+        await endings
+        force.cancel()
+
+    def _clean_up(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._context.destroy(linger=0)
+        if self._own_directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        else:
+            self._empty_directory()
+
+    def _empty_directory(self) -> None:
+        for entry in self._directory.iterdir():
+            with contextlib.suppress(OSError):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def run(config: ServeConfig) -> int:
+    """Run `swell serve` and return the exit code."""
+    console = Console(stderr=True)
+    if config.log.log_format == "json":
+        console = Console(file=LogLines(logger))
+    return asyncio.run(_run(config, console))
+
+
+async def _run(config: ServeConfig, console: Console) -> int:
+    try:
+        return await Supervisor(config, console).run()
+    except OSError as error:
+        console.print(f"[bold red]swell cannot start:[/] {error}", highlight=False, soft_wrap=True)
+        return 1

@@ -1,0 +1,259 @@
+"""Token ids to text, token by token, and the search for stop strings in it.
+
+Most tokenizers spell text as bytes, each token standing for the same bytes wherever it occurs
+(byte-level BPE, and SentencePiece with byte fallback): there a table of bytes and an incremental
+UTF-8 decoder give exactly what decoding everything at once gives. For the rest the tokenizers
+library's own stream decoder is used.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from server.text.markers import certain_length
+from server.text.tokenizer import ServedTokenizer
+
+_REPLACEMENT = "\ufffd"
+_SPACE_MARK = "\u2581"
+# A stream decoder may need a little of what came before to place spaces.
+_CONTEXT_TOKENS = 5
+_MAX_HELD_TOKENS = 16
+
+
+class TokenDecoder(Protocol):
+    """Text of one sequence of tokens, never ending within a character."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that is now certain, often but not always the token's."""
+        ...
+
+    def flush(self) -> str:
+        """End: return what is left, with U+FFFD for a character that was never completed."""
+        ...
+
+
+# -- bytes of tokens -----------------------------------------------------------------------------
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte behind each character of byte-level vocabularies.
+
+    Printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + position): byte for position, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            return token.encode()
+    return token.replace(_SPACE_MARK, " ").encode()
+
+
+def _spelling(tokenizer: ServedTokenizer) -> Callable[[str], bytes] | None:
+    """Return how tokens spell bytes, or None where a token's text depends on its neighbours."""
+    decoder = json.loads(tokenizer.backend.to_str())["decoder"]
+    if decoder is None:
+        return None
+    steps: list[dict[str, Any]] = (
+        decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    )
+    kinds = [step["type"] for step in steps if step["type"] != "Fuse"]
+    if kinds == ["ByteLevel"]:
+        return _byte_level
+    replaces_mark = {
+        "type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " ",
+    } in steps  # fmt: skip
+    if replaces_mark and kinds in (
+        ["Replace", "ByteFallback"],
+        ["Replace", "ByteFallback", "Strip"],
+    ):
+        return _byte_fallback
+    return None
+
+
+class TokenTable:
+    """What each token of a vocabulary stands for, worked out when a token is first met."""
+
+    def __init__(self, tokenizer: ServedTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._spelling = _spelling(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+        self._names: dict[int, str] = {}
+        self._texts: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for, special tokens included."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spell(token_id)
+        return known
+
+    def name_of(self, token_id: int) -> str:
+        """Return a token's text for people; bytes that are no text as `bytes:\\xe2\\x80`."""
+        known = self._names.get(token_id)
+        if known is None:
+            raw = self.bytes_of(token_id)
+            try:
+                known = raw.decode()
+            except UnicodeDecodeError:
+                known = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._names[token_id] = known
+        return known
+
+    def decoder(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> TokenDecoder:
+        """Return a decoder for a sequence that goes on after the tokens in `context`."""
+        if self._spelling is None:
+            return _StreamDecoder(self.tokenizer, skip_special_tokens, context[-_CONTEXT_TOKENS:])
+        return _BytesDecoder(self, self._texts[skip_special_tokens], skip_special_tokens)
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self.tokenizer.id_to_token(token_id)
+        if self._spelling is None:
+            return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return self._spelling(token)
+
+
+class _BytesDecoder:
+    """Decoder for vocabularies that spell bytes."""
+
+    __slots__ = ("_pending", "_skip_special_tokens", "_table", "_texts")
+
+    def __init__(
+        self, table: TokenTable, texts: dict[int, str | None], skip_special_tokens: bool
+    ) -> None:
+        self._table = table
+        self._texts = texts
+        self._skip_special_tokens = skip_special_tokens
+        self._pending = b""
+
+    def push(self, token_id: int) -> str:
+        try:
+            text = self._texts[token_id]
+        except KeyError:
+            text = self._learn(token_id)
+        if text is not None and not self._pending:
+            return text
+        if text == "":
+            return ""
+        data = self._pending + self._table.bytes_of(token_id)
+        decoded, consumed = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[consumed:]
+        return decoded
+
+    def flush(self) -> str:
+        decoded = self._pending.decode("utf-8", "replace")
+        self._pending = b""
+        return decoded
+
+    def _learn(self, token_id: int) -> str | None:
+        """Cache the text of tokens that are whole characters; None stands for the others."""
+        text: str | None
+        if self._skip_special_tokens and self._table.tokenizer.is_special(token_id):
+            text = ""
+        else:
+            try:
+                text = self._table.bytes_of(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+        self._texts[token_id] = text
+        return text
+
+
+class _StreamDecoder:
+    """Decoder for all other vocabularies."""
+
+    def __init__(
+        self, tokenizer: ServedTokenizer, skip_special_tokens: bool, context: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = self._open(context)
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:  # raised where a token changes the text of those before it
+            return self._restart()
+        if text is not None:
+            self._held.clear()
+            return text
+        return self._restart() if len(self._held) > _MAX_HELD_TOKENS else ""
+
+    def flush(self) -> str:
+        return self._restart()
+
+    def _restart(self) -> str:
+        held, self._held = self._held, []
+        self._stream = self._open(held[-_CONTEXT_TOKENS:])
+        return self._tokenizer.decode(held, skip_special_tokens=self._skip_special_tokens)
+
+    def _open(self, context: Sequence[int]) -> DecodeStream:
+        return DecodeStream(ids=list(context), skip_special_tokens=self._skip_special_tokens)
+
+
+# -- stop strings --------------------------------------------------------------------------------
+
+
+class StopStrings:
+    """Finds the first stop string in text that comes in pieces.
+
+    Of several, the one that is complete first ends the text; of those complete at the same
+    character, the longest. So the result does not depend on how the text was cut into pieces.
+    Text that may be the beginning of a stop string is held back until that is decided.
+    """
+
+    def __init__(self, strings: Sequence[str], *, include: bool) -> None:
+        """Search for `strings` (none empty); `include` leaves the one found in the text."""
+        self._strings = strings
+        self._include = include
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Add text; return what is certain. Once `found` is set, the text is over."""
+        text = self._held + piece
+        match = self._first_match(text)
+        if match is not None:
+            start, string = match
+            self.found = string
+            self._held = ""
+            return text[: start + len(string) if self._include else start]
+        keep = certain_length(text, self._strings)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def flush(self) -> str:
+        """End: return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None
+        for string in self._strings:
+            start = text.find(string)
+            if start >= 0:
+                candidate = (start + len(string), start, string)
+                best = candidate if best is None or candidate < best else best
+        return None if best is None else (best[1], best[2])

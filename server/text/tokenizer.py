@@ -1,0 +1,198 @@
+"""The served model's tokenizer, read from its files without transformers."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from tokenizers import Tokenizer
+
+from engine.config import ModelConfig
+from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from server.text.chat_template import ChatTemplate
+
+# More than this takes over a millisecond and is done beside the event loop.
+_INLINE_CHARACTERS = 4000
+_INLINE_TOKENS = 4000
+
+NO_DEFAULTS = SamplingDefaults()
+
+_SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class TokenizerError(ValueError):
+    """The model's tokenizer files are missing or unusable; the message says what to do."""
+
+
+class ServedTokenizer:
+    """Text to token ids and back, special tokens, and the chat template of one model."""
+
+    def __init__(
+        self,
+        backend: Tokenizer,
+        *,
+        vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        chat_template: ChatTemplate | None = None,
+        sampling_defaults: SamplingDefaults = NO_DEFAULTS,
+    ) -> None:
+        """Wrap a tokenizer; `vocab_size` is the model's, which may be padded beyond it."""
+        self.backend = backend
+        self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.chat_template = chat_template
+        self.sampling_defaults = sampling_defaults
+        special = {
+            token_id: token.content
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._special = frozenset(special)
+        self.special_tokens = tuple(special.values())
+        """Texts of the tokens that are left out of text when special tokens are skipped."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text."""
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The same without holding up other requests when the text is long."""
+        if len(text) <= _INLINE_CHARACTERS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids; ids that the tokenizer does not have are left out."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The same without holding up other requests when there are many."""
+        if len(token_ids) <= _INLINE_TOKENS:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await asyncio.to_thread(
+            self.decode, token_ids, skip_special_tokens=skip_special_tokens
+        )
+
+    def id_to_token(self, token_id: int) -> str:
+        """Return the vocabulary's string for an id, empty if there is none."""
+        return self.backend.id_to_token(token_id) or ""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of text when special tokens are skipped."""
+        return token_id in self._special
+
+    def token_to_id(self, text: str) -> int | None:
+        """Return the id of the vocabulary's string, None if there is none."""
+        return self.backend.token_to_id(text)
+
+    def is_special_text(self, text: str) -> bool:
+        """Whether a text is a special token, so that it is left out when those are skipped."""
+        return self.backend.token_to_id(text) in self._special
+
+    @classmethod
+    def load(cls, directory: Path, model: ModelConfig) -> Self:
+        """Read tokenizer.json and what lies beside it in a model directory.
+
+        Args:
+            directory: holds tokenizer.json; tokenizer_config.json, special_tokens_map.json,
+                chat_template.jinja, config.json and generation_config.json are used if present.
+            model: may name a file that replaces the model's chat template, and where defaults for
+                sampling are.
+
+        Raises:
+            TokenizerError: a file is missing or broken.
+            BadGenerationConfig: the same of the one with the defaults.
+        """
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"{directory} has no tokenizer.json. Save one there with a fast tokenizer: "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+            )
+        try:
+            backend = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more specific
+            raise TokenizerError(f"{path} cannot be read: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_json(directory / "tokenizer_config.json")
+        special_tokens = _special_tokens(_read_json(directory / "special_tokens_map.json") | config)
+        source = _template_source(directory, config, model.chat_template)
+        try:
+            template = None if source is None else ChatTemplate(source, special_tokens)
+        except ValueError as error:
+            raise TokenizerError(str(error)) from error
+        network = _read_json(directory / "config.json")
+        network |= network.get("text_config") or {}
+        return cls(
+            backend,
+            vocab_size=network.get("vocab_size"),
+            eos_token_ids=_eos_token_ids(directory, network, backend, special_tokens),
+            chat_template=template,
+            sampling_defaults=read_sampling_defaults(directory, model.generation_config),
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return name to text; the files spell a token as a string or as an object with `content`."""
+    found = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _template_source(
+    directory: Path, config: dict[str, Any], chat_template_file: str | None
+) -> str | None:
+    if chat_template_file is not None:
+        try:
+            return Path(chat_template_file).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise TokenizerError(f"--chat-template cannot be read: {error}") from error
+    own_file = directory / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    source = config.get("chat_template") or _read_json(directory / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _eos_token_ids(
+    directory: Path, model: dict[str, Any], backend: Tokenizer, special_tokens: dict[str, str]
+) -> list[int]:
+    generation = _read_json(directory / "generation_config.json")
+    ids = generation.get("eos_token_id", model.get("eos_token_id"))
+    if isinstance(ids, int):
+        return [ids]
+    if isinstance(ids, list):
+        return ids
+    token_id = backend.token_to_id(special_tokens.get("eos_token", ""))
+    return [] if token_id is None else [token_id]

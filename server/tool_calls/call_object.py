@@ -1,0 +1,180 @@
+"""One JSON object that names a function and holds its arguments, read as it is written."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from server.tool_calls.json_value import JsonValue
+
+_WHITESPACE = " \t\r\n"
+
+
+class CallObject:
+    """Reads `{"name": ..., "arguments": {...}}` piece by piece.
+
+    The call is known (`name` is set) once both its name and the beginning of its arguments have
+    come, or the object has ended without arguments. Up to then it may still turn out to be
+    something else; `raw` is what was read of it.
+    """
+
+    def __init__(
+        self,
+        argument_keys: Sequence[str] = ("arguments", "parameters"),
+        *,
+        arguments_required: bool = False,
+    ) -> None:
+        self._argument_keys = argument_keys
+        self._arguments_required = arguments_required
+        self._expect: Callable[[str, int], int] = self._object_begin
+        self._value: JsonValue | None = None
+        self._text: list[str] = []
+        self._key = ""
+        self._candidate: str | None = None
+        self._arguments: list[str] = []
+        """What has come of the arguments and has not been taken."""
+        self._has_arguments = False
+        self.raw = ""
+        self.name: str | None = None
+        self.state: Literal["open", "done", "broken"] = "open"
+
+    def push(self, text: str) -> str:
+        """Add text; return what comes behind the object, or behind what could be one."""
+        position = 0
+        while position < len(text) and self.state == "open":
+            position = self._expect(text, position)
+        if self.name is None:
+            self.raw += text[:position]
+        if self.state == "done" and self._candidate is not None:
+            self._end_without_arguments()
+        return text[position:]
+
+    def take_arguments(self) -> str:
+        """Return the arguments' text that has come since this was last called."""
+        if self.name is None:
+            return ""
+        taken, self._arguments = "".join(self._arguments), []
+        return taken
+
+    # Each of these looks at the text from a position on, and returns the next position.
+
+    def _object_begin(self, text: str, position: int) -> int:
+        if text[position] == "{":
+            self._expect = self._key_begin
+        elif text[position] not in _WHITESPACE:
+            return self._break(position)
+        return position + 1
+
+    def _key_begin(self, text: str, position: int) -> int:
+        character = text[position]
+        if character == '"':
+            self._begin_value(character, self._in_key)
+            return position
+        if character == "}":
+            self.state = "done"
+        elif character not in _WHITESPACE and character != ",":
+            return self._break(position)
+        return position + 1
+
+    def _in_key(self, text: str, position: int) -> int:
+        position = self._take(text, position)
+        if self._value is None:
+            key = _decoded("".join(self._text))
+            if not isinstance(key, str):
+                return self._break(position)
+            self._key = key
+            self._expect = self._colon
+        return position
+
+    def _colon(self, text: str, position: int) -> int:
+        if text[position] == ":":
+            self._expect = self._value_begin
+        elif text[position] not in _WHITESPACE:
+            return self._break(position)
+        return position + 1
+
+    def _value_begin(self, text: str, position: int) -> int:
+        character = text[position]
+        if character in _WHITESPACE:
+            return position + 1
+        if character in ",}]:":
+            return self._break(position)
+        is_arguments = self._key in self._argument_keys and not self._has_arguments
+        streamed = is_arguments and character in "{["
+        self._begin_value(character, self._in_arguments if streamed else self._in_value)
+        if streamed:
+            self._has_arguments = True
+            self.name = self._candidate
+        return position
+
+    def _in_arguments(self, text: str, position: int) -> int:
+        end = self._take(text, position)
+        self._arguments.append(text[position:end])
+        if self._value is None:
+            self._expect = self._value_end
+        return end
+
+    def _in_value(self, text: str, position: int) -> int:
+        end = self._take(text, position)
+        if self._value is None:
+            self._expect = self._value_end
+            if not self._use("".join(self._text)):
+                return self._break(end)
+        return end
+
+    def _use(self, value: str) -> bool:
+        """Take a whole value for what its key says; return whether it can be that."""
+        if self._key == "name" and self._candidate is None:
+            name = _decoded(value)
+            if not isinstance(name, str) or not name:
+                return False
+            self._candidate = name
+            self.name = name if self._has_arguments else None
+        elif self._key in self._argument_keys and not self._has_arguments:
+            arguments = "{}" if value == "null" else _decoded(value)
+            if not isinstance(arguments, str):
+                return False
+            self._has_arguments = True
+            self._arguments.append(arguments)
+            self.name = self._candidate
+        return True
+
+    def _value_end(self, text: str, position: int) -> int:
+        character = text[position]
+        if character == ",":
+            self._expect = self._key_begin
+        elif character == "}":
+            self.state = "done"
+        elif character not in _WHITESPACE:
+            return self._break(position)
+        return position + 1
+
+    def _begin_value(self, first: str, read: Callable[[str, int], int]) -> None:
+        self._value = JsonValue(first)
+        self._text = []
+        self._expect = read
+
+    def _take(self, text: str, position: int) -> int:
+        assert self._value is not None
+        end = self._value.take(text, position)
+        if self._expect != self._in_arguments:
+            self._text.append(text[position:end])
+        if self._value.done:
+            self._value = None
+        return end
+
+    def _end_without_arguments(self) -> None:
+        if self.name is None and not self._arguments_required:
+            self.name = self._candidate
+            self._arguments.append("{}")
+
+    def _break(self, position: int) -> int:
+        self.state = "broken"
+        return position
+
+
+def _decoded(text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except ValueError:
+        return None
+    return value

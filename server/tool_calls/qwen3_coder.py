@@ -1,0 +1,152 @@
+"""Calls as Qwen3-Coder models write them: parameters between tags instead of JSON.
+
+<tool_call>
+<function=get_weather>
+<parameter=city>
+Oslo
+</parameter>
+</function>
+</tool_call>
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from server.answer.parts import CallArguments, CallBegin, ContentText, Part
+from server.schemas.tools import FunctionDefinition
+from server.text.markers import certain_length, find_first
+
+START, END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+
+_TAGS_IN_CALL = (PARAMETER, FUNCTION_END, END)
+
+
+class Qwen3CoderParser:
+    """Reads any number of calls with content around them.
+
+    Arguments come parameter by parameter. A value is text if the function's schema says so or the
+    text is no JSON, else the JSON value that it spells.
+    """
+
+    def __init__(self, functions: Sequence[FunctionDefinition]) -> None:
+        """`functions` are those that the request allows; a call may name others."""
+        self._schemas = {function.name: function.parameters or {} for function in functions}
+        self._held = ""
+        self._state = self._content
+        self._properties: dict[str, Any] = {}
+        self._key = ""
+        self._num_parameters = 0
+        self._count = 0
+
+    def push(self, text: str) -> list[Part]:
+        """Add text; return the parts that are now certain."""
+        parts: list[Part] = []
+        self._held += text
+        while self._state(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """End: return what was held back as the content that it is; a call stays unfinished."""
+        if self._state == self._content:
+            return [ContentText(self._held)] if self._held else []
+        if self._state == self._name:
+            return [ContentText(START + self._held)]
+        return []
+
+    # Each state takes the next piece off the held text and returns whether there may be another.
+
+    def _content(self, parts: list[Part]) -> bool:
+        before, tag, after = self._held.partition(START)
+        if tag:
+            self._held, self._state = after, self._name
+        else:
+            length = certain_length(before, [START])
+            before, self._held = before[:length], before[length:]
+        if before:
+            parts.append(ContentText(before))
+        return bool(tag)
+
+    def _name(self, parts: list[Part]) -> bool:
+        begin = self._held.lstrip()
+        if begin.startswith(FUNCTION):
+            match = re.match(r"([^<>\n]*)(>|[<\n])", begin[len(FUNCTION) :])
+            if match is None:
+                return False
+            if match[2] == ">" and match[1].strip():
+                self._begin_call(match[1].strip(), parts)
+                self._held = begin[len(FUNCTION) + match.end() :]
+                return True
+        elif FUNCTION.startswith(begin):
+            return False
+        self._state = self._content
+        parts.append(ContentText(START))
+        return True
+
+    def _begin_call(self, name: str, parts: list[Part]) -> None:
+        properties = self._schemas.get(name, {}).get("properties")
+        self._properties = properties if isinstance(properties, dict) else {}
+        self._num_parameters = 0
+        self._state = self._in_call
+        parts += [CallBegin(self._count, name), CallArguments(self._count, "{")]
+
+    def _in_call(self, parts: list[Part]) -> bool:
+        """Between parameters: what stands there besides tags means nothing."""
+        found = find_first(self._held, _TAGS_IN_CALL)
+        if found is None:
+            self._held = self._held[certain_length(self._held, _TAGS_IN_CALL) :]
+            return False
+        start, tag = found
+        behind = start + len(tag)
+        if tag == PARAMETER:
+            key, bracket, rest = self._held[behind:].partition(">")
+            if not bracket:
+                self._held = self._held[start:]
+                return False
+            self._key, self._held, self._state = key.strip(), rest, self._in_value
+            return True
+        parts.append(CallArguments(self._count, "}"))
+        self._count += 1
+        self._held = self._held[behind:]
+        self._state = self._content if tag == END else self._behind_call
+        return True
+
+    def _in_value(self, parts: list[Part]) -> bool:
+        found = find_first(self._held, (PARAMETER_END, FUNCTION_END, END))
+        if found is None:
+            return False
+        start, tag = found
+        text = self._held[:start].removeprefix("\n").removesuffix("\n")
+        self._held = self._held[start + (len(tag) if tag == PARAMETER_END else 0) :]
+        separator = ", " if self._num_parameters else ""
+        self._num_parameters += 1
+        value = json.dumps(self._decoded(text), ensure_ascii=False)
+        pair = f"{separator}{json.dumps(self._key, ensure_ascii=False)}: {value}"
+        parts.append(CallArguments(self._count, pair))
+        self._state = self._in_call
+        return True
+
+    def _decoded(self, text: str) -> Any:
+        schema = self._properties.get(self._key)
+        types = schema.get("type") if isinstance(schema, dict) else None
+        if types == "string" or (isinstance(types, list) and "string" in types and text != "null"):
+            return text
+        try:
+            value = json.loads(text)
+            json.dumps(value, allow_nan=False)
+        except (ValueError, RecursionError):
+            return text
+        return value
+
+    def _behind_call(self, parts: list[Part]) -> bool:
+        self._held = self._held.lstrip()
+        if self._held.startswith(END):
+            self._held = self._held[len(END) :]
+        elif END.startswith(self._held):
+            return False
+        self._state = self._content
+        return True

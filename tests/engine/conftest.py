@@ -1,0 +1,46 @@
+"""Tiny checkpoints for all tests of what computes tokens."""
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engine.driver import Driver
+    from tests.engine.tiny_models import Checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Checkpoint]":
+    """Return a function that saves a named tiny model once; keywords go to `save_pretrained`."""
+    from tests.engine.tiny_models import save_tiny_model  # imports transformers
+
+    saved: dict[str, Checkpoint] = {}
+
+    def save(name: str, **options: Any) -> "Checkpoint":
+        key = name + str(options)
+        if key not in saved:
+            saved[key] = save_tiny_model(name, tmp_path_factory.mktemp(name), len(saved), **options)
+        return saved[key]
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def driver() -> "Callable[..., Driver]":
+    """Return a function that loads a model directory into a fresh runner."""
+    from tests.engine.driver import load_driver  # imports torch
+
+    return load_driver
+
+
+@pytest.fixture
+def prompt() -> Callable[[int], list[int]]:
+    """Return a function that makes a prompt of so many tokens, the same for the same length."""
+
+    def make(length: int) -> list[int]:
+        source = random.Random(length)
+        return [source.randrange(256) for _ in range(length)]
+
+    return make

@@ -1,0 +1,123 @@
+"""Groups of processes: what they exchange, how they end, and what is left of them."""
+
+import socket
+
+import pytest
+
+from engine.distributed.group import join_group
+from engine.distributed.spec import GroupBroken, GroupSpec, address_towards, open_listener
+
+
+def test_rows_of_all_ranks_arrive_in_rank_order(world):
+    members = world.take(3)
+    world.join(members)
+    assert members[0].ask("begin_rows", [7, -1]) is False
+    for rank in (1, 2):
+        members[rank].tell("rows", [rank, 2**40])
+    table = [[7, -1], [1, 2**40], [2, 2**40]]
+    assert [members[rank].result() for rank in (1, 2)] == [table, table]
+    assert members[0].ask("end_rows") == table
+    world.all(members, "close")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "int64"])
+def test_uneven_and_empty_parts_reach_their_ranks(world, dtype):
+    members = world.take(3)
+    world.join(members)
+    sent = [[1, 0, 2], [0, 0, 0], [3, 1, 0]]
+    for rank, process in enumerate(members):
+        process.tell("all_to_all", sent[rank], [row[rank] for row in sent], dtype)
+    assert [process.result() for process in members] == [[0, 200, 201, 202], [203], [1, 2]]
+    assert world.all(members, "all_gather", [2, 0, 1]) == [[0, 0, 2]] * 3
+    assert world.all(members, "all_gather", [0, 0, 0]) == [[]] * 3
+    assert world.all(members, "all_reduce", [1.5, -2.0]) == [[4.5, -6.0]] * 3
+    world.all(members, "close")
+
+
+def test_a_killed_member_breaks_the_group_at_once_for_all_others(world):
+    members = world.take(4)
+    world.join(members)
+    for process in members[:3]:
+        process.tell("rows", [1])
+    world.kill(members[3])
+    for process in members[:3]:
+        answer = process.answer()
+        assert "lost the group" in answer["broken"]
+        assert answer["seconds"] < 5
+    assert "has ended" in _refusal(members[0], "rows", [1])
+
+
+def _refusal(process, *request):
+    process.tell(*request)
+    return process.answer()["broken"]
+
+
+def test_a_member_that_does_not_come_breaks_the_group_after_the_timeout(world):
+    members = world.take(3)
+    world.join(members, timeout=1.0)
+    for process in members[:2]:
+        process.tell("all_reduce", [1.0])
+    for process in members[:2]:
+        answer = process.answer()
+        assert "lost the group" in answer["broken"]
+        assert answer["seconds"] < 3
+    # The others have cut their connections, so it does not wait for its own timeout.
+    members[2].tell("all_reduce", [1.0])
+    assert members[2].answer()["seconds"] < 0.9
+
+
+def test_abort_in_one_thread_frees_the_waiting_one_and_the_peers(world):
+    members = world.take(3)
+    world.join(members)
+    members[0].ask("abort_after", 0.2)
+    for process in members[:2]:
+        process.tell("rows", [1])
+    for process in members[:2]:
+        answer = process.answer()
+        assert "lost the group" in answer["broken"]
+        assert answer["seconds"] < 5
+
+
+def test_groups_come_and_go_in_one_process_and_leave_nothing(world):
+    members = world.take(3)
+    for process in members:
+        if process.ask("has_group"):
+            process.ask("close")
+    world.join(members)
+    world.all(members, "close")
+    before = world.all(members, "left")
+    for size in (2, 3, 2, 1, 3):
+        world.join(members[:size])
+        assert world.all(members[:size], "rows", [5]) == [[[5]] * size] * size
+        world.all(members[:size], "close")
+    assert world.all(members, "left") == before
+
+
+def test_whoever_meets_nobody_gives_up_after_the_timeout():
+    for rank in (0, 1):
+        with open_listener("127.0.0.1") as unused:
+            address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(GroupBroken, match=f"rank {rank} of 2 could not join.*topology 9"):
+            join_group(GroupSpec(address, rank, 2, 9, timeout_s=0.5))
+
+
+def test_a_group_of_one_needs_no_network():
+    spec = GroupSpec("192.0.2.1:1", 0, 1, 3, timeout_s=1)
+    listener = open_listener("127.0.0.1")
+    group = join_group(spec, listener=listener)
+    assert listener.fileno() == -1
+    assert group.all_gather_rows([4, 5]).wait() == [[4, 5]]
+    assert group.all_gather_counts(8) == [8]
+    group.close()
+    with pytest.raises(GroupBroken, match="topology 3 has ended"):
+        group.all_gather_rows([4, 5])
+
+
+def test_addresses_are_read_with_and_without_brackets():
+    assert (GroupSpec("[::1]:80", 0, 1, 0, 1).host, GroupSpec("a:81", 0, 1, 0, 1).port) == (
+        "::1",
+        81,
+    )
+    assert address_towards("127.0.0.1", 9) == "127.0.0.1"
+    with pytest.raises(socket.gaierror):
+        address_towards("no-such-host.invalid", 9)

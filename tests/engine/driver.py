@@ -1,0 +1,129 @@
+"""Plays scheduler for whatever runs batch plans."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import ModelConfig
+from engine.messages import SamplingParams
+from engine.models.hf_config import read_spec
+from engine.models.loader import DecoderLoader, compute_dtype, model_length, open_checkpoint
+from engine.runner.model_runner import ModelRunner
+from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks, SlotStart
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 400
+GREEDY = SamplingParams(max_tokens=1000, seed=0, temperature=0.0)
+
+
+class Driver:
+    """Hands out blocks in random order, builds plans, and keeps what each slot should hold."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.tokens: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.blocks: dict[int, list[int]] = {}
+        self._free = list(range(NUM_BLOCKS))
+        random.Random(7).shuffle(self._free)
+        self._starting: list[SlotStart] = []
+        self._new_blocks: list[SlotBlocks] = []
+        self._step = 0
+
+    def start(
+        self,
+        slot: int,
+        token_ids: list[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        num_prompt_tokens: int | None = None,
+        cached_blocks: list[int] | None = None,
+    ) -> None:
+        """Let a sequence take a slot, with its first tokens in blocks that are filled already."""
+        prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        self._starting.append(SlotStart(slot, list(token_ids), prompt, sampling))
+        self.tokens[slot] = list(token_ids)
+        self.blocks[slot] = list(cached_blocks or [])
+        self.computed[slot] = len(self.blocks[slot]) * BLOCK_SIZE
+        if self.blocks[slot]:
+            self._new_blocks.append(SlotBlocks(slot, 0, list(self.blocks[slot])))
+
+    def plan(self, rows: dict[int, int]) -> BatchPlan:
+        """Return a plan that computes so many tokens of each slot, in the order given."""
+        starts = [self.computed[slot] for slot in rows]
+        for (slot, count), start in zip(rows.items(), starts, strict=True):
+            first = len(self.blocks[slot])
+            needed = -(-(start + count) // BLOCK_SIZE) - first
+            new = [self._free.pop() for _ in range(needed)]
+            self.blocks[slot] += new
+            if new:
+                self._new_blocks.append(SlotBlocks(slot, first, new))
+            self.computed[slot] = start + count
+        plan = BatchPlan(
+            step=self._step,
+            starting=self._starting,
+            blocks=self._new_blocks,
+            slots=list(rows),
+            starts=starts,
+            counts=list(rows.values()),
+            samples=[self.computed[slot] == len(self.tokens[slot]) for slot in rows],
+        )
+        self._step += 1
+        self._starting, self._new_blocks = [], []
+        return plan
+
+    def step(self, rows: dict[int, int]) -> BatchResult:
+        """Run one plan and append its tokens."""
+        plan = self.plan(rows)
+        result: BatchResult = self.runner.run(plan)
+        self.take(plan, result)
+        return result
+
+    def take(self, plan: BatchPlan, result: BatchResult) -> None:
+        """Append the tokens of a plan that has run."""
+        sampling = [slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
+        for slot, token in zip(sampling, result.token_ids, strict=True):
+            self.tokens[slot].append(token)
+
+    def prefill(self, *slots: int) -> BatchResult:
+        """Compute all known tokens of these slots in one step."""
+        return self.step({slot: len(self.tokens[slot]) - self.computed[slot] for slot in slots})
+
+    def decode(self, count: int, *slots: int) -> None:
+        """Run steps of one token per slot."""
+        for _ in range(count):
+            self.step(dict.fromkeys(slots, 1))
+
+    def logits(self, rows: dict[int, int]) -> torch.Tensor:
+        """Return the logits of every token of a step."""
+        hidden = self.runner.hidden_states(self.plan(rows))
+        with torch.inference_mode():
+            return self.runner.model.logits(hidden)
+
+
+def load_driver(directory: Path, *, batch_invariant: bool = False, **settings: Any) -> Driver:
+    """Load a model directory into a fresh runner."""
+    config = ModelConfig(model=str(directory), **settings)
+    spec = read_spec(directory)
+    weights = open_checkpoint(directory, spec, config)
+    loader = DecoderLoader(
+        spec,
+        weights,
+        dtype=compute_dtype(spec, config, weights),
+        device=torch.device("cpu"),
+        max_model_len=model_length(spec, config),
+        quantization=config.quantization,
+        batch_invariant=batch_invariant,
+    )
+    with torch.inference_mode():
+        model = loader.load()
+    runner = ModelRunner(
+        model,
+        max_num_seqs=32,
+        max_model_len=model_length(spec, config),
+        num_kv_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+    )
+    return Driver(runner)

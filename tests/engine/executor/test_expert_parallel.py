@@ -1,0 +1,192 @@
+"""Engines that share the experts of one model, each in a process of its own, over gloo."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.interface import CannotDo
+from engine.models.expert_parallel import expert_share
+from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+from tests.engine.processes import World
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    made = World(Path(__file__).parent / "expert_member.py")
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes"),
+    [(6, (3, 3)), (7, (2, 2, 3)), (16, (5, 5, 6)), (2, (0, 1, 1)), (4, (1, 1, 1, 1))],
+)
+def test_shares_are_balanced_and_cover_all_experts(experts, sizes):
+    shares = [expert_share(experts, rank, len(sizes)) for rank in range(len(sizes))]
+    assert sorted(len(share) for share in shares) == sorted(sizes)
+    assert [expert for share in shares for expert in share] == list(range(experts))
+
+
+def engines(world, model, size):
+    """Return a group of engines that have loaded their shares."""
+    members = world.take(size)
+    for rank, member in enumerate(members):
+        member.tell("load", str(model.directory), rank, size)
+    for member in members:
+        member.result()
+    world.join(members)
+    return members
+
+
+def together(members, *requests):
+    """Have each engine do its own thing in the same steps."""
+    for member, request in zip(members, requests, strict=True):
+        member.tell(*request)
+    for member in members:
+        member.result()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "way"),
+    [
+        ("qwen3-moe", 2, "as is best"),
+        ("qwen3-moe-some-dense", 3, "to where they are needed"),
+        ("qwen3-moe-many", 4, "as is best"),
+        ("mixtral", 2, "to where they are needed"),
+        ("mixtral", 3, "as is best"),
+        ("mixtral", 4, "to where they are needed"),
+    ],
+)
+def test_tokens_equal_those_of_one_engine_with_all_experts(
+    world, checkpoint, driver, prompt, name, size, way
+):
+    model = checkpoint(name)
+    members = engines(world, model, size)
+    world.all(members, "always_send", way == "to where they are needed")
+    idle = [("steps", 1)] * (size - 2)
+    members[0].ask("start", 0, prompt(90))
+    members[0].ask("start", 3, prompt(5))
+    together(members, ("steps", 1, 0), ("steps", 1), *idle)
+    members[1].ask("start", 2, prompt(33))
+    idle = [("steps", 65)] * (size - 2)
+    together(members, ("steps", 65, 3, 0), ("steps", 65, 2), *idle)
+
+    alone = driver(model.directory)
+    for rank, slot, length in ((0, 0, 90), (0, 3, 5), (1, 2, 33)):
+        alone.start(slot, prompt(length))
+        alone.prefill(slot)
+        alone.decode(63, slot)
+        tokens = members[rank].ask("tokens", slot)
+        assert tokens[: length + 64] == alone.tokens[slot], (rank, slot)
+
+
+def test_regrouping_with_fewer_and_more_engines_keeps_the_tokens(world, checkpoint, driver, prompt):
+    model = checkpoint("qwen3-moe-many")
+    members = engines(world, model, 3)
+    assert [member.ask("shares")[0] for member in members] == [
+        list(range(5)), list(range(5, 10)), list(range(10, 16)),
+    ]  # fmt: skip
+    for rank, member in enumerate(members):
+        member.ask("start", 1, prompt(10 + rank))
+    world.all(members, "steps", 10, 1)
+
+    # One engine leaves in the middle of a step: the others end it in a smaller group.
+    staying = members[:2]
+    for member in staying:
+        member.tell("steps", 1, 1)
+    world.kill(members[2])
+    for member in staying:
+        assert "lost the group" in member.answer()["broken"]
+    for rank, member in enumerate(staying):
+        assert member.ask("prepare", rank, 2) == [list(range(8 * rank, 8 * rank + 8))] * 3
+    world.join(staying)
+    world.all(staying, "retry")
+    world.all(staying, "steps", 10, 1)
+
+    members = world.take(3)
+    members[2].ask("load", str(model.directory), 2, 3)
+    for rank, member in enumerate(staying):
+        member.ask("prepare", rank, 3)
+    world.join(members)
+    members[2].ask("start", 1, prompt(12))
+    world.all(members, "steps", 10, 1)
+
+    for rank, count in enumerate((31, 31, 10)):
+        alone = driver(model.directory)
+        alone.start(1, prompt(10 + rank))
+        alone.prefill(1)
+        alone.decode(count - 1, 1)
+        assert members[rank].ask("tokens", 1) == alone.tokens[1]
+
+
+def test_weights_dropped_in_a_sleep_come_back_as_the_same_share(world, checkpoint, driver, prompt):
+    model = checkpoint("mixtral")
+    members = engines(world, model, 2)
+    shares = world.all(members, "shares")
+    world.all(members, "sleep_and_wake")
+    assert world.all(members, "shares") == shares
+    members[1].ask("start", 0, prompt(20))
+    together(members, ("steps", 5), ("steps", 5, 0))
+    alone = driver(model.directory)
+    alone.start(0, prompt(20))
+    alone.prefill(0)
+    alone.decode(4, 0)
+    assert members[1].ask("tokens", 0) == alone.tokens[0]
+
+
+def settings(directory, **parallel):
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), device="cpu"),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def test_a_model_without_experts_is_loaded_whole_and_joins_no_group(checkpoint):
+    directory = checkpoint("llama").directory
+    for flag in (True, False):
+        executor = InProcessExecutor(settings(directory, enable_expert_parallel=flag))
+        with pytest.raises(CannotDo, match=r"--enable-expert-parallel and a model with experts"):
+            executor.prepare_group(0, 2)
+
+
+def test_one_engine_alone_is_a_group_of_its_own(checkpoint, driver, prompt):
+    directory = checkpoint("mixtral").directory
+    config = settings(directory, data_parallel_size=1, enable_expert_parallel=True)
+    spread, whole = Driver(Running(InProcessExecutor(config))), driver(directory)
+    for engine in (spread, whole):
+        engine.start(0, prompt(20))
+        engine.prefill(0)
+        engine.decode(5, 0)
+        engine.step({})
+    assert spread.tokens == whole.tokens
+
+
+class Running:
+    """What a driver needs of an executor."""
+
+    def __init__(self, executor):
+        self._executor = executor
+
+    def run(self, plan):
+        return self._executor.submit(plan).result()
+
+
+def test_each_engine_reads_and_keeps_its_share_only(checkpoint, monkeypatch):
+    directory = checkpoint("qwen3-moe-many").directory
+    read = []
+    original = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda to, part: read.append(part.numel()) or original(to, part)
+    )
+    amounts = []
+    for size in (1, 4):
+        read.clear()
+        InProcessExecutor(settings(directory, data_parallel_size=size, enable_expert_parallel=True))
+        amounts.append(sum(read))
+    experts = 3 * 16 * 3 * 64 * 48
+    assert amounts[0] - amounts[1] == experts * 3 // 4

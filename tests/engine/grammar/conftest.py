@@ -1,0 +1,37 @@
+"""Grammars over the bundled model's tokenizer."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.config import BUNDLED_MODEL
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.masks import GrammarTable, grammar_table
+
+VOCAB_SIZE = 2048
+EOS = (2, 0)
+
+
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(BUNDLED_MODEL / "tokenizer.json", VOCAB_SIZE, EOS)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def table() -> Iterator[GrammarTable]:
+    made = grammar_table(Path(BUNDLED_MODEL), VOCAB_SIZE, EOS)
+    assert made is not None
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def settled(compiler: GrammarCompiler) -> threading.Event:
+    """Set whenever the compiler says that a grammar is settled."""
+    event = threading.Event()
+    compiler.on_settled = event.set
+    return event

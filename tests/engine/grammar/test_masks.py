@@ -1,0 +1,202 @@
+"""Slots follow their grammars, and masks leave the tokens that may come next."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from engine.config import BUNDLED_MODEL
+from engine.grammar.masks import GrammarTable, TokenMasks
+from engine.messages import (
+    ChoiceGrammar,
+    GrammarSpec,
+    JsonSchemaGrammar,
+    RegexGrammar,
+    SamplingParams,
+)
+from engine.scheduler.batch import SlotStart
+
+TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+EOS = {0, 2}
+PERSON = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [1, 22, 333]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+
+def tokens(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+def start(
+    table: GrammarTable, slot: int, spec: GrammarSpec | None, *, output: str = "", after: str = ""
+) -> None:
+    sampling = SamplingParams(max_tokens=100, seed=0, grammar=spec, grammar_after=after)
+    table.start(SlotStart(slot, [5, 6, 7, *tokens(output)], 3, sampling))
+
+
+def write(table: GrammarTable, slot: int, rng: random.Random) -> str:
+    """Draw at random among what is allowed until the grammar ends."""
+    drawn: list[int] = []
+    for _ in range(200):
+        token_id = rng.choice(table.choices([slot])[slot][0])
+        drawn.append(token_id)
+        ended = table.advance([slot], [token_id]).reasons
+        if ended:
+            assert ended == {slot: None}
+            return str(TOKENIZER.decode([t for t in drawn if t not in EOS]))
+    raise AssertionError("the grammar did not end")
+
+
+def test_whatever_is_drawn_fits_the_grammar(table: GrammarTable) -> None:
+    start(table, 3, JsonSchemaGrammar(PERSON))
+    start(table, 1, ChoiceGrammar(("yes", "no", "perhaps")))
+    for seed in range(20):
+        start(table, 3, JsonSchemaGrammar(PERSON))
+        start(table, 1, ChoiceGrammar(("yes", "no", "perhaps")))
+        person = json.loads(write(table, 3, random.Random(seed)))
+        assert len(person["name"]) <= 8
+        assert person["age"] in (1, 22, 333)
+        assert write(table, 1, random.Random(seed)) in ("yes", "no", "perhaps")
+
+
+def test_rows_without_grammar_have_no_mask(table: GrammarTable) -> None:
+    start(table, 0, None)
+    start(table, 1, RegexGrammar("a"))
+    assert table.masks([0, 2]) is None
+    masks = table.masks([0, 1, 2])
+    assert masks is not None
+    assert masks.rows.tolist() == [1]
+
+
+def test_output_so_far_is_followed_when_a_slot_is_taken(table: GrammarTable) -> None:
+    start(table, 0, RegexGrammar("abc[xyz]"), output="abc")
+    allowed = {TOKENIZER.decode([token]) for token in table.choices([0])[0][0]}
+    assert allowed == {"x", "y", "z"}
+
+
+def test_output_that_does_not_fit_ends_with_an_error(table: GrammarTable) -> None:
+    start(table, 0, RegexGrammar("abc"), output="xyz")
+    ended = table.advance([0], [5]).reasons
+    assert "cannot follow its grammar" in (ended[0] or "")
+
+
+def test_the_end_is_allowed_where_the_grammar_may_end(table: GrammarTable) -> None:
+    start(table, 0, RegexGrammar("[0-9]{1,3}"))
+    assert not EOS & set(table.choices([0])[0][0])
+    assert table.advance([0], tokens("7")).reasons == {}
+    assert set(table.choices([0])[0][0]) >= EOS
+    assert table.advance([0], [2]).reasons == {0: None}
+
+
+def test_nothing_can_follow_and_so_the_grammar_ends_at_once(table: GrammarTable) -> None:
+    start(table, 0, RegexGrammar("[0-9]"))
+    assert table.advance([0], tokens("7")).reasons == {0: None}
+    assert table.advance([0], [2]).reasons == {0: None}, "a step in flight may add to it, in vain"
+
+
+def test_the_grammar_begins_after_its_marker(table: GrammarTable) -> None:
+    for output in ("", "let me", "</think no</thi"):
+        start(table, 0, ChoiceGrammar(("yes", "no")), after="</think>", output=output)
+        allowed = set(table.choices([0])[0][0])
+        assert len(allowed) == 2046
+        assert not allowed & EOS, "an output without its grammar's part is not complete"
+    for token_id in tokens("nk>"):
+        assert table.advance([0], [token_id]).reasons == {}
+    assert write(table, 0, random.Random(1)) in ("yes", "no")
+
+
+def test_the_marker_is_found_in_output_that_came_with_the_request(table: GrammarTable) -> None:
+    start(table, 0, ChoiceGrammar(("yes", "no")), after="</think>", output="hm</think>y")
+    assert write(table, 0, random.Random(1)) == "es"
+
+
+def texts(masks: TokenMasks, row: int) -> set[str]:
+    allowed = masks.allowed(2048)[masks.rows.tolist().index(row)]
+    return {TOKENIZER.decode([token_id]) for token_id in np.flatnonzero(allowed)}
+
+
+def test_draws_after_proposed_tokens_have_masks_of_their_own(table: GrammarTable) -> None:
+    start(table, 4, RegexGrammar("a[bc]d"))
+    start(table, 6, RegexGrammar("[0-9]"))
+    masks = table.masks([9, 4, 4, 4, 6], {4: tokens("a") + tokens("b")})
+    assert masks is not None
+    assert masks.rows.tolist() == [1, 2, 3, 4]
+    assert "a" in texts(masks, 1)
+    assert texts(masks, 2) == {"b", "c"}
+    assert texts(masks, 3) == {"d"}
+    assert texts(masks, 4) == set("0123456789")
+    assert {TOKENIZER.decode([t]) for t in table.choices([4])[4][0]} >= {"a"}, "nothing is consumed"
+
+
+def test_proposed_tokens_that_do_not_fit_are_not_drawn(table: GrammarTable) -> None:
+    start(table, 4, RegexGrammar("a[bc]d"))
+    masks = table.masks([4, 4, 4], {4: tokens("a") + tokens("x")})
+    assert masks is not None
+    assert texts(masks, 1) == {"b", "c"}
+    assert table.advance([4, 4], tokens("a") + tokens("b")).reasons == {}
+    masks = table.masks([4, 4, 4], {4: [*tokens("d"), 2]})
+    assert masks is not None
+    assert texts(masks, 0) == {"d"}
+    assert table.advance([4, 4], [*tokens("d"), 2]).reasons == {4: None}
+
+
+def test_the_marker_may_be_among_the_proposed_tokens(table: GrammarTable) -> None:
+    start(table, 0, ChoiceGrammar(("yes", "no")), after="<>")
+    proposed = [*tokens("<"), *tokens(">"), *tokens("y")]
+    masks = table.masks([0] * 4, {0: proposed})
+    assert masks is not None
+    assert len(texts(masks, 0)) > 100
+    assert len(texts(masks, 1)) > 100
+    assert texts(masks, 2) <= {"y", "ye", "yes", "n", "no"}
+    assert texts(masks, 3) <= {"e", "es"}
+
+
+def test_slots_are_released(table: GrammarTable) -> None:
+    start(table, 0, RegexGrammar("a"))
+    start(table, 1, RegexGrammar("b"))
+    table.release(0)
+    table.release(7)
+    assert table.num_followed == 1
+    start(table, 1, None)
+    assert table.num_followed == 0
+
+
+def test_masks_know_when_only_some_tokens_are_left() -> None:
+    bits = np.zeros((2, 2), np.int32)
+    bits[0, 0] = 0b101
+    bits[1, 1] = np.uint32(1 << 31).astype(np.int32)
+    masks = TokenMasks(np.array([4, 6]), bits)
+    assert masks.allows_only(4, np.array([0, 2]))
+    assert not masks.allows_only(4, np.array([0, 5]))
+    assert masks.allows_only(6, np.array([63]))
+    assert not masks.allows_only(5, np.array([0, 2])), "the row has no mask"
+    assert not masks.allows_only(9, np.array([0, 2]))
+    assert np.flatnonzero(masks.allowed(64)[1]).tolist() == [63]
+
+
+@pytest.mark.parametrize("limit", ["mask", "token"])
+def test_who_comes_to_a_shared_limit_goes_on_alone(
+    table: GrammarTable, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token that is forbidden brings a matcher into the same state as its limits do."""
+    spec = RegexGrammar("[0-9]{4}")
+    start(table, 0, spec)
+    table.advance([0], tokens("1"))
+    shared = table.ask(spec)
+    _, matcher = table._followers[0].ahead([])
+    assert matcher is not None
+    matcher.consume_token(tokens("x")[0])
+    assert matcher.is_error()
+    if limit == "mask":
+        assert {TOKENIZER.decode([t]) for t in table.choices([0])[0][0]} >= {"2", "3"}
+    assert table.advance([0], tokens("2")).reasons == {}
+    assert table.ask(spec) is not shared, "the next request gets a new one too"
+    assert table.advance([0], tokens("3")).reasons == {}
+    assert table.advance([0], tokens("4")).reasons == {0: None}

@@ -1,0 +1,117 @@
+"""Whatever is drawn at random under a random schema fits that schema."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from engine.config import BUNDLED_MODEL
+from engine.grammar.masks import GrammarTable
+from engine.grammar_spec import check_grammar
+from engine.messages import JsonSchemaGrammar, SamplingParams
+from engine.scheduler.batch import SlotStart
+
+TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+EOS = {0, 2}
+
+_NAMES = st.text('abcxyz_é "\\\n', min_size=1, max_size=5)
+_VALUES = st.none() | st.booleans() | st.integers(-999, 999) | st.text('ab"\\/\u00e9\n', max_size=4)
+
+
+def _bounded(low: int, high: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(low, high), st.integers(0, high - low)).map(
+        lambda pair: (pair[0], pair[0] + pair[1])
+    )
+
+
+_LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.just({"type": "null"}),
+    st.just({"type": "boolean"}),
+    _bounded(-50, 300).map(lambda b: {"type": "integer", "minimum": b[0], "maximum": b[1]}),
+    _bounded(0, 6).map(lambda b: {"type": "string", "minLength": b[0], "maxLength": b[1]}),
+    st.sampled_from(["date", "time", "uuid", "ipv4"]).map(
+        lambda name: {"type": "string", "format": name}
+    ),
+    st.sampled_from(["^[a-f]{2,4}$", "^x|y$", "^\\d{1,3}-\\w$"]).map(
+        lambda pattern: {"type": "string", "pattern": pattern, "maxLength": 8}
+    ),
+    st.lists(_VALUES, min_size=1, max_size=4, unique_by=repr).map(lambda v: {"enum": v}),
+    _VALUES.map(lambda value: {"const": value}),
+)
+
+
+def _objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    def build(properties: dict[str, Any], required: set[int]) -> dict[str, Any]:
+        names = list(properties)
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": [name for index, name in enumerate(names) if index in required],
+            "additionalProperties": False,
+        }
+
+    properties = st.dictionaries(_NAMES, inner, max_size=3)
+    return st.builds(build, properties, st.sets(st.integers(0, 2)))
+
+
+def _arrays(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(
+        lambda items, bounds: {
+            "type": "array", "items": items, "minItems": bounds[0], "maxItems": bounds[1]
+        },
+        inner,
+        _bounded(0, 3),
+    )  # fmt: skip
+
+
+_SCHEMAS = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        _objects(inner),
+        _arrays(inner),
+        st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options}),
+    ),
+    max_leaves=6,
+)
+
+
+def write(table: GrammarTable, schema: dict[str, Any], rng: random.Random) -> str:
+    spec = JsonSchemaGrammar(json.dumps(schema, ensure_ascii=False))
+    sampling = SamplingParams(max_tokens=1, seed=0, grammar=spec)
+    table.start(SlotStart(0, [5], 1, sampling))
+    drawn: list[int] = []
+    for _ in range(2000):
+        token_id = rng.choice(table.choices([0])[0][0])
+        drawn.append(token_id)
+        ended = table.advance([0], [token_id]).reasons
+        if ended:
+            assert ended == {0: None}, ended
+            return str(TOKENIZER.decode([t for t in drawn if t not in EOS]))
+    raise AssertionError("the schema did not end")
+
+
+@pytest.mark.timeout(60)
+def test_random_outputs_fit_random_schemas(table: GrammarTable) -> None:
+    @settings(
+        max_examples=120,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(_SCHEMAS, st.integers(0, 999))
+    def check(schema: dict[str, Any], seed: int) -> None:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        reason = check_grammar(JsonSchemaGrammar(json.dumps(schema)))
+        assert reason is None, reason
+        text = write(table, schema, random.Random(seed))
+        validator = jsonschema.Draft202012Validator(
+            schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+        )
+        validator.validate(json.loads(text))
+
+    check()

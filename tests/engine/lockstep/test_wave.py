@@ -1,0 +1,368 @@
+"""One engine's wave state: what it does next, what it tells, what it takes from a gather."""
+
+from typing import Any
+
+import pytest
+
+from engine.lockstep.wave import (
+    LEAVE_NOW,
+    LEAVE_WHEN_DONE,
+    START_REPEAT_INTERVAL,
+    STAY,
+    WIDTH,
+    EngineWave,
+    Gather,
+    GatherRow,
+    Leave,
+    LockstepError,
+    Park,
+    Phase,
+    Step,
+    judge,
+)
+from engine.messages import StartDpWave, StartWave, WaveComplete
+from engine.scheduler.admission import RankState
+
+IDLE = RankState(*[0] * len(RankState._fields))
+BUSY = RankState(*range(5, 5 + len(RankState._fields)))
+
+
+def row(**changes: Any) -> GatherRow:
+    start = GatherRow(
+        topology=0, tag=0, step=0, wave=0, hold_epoch=0, has_work=0, leaving=STAY, load=IDLE
+    )
+    return start._replace(**changes)
+
+
+def asked(wave: EngineWave, has_work: bool = False, load: RankState = IDLE) -> GatherRow:
+    action = wave.next_action(has_work, load)
+    assert isinstance(action, Gather), action
+    return action.row
+
+
+def gather(
+    engine: EngineWave, *, has_work: bool = False, peer_works: int = 0, **of_peer: Any
+) -> None:
+    """Take the engine through a gather with one peer, which is where the engine is."""
+    own = asked(engine, has_work)
+    engine.gathered([own.pack(), own._replace(has_work=peer_works, **of_peer).pack()])
+
+
+def paused(rank: int = 0, gather_interval: int = 1) -> EngineWave:
+    """An engine whose group of two has been formed; it is paused in wave 1."""
+    wave = EngineWave(rank=rank, incarnation=7, gather_interval=gather_interval)
+    gather(wave)
+    wave.take_reports()
+    assert (wave.phase, wave.wave) == (Phase.PAUSED, 1)
+    return wave
+
+
+def running(rank: int = 0, gather_interval: int = 1) -> EngineWave:
+    wave = paused(rank, gather_interval)
+    assert asked(wave, has_work=True)
+    wave.take_reports()
+    return wave
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def test_a_row_travels_as_integers() -> None:
+    sent = row(topology=3, tag=9, wave=2**40, has_work=1, leaving=LEAVE_NOW)._replace(load=BUSY)
+    values = sent.pack()
+    assert len(values) == WIDTH
+    assert all(isinstance(value, int) for value in values)
+    assert GatherRow.unpack(values) == sent
+
+
+@pytest.mark.parametrize("name", ["topology", "tag", "step"])
+def test_ranks_at_different_points_are_an_error_that_names_both(name: str) -> None:
+    wave = EngineWave(rank=0, incarnation=1)
+    own = asked(wave)
+    with pytest.raises(LockstepError, match=rf"rank 0 is at {name} 0 but rank 1 at 5"):
+        wave.gathered([own.pack(), row(**{name: 5}).pack()])
+
+
+@pytest.mark.parametrize(
+    ("rows", "phase"),
+    [
+        ([row(), row()], Phase.PAUSED),
+        ([row(), row(has_work=1)], Phase.RUNNING),
+        ([row(hold_epoch=1), row(has_work=1)], Phase.HELD),
+        ([row(hold_epoch=1), row(hold_epoch=2, has_work=1)], Phase.RUNNING),
+        ([row(hold_epoch=3), row(hold_epoch=2)], Phase.HELD),
+        ([row(leaving=LEAVE_WHEN_DONE), row(has_work=1)], Phase.RUNNING),
+        ([row(leaving=LEAVE_WHEN_DONE), row()], Phase.LEFT),
+        ([row(leaving=LEAVE_NOW), row(has_work=1)], Phase.LEFT),
+        ([row(leaving=LEAVE_WHEN_DONE), row(has_work=1, hold_epoch=1)], Phase.RUNNING),
+    ],
+)
+def test_what_a_group_does_follows_from_its_rows(rows: list[GatherRow], phase: Phase) -> None:
+    assert judge(rows).phase is phase
+    assert judge(rows[::-1]) == judge(rows), "whoever says it"
+
+
+# -- starting ------------------------------------------------------------------------------------
+
+
+def test_a_new_group_gathers_first_and_takes_the_largest_wave() -> None:
+    wave = EngineWave(rank=0, incarnation=7, wave=3)
+    gather(wave, wave=11)
+    assert (wave.phase, wave.wave) == (Phase.PAUSED, 12)
+    assert wave.take_reports() == [WaveComplete(0, 7, 11)]
+
+
+def test_a_new_group_with_requests_runs_at_once() -> None:
+    wave = EngineWave(rank=1, incarnation=7)
+    gather(wave, has_work=True)
+    assert wave.next_action(True, IDLE) == Step(0, 1, False, (IDLE, IDLE))
+    assert wave.take_reports() == [StartWave(1, 7, 0)]
+
+
+def test_a_paused_engine_parks_and_says_nothing() -> None:
+    wave = paused()
+    assert wave.next_action(False, IDLE) == Park()
+    assert wave.take_reports() == []
+
+
+def test_a_welcome_of_a_restarted_coordinator_moves_the_clock_and_starts_nothing() -> None:
+    wave = paused()
+    wave.welcomed(9)
+    wave.welcomed(2)
+    assert wave.wave == 9
+    assert wave.next_action(False, IDLE) == Park()
+
+
+@pytest.mark.parametrize("stamp", [0, 1, 2])
+def test_a_request_starts_a_paused_engine_whatever_its_stamp(stamp: int) -> None:
+    wave = paused(rank=1)
+    wave.request_received(stamp)
+    assert asked(wave, has_work=True).has_work
+    assert wave.take_reports() == [StartWave(1, 7, max(1, stamp))]
+
+
+def test_a_request_that_was_aborted_in_the_same_drain_starts_nothing() -> None:
+    wave = paused()
+    wave.request_received(1)
+    assert wave.next_action(False, IDLE) == Park()
+
+
+def test_an_order_starts_a_paused_engine() -> None:
+    wave = paused(rank=1)
+    wave.start_ordered(StartDpWave(4, 0))
+    assert asked(wave).wave == 4
+    assert wave.take_reports() == [StartWave(1, 7, 4)]
+
+
+def test_an_order_of_an_earlier_wave_or_another_topology_starts_nothing() -> None:
+    wave = paused()
+    wave.start_ordered(StartDpWave(0, -1))
+    wave.start_ordered(StartDpWave(9, -1, 0, 5))
+    assert wave.next_action(False, IDLE) == Park()
+    assert wave.wave == 1
+
+
+def test_the_excluded_engine_waits_for_its_request() -> None:
+    wave = paused(rank=1)
+    wave.start_ordered(StartDpWave(1, 1))
+    assert wave.next_action(False, IDLE) == Park()
+
+
+def test_an_engine_that_nobody_joins_asks_again() -> None:
+    wave = running(rank=1)
+    wave.tick(10.0)
+    wave.tick(10.0 + START_REPEAT_INTERVAL / 2)
+    assert wave.take_reports() == []
+    wave.tick(10.0 + START_REPEAT_INTERVAL)
+    assert wave.take_reports() == [StartWave(1, 7, 1)]
+    gather(wave, has_work=True)
+    wave.tick(20.0)
+    wave.tick(30.0)
+    assert wave.take_reports() == []
+
+
+# -- stepping ------------------------------------------------------------------------------------
+
+
+def test_an_engine_without_work_takes_dummy_steps_while_a_peer_has_some() -> None:
+    wave = running()
+    gather(wave, peer_works=1)
+    assert wave.next_action(False, IDLE) == Step(0, 2, True, (IDLE, IDLE))
+
+
+def test_a_step_carries_the_loads_of_all_ranks() -> None:
+    wave = running()
+    own = asked(wave, has_work=True, load=BUSY)
+    wave.gathered([own.pack(), own._replace(load=IDLE).pack()])
+    action = wave.next_action(True, BUSY)
+    assert isinstance(action, Step)
+    assert action.loads == (BUSY, IDLE)
+
+
+def test_with_an_interval_steps_between_gathers_carry_no_loads() -> None:
+    wave = running(gather_interval=3)
+    gather(wave, has_work=True)
+    for number in range(3):
+        action = wave.next_action(True, IDLE)
+        assert isinstance(action, Step)
+        assert (action.number, bool(action.loads)) == (number, number == 0)
+        wave.stepped()
+    assert asked(wave).step == 3
+
+
+def test_every_collective_has_its_own_tag() -> None:
+    wave = running()
+    tags = []
+    for _ in range(3):
+        tags.append(asked(wave, has_work=True).tag)
+        gather(wave, has_work=True)
+        action = wave.next_action(True, IDLE)
+        assert isinstance(action, Step)
+        tags.append(action.tag)
+        wave.stepped()
+    assert tags == [1, 2, 3, 4, 5, 6]
+
+
+# -- stopping ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "reports"), [(0, [WaveComplete(0, 7, 1)]), (1, [])])
+def test_a_group_without_work_pauses_and_rank_0_says_so(
+    rank: int, reports: list[WaveComplete]
+) -> None:
+    wave = running(rank)
+    gather(wave, has_work=True)
+    wave.stepped()
+    gather(wave)
+    assert (wave.phase, wave.wave, wave.step) == (Phase.PAUSED, 2, 0)
+    assert wave.take_reports() == reports
+
+
+def test_a_request_that_arrives_in_the_pausing_step_starts_the_next_wave() -> None:
+    wave = running()
+    gather(wave)
+    wave.request_received(1)
+    assert asked(wave, has_work=True).wave == 2
+    assert wave.take_reports() == [WaveComplete(0, 7, 1), StartWave(0, 7, 2)]
+
+
+def test_a_larger_wave_is_taken_over_while_running_and_said() -> None:
+    wave = running(rank=1)
+    gather(wave, has_work=True, wave=40)
+    assert wave.wave == 40
+    assert wave.take_reports() == [StartWave(1, 7, 40)]
+
+
+# -- holding -------------------------------------------------------------------------------------
+
+
+def held() -> EngineWave:
+    wave = paused(rank=1)
+    wave.pause_requested()
+    gather(wave)
+    wave.take_reports()
+    assert wave.held
+    return wave
+
+
+def test_a_hold_of_an_idle_group_needs_one_gather() -> None:
+    wave = paused()
+    wave.pause_requested()
+    assert asked(wave).hold_epoch == 1
+    gather(wave)
+    assert wave.held
+    assert wave.take_reports() == [StartWave(0, 7, 1, 1), WaveComplete(0, 7, 1, 1)]
+
+
+def test_one_ranks_wish_holds_the_others() -> None:
+    wave = running()
+    gather(wave, has_work=True, hold_epoch=1)
+    assert wave.held
+    assert wave.next_action(True, IDLE) == Park(), "requests are kept"
+
+
+def test_a_held_engine_obeys_newer_operations_only() -> None:
+    wave = held()
+    wave.start_ordered(StartDpWave(99, -1, 1))
+    assert wave.next_action(True, IDLE) == Park()
+    wave.start_ordered(StartDpWave(99, -1, 2))
+    assert asked(wave, has_work=True).hold_epoch == 2
+
+
+def test_repeated_and_late_operations_change_nothing() -> None:
+    wave = held()
+    wave.pause_requested()
+    wave.pause_requested(1)
+    assert wave.next_action(True, IDLE) == Park()
+    wave.resume_requested()
+    wave.resume_requested()
+    wave.pause_requested(1)
+    assert asked(wave).hold_epoch == 2
+
+
+# -- leaving and regrouping ----------------------------------------------------------------------
+
+
+def test_a_stop_ends_a_hold_finishes_the_work_and_leaves() -> None:
+    wave = held()
+    wave.shutdown_requested()
+    gather(wave, has_work=True)
+    assert isinstance(wave.next_action(True, IDLE), Step)
+    wave.stepped()
+    gather(wave)
+    assert wave.next_action(True, IDLE) == Leave()
+
+
+def test_an_urgent_stop_leaves_work_behind() -> None:
+    wave = running()
+    wave.shutdown_requested(at_once=True)
+    gather(wave, has_work=True)
+    assert wave.next_action(True, IDLE) == Leave()
+
+
+def test_a_regrouped_engine_keeps_its_clocks_and_starts_over() -> None:
+    wave = running()
+    gather(wave, has_work=True)
+    wave.stepped()
+    wave.regroup(1)
+    own = asked(wave, has_work=True)
+    assert (own.topology, own.tag, own.step, own.wave) == (1, 0, 0, 1)
+    gather(wave, has_work=True)
+    assert wave.take_reports() == [StartWave(0, 7, 1, 0, 1)]
+
+
+# -- groups that are lost --------------------------------------------------------------------------
+
+
+def test_a_rank_without_a_group_parks_whatever_it_is_told() -> None:
+    wave = EngineWave(rank=0, incarnation=7, phase=Phase.APART)
+    wave.start_ordered(StartDpWave(3, -1))
+    wave.request_received(4)
+    assert wave.next_action(True, BUSY) == Park()
+    assert wave.take_reports() == []
+    assert (wave.wave, wave.running) == (4, False)
+
+
+def test_a_step_that_was_given_up_is_followed_by_the_forming_of_a_new_group() -> None:
+    wave = running(rank=1)
+    wave.group_lost()
+    assert wave.next_action(True, BUSY) == Park()
+    wave.regroup(topology=2, leads=True, gather_interval=4)
+    row = asked(wave, has_work=True)
+    assert (row.topology, row.tag, row.step) == (2, 0, 0)
+    gather(wave, has_work=True)
+    assert wave.running
+    gather_due = [isinstance(wave.next_action(True, BUSY), Gather)]
+    for _ in range(5):
+        wave.stepped()
+        gather_due.append(isinstance(wave.next_action(True, BUSY), Gather))
+    assert gather_due == [False, False, False, False, True, False]
+
+
+def test_who_leads_reports_the_end_of_waves() -> None:
+    for rank, leads in ((0, False), (2, True)):
+        wave = EngineWave(rank=rank, incarnation=7, phase=Phase.APART)
+        wave.regroup(1, leads=leads)
+        gather(wave)
+        ends = [report for report in wave.take_reports() if isinstance(report, WaveComplete)]
+        assert [report.rank for report in ends] == ([rank] if leads else [])

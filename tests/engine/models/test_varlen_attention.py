@@ -1,0 +1,58 @@
+"""What the CUDA attention tells its kernel, with the kernel's documented meaning in plain torch."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.models.attention import AttentionRows, PagedAttention
+from engine.models.varlen_attention import CudaAttention, VarlenAttention, kernel_window
+from tests.engine.plain_kernel import plain_kernel
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 16, 8
+
+
+@pytest.fixture
+def rows():
+    counts, starts = np.array([1, 1, 1, 7, 20]), np.array([0, 30, 8, 25, 0])
+    blocks = np.random.default_rng(3).permutation(40)[:25].reshape(5, 5).astype(np.int32)
+    return AttentionRows(
+        starts=starts,
+        counts=counts,
+        first_token=np.cumsum(counts) - counts,
+        block_tables=blocks,
+        block_size=BLOCK_SIZE,
+    )
+
+
+@pytest.fixture
+def stock():
+    return PagedAttention(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32, device=CPU
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+def test_the_kernel_is_asked_for_what_the_stock_operators_compute(rows, stock, window):
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(40, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM, generator=generator)
+    queries = torch.randn(int(rows.counts.sum()), HEADS, HEAD_DIM, generator=generator)
+    varlen = VarlenAttention(device=CPU, kernel=plain_kernel)
+    out = varlen.attend(queries, cache, varlen.plan(rows, window))
+    expected = stock.attend(queries, cache, stock.plan(rows, window))
+    assert (out - expected).abs().max() < 1e-5
+
+
+def test_windows_count_the_token_itself_in_the_models_words_only():
+    assert kernel_window(None) == (-1, 0)
+    assert kernel_window(4) == (3, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stock_operators_serve_where_the_kernel_does_not_work(rows, stock, dtype, caplog):
+    """On a CPU it never does: the trial fails and says why."""
+    chosen = CudaAttention(stock, shape=(HEADS, KV_HEADS, HEAD_DIM), dtype=dtype, device=CPU)
+    assert chosen.for_blocks(BLOCK_SIZE) is stock
+    assert chosen.for_blocks(BLOCK_SIZE) is stock
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (dtype == torch.bfloat16)

@@ -1,0 +1,43 @@
+"""The documented meaning of torch's paged `varlen_attn`, in plain torch for any device."""
+
+import torch
+from torch import Tensor
+
+
+def plain_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """Row by row; queries are the last tokens of their keys."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == block_table.dtype == torch.int32
+    shared = query.shape[1] // key.shape[2]
+    assert enable_gqa == (shared > 1)
+    left, right = window_size
+    assert right == 0
+    out = torch.empty_like(query)
+    for row in range(len(seqused_k)):
+        first, end = int(cu_seq_q[row]), int(cu_seq_q[row + 1])
+        length = int(seqused_k[row])
+        assert end - first <= max_q
+        assert length <= max_k
+        assert int(cu_seq_k[row + 1] - cu_seq_k[row]) >= length
+        keys, values = (each[block_table[row]].flatten(0, 1)[:length] for each in (key, value))
+        keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query[first:end], keys) / query.shape[2] ** 0.5
+        position = torch.arange(length - (end - first), length)[:, None]
+        seen = torch.arange(length) <= position
+        if left >= 0:
+            seen &= torch.arange(length) >= position - left
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[first:end] = torch.einsum("hqk,khd->qhd", weights, values)
+    return out

@@ -1,0 +1,107 @@
+"""Processes that tests start once and then tell what to do, line by line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.distributed.spec import listener_address, open_listener
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """One running script that answers lines with lines."""
+
+    def __init__(self, script: Path, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        )
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Ask for something without waiting for the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Return the oldest answer that was not taken yet."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the process has died"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Return what it answers when all went well."""
+        self.tell(name, *arguments)
+        return self.result()
+
+    def result(self) -> Any:
+        """Return the oldest answer, which has to be a good one."""
+        answer = self.answer()
+        assert "ok" in answer, answer
+        return answer["ok"]
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """Have it end in order and free the pipes."""
+        with self._process:
+            self._process.kill()
+
+
+class World:
+    """Several processes; those killed are replaced when they are needed again."""
+
+    def __init__(self, script: Path) -> None:
+        self._script = script
+        self._topology = 0
+        self.processes: list[Process] = []
+
+    def take(self, count: int) -> list[Process]:
+        """Return so many processes that have no group."""
+        while len(self.processes) < count:
+            self.processes.append(Process(self._script))
+        return self.processes[:count]
+
+    def kill(self, process: Process) -> None:
+        """End one like a crash."""
+        self.processes.remove(process)
+        process.kill()
+        process.end()
+
+    def join(self, processes: list[Process], timeout: float = 20.0) -> None:
+        """Form a group, in rank order."""
+        self._topology += 1
+        address = free_address()
+        for rank, process in enumerate(processes):
+            process.tell("join", address, rank, len(processes), self._topology, timeout)
+        for process in processes:
+            process.result()
+
+    def all(self, processes: list[Process], name: str, *arguments: Any) -> list[Any]:
+        """Ask all the same at once; return their results by rank."""
+        for process in processes:
+            process.tell(name, *arguments)
+        return [process.result() for process in processes]
+
+    def end(self) -> None:
+        """End all processes."""
+        for process in self.processes:
+            process.end()
+
+
+def free_address() -> str:
+    """Return an address on which nobody listens."""
+    with open_listener("127.0.0.1") as listener:
+        return listener_address(listener)

@@ -1,0 +1,74 @@
+"""With --batch-invariant a token's logits do not depend on what else is computed with it: bit for
+bit, whatever the batch, the chunks of the prompt, and whether it is decoded or computed again."""
+
+import pytest
+import torch
+
+from engine.config import BUNDLED_MODEL
+from engine.models.row_blocks import SIZES, RowBlocks, probe_rows
+
+LENGTH = 140
+CASES = [
+    ("llama-biased", {}),
+    ("mistral-window", {}),
+    ("qwen3-moe", {}),
+    ("qwen3-moe-many", {}),
+    ("mixtral", {"dtype": "bfloat16"}),
+    ("qwen2", {"dtype": "bfloat16"}),
+    ("bundled", {"dtype": "float32"}),
+    ("bundled", {"dtype": "bfloat16"}),
+    ("bundled", {"dtype": "bfloat16", "quantization": "int8"}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_token_is_computed_in_the_same_way_in_any_company(
+    name, settings, checkpoint, driver, prompt
+):
+    directory = BUNDLED_MODEL if name == "bundled" else checkpoint(name).directory
+    engine = driver(directory, batch_invariant=True, **settings)
+    tokens = prompt(LENGTH)
+    engine.start(0, tokens)
+    alone = torch.cat([engine.logits({0: 1}) for _ in range(LENGTH)])
+
+    engine.start(1, tokens)
+    assert torch.equal(engine.logits({1: LENGTH}), alone), "in one step"
+
+    engine.start(2, tokens)
+    parts = [engine.logits({2: count}) for count in (5, 70, 1, 13, 50, 1)]
+    assert torch.equal(torch.cat(parts), alone), "in chunks"
+
+    for slot in range(3, 20):
+        engine.start(slot, prompt(7 * slot))
+    engine.prefill(*range(3, 16))
+    engine.start(2, tokens)
+    first = engine.logits({**dict.fromkeys(range(3, 16), 1), 2: 60, 16: 100})[13:73]
+    assert torch.equal(first, alone[:60]), "beside decodes and another prompt"
+    one = engine.logits({**dict.fromkeys(range(3, 16), 1), 2: 1, 17: 50})[13]
+    assert torch.equal(one, alone[60]), "as one of many decodes"
+
+
+def test_rows_beside_each_other_do_not_matter_to_a_product() -> None:
+    def row_sums_by_count(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(dim=1, keepdim=True) * (1 + len(x) * 1e-3)
+
+    blocks = RowBlocks(row_sums_by_count, probe_rows(8, torch.float32))
+    x = torch.randn(150, 8)
+    whole = blocks(x)
+    assert all(torch.equal(blocks(x[:n]), whole[:n]) for n in (1, 2, 15, 16, 17, 64, 100))
+    assert torch.equal(blocks(x[77:78]), whole[77:78])
+
+
+def test_sizes_that_agree_are_all_used() -> None:
+    seen = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return x * 2
+
+    blocks = RowBlocks(double, probe_rows(8, torch.float32))
+    seen.clear()
+    x = torch.randn(87, 8)
+    assert torch.equal(blocks(x), x * 2)
+    assert seen == [64, 16, 4, 4]
+    assert set(seen) <= set(SIZES)

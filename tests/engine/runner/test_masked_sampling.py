@@ -1,0 +1,194 @@
+"""Rows with a grammar draw what it allows, whatever else they ask for; others are left alone."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine.config import (
+    BUNDLED_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.core import EngineCore
+from engine.executor.in_process import InProcessExecutor
+from engine.grammar.masks import TokenMasks
+from engine.messages import AddRequest, RegexGrammar, SamplingParams
+from engine.runner.penalties import forbid_on_device, forbid_others
+from engine.runner.sampler import sample
+from engine.runner.slots import SlotTable
+from engine.scheduler.batch import SlotStart
+
+VOCAB = 1000
+EOS = 7
+
+
+@pytest.fixture
+def table() -> SlotTable:
+    return SlotTable(
+        max_num_seqs=8, max_model_len=64, block_size=8, vocab_size=VOCAB, eos_token_ids=(EOS,)
+    )
+
+
+def masks(allowed: dict[int, list[int]]) -> TokenMasks:
+    flags = np.zeros((len(allowed), -(-VOCAB // 32) * 32), np.bool_)
+    for index, tokens in enumerate(allowed.values()):
+        flags[index, tokens] = True
+    return TokenMasks(
+        np.array(list(allowed), np.int64),
+        np.packbits(flags, axis=1, bitorder="little").view(np.int32),
+    )
+
+
+def random_logits(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(4)).to(dtype) * 3
+
+
+def draw(
+    table: SlotTable, logits: torch.Tensor, allowed: dict[int, list[int]], **sampling: object
+) -> list[int]:
+    slots = np.arange(len(logits))
+    for slot in slots.tolist():
+        params = SamplingParams(max_tokens=64, seed=slot, **sampling)  # type: ignore[arg-type]
+        table.start(SlotStart(slot, [1, 2, 3], 2, params))
+    with torch.inference_mode():
+        before = logits.clone()
+        drawn = sample(logits, table, slots, np.full(len(slots), 3), masks(allowed))
+        assert torch.equal(before, logits), "logprobs are those of the model"
+    return drawn.token_ids.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_k": 3},
+        {"temperature": 2.0, "top_p": 0.4, "min_p": 0.1},
+        {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": -1.0},
+        {"logit_bias": {500: 100.0}},
+        {"logprobs": 3},
+    ],
+    ids=str,
+)
+def test_only_what_is_allowed_is_drawn(
+    table: SlotTable, sampling: dict[str, object], dtype: torch.dtype
+) -> None:
+    logits = random_logits(5, dtype)
+    allowed = {1: [0, 999, 31, 32], 2: [640], 4: list(range(100, 200))}
+    drawn = draw(table, logits, allowed, **sampling)
+    for row, tokens in allowed.items():
+        assert drawn[row] in tokens
+    unmasked = draw(table, logits, {0: list(range(VOCAB))}, **sampling)
+    assert [drawn[0], drawn[3]] == [unmasked[0], unmasked[3]]
+
+
+def test_all_rows_may_have_a_mask(table: SlotTable) -> None:
+    allowed = {row: [row, 100 + row] for row in range(5)}
+    drawn = draw(table, random_logits(5), allowed)
+    assert all(token in allowed[row] for row, token in enumerate(drawn))
+
+
+def test_the_relative_odds_of_allowed_tokens_stay_the_same(table: SlotTable) -> None:
+    logits = torch.full((8, VOCAB), 50.0)
+    logits[:, [10, 11]] = torch.tensor([1.0, 0.0])
+    counts = {10: 0, 11: 0}
+    for seed in range(60):
+        for slot in range(8):
+            params = SamplingParams(max_tokens=64, seed=1000 * seed + slot)
+            table.start(SlotStart(slot, [1, 2], 2, params))
+        with torch.inference_mode():
+            drawn = sample(
+                logits,
+                table,
+                np.arange(8),
+                np.full(8, 2),
+                masks({row: [10, 11] for row in range(8)}),
+            )
+        for token in drawn.token_ids.tolist():
+            counts[token] += 1
+    assert 0.65 < counts[10] / 480 < 0.81  # e / (1 + e) = 0.731
+
+
+def test_a_minimum_length_yields_when_only_the_end_is_left(table: SlotTable) -> None:
+    logits = random_logits(3)
+    drawn = draw(table, logits, {0: [EOS], 1: [EOS, 20]}, min_tokens=30, temperature=0.0)
+    assert drawn[:2] == [EOS, 20]
+    assert drawn[2] != EOS
+
+
+def test_a_row_that_may_draw_nothing_harms_no_other(table: SlotTable) -> None:
+    logits = random_logits(3)
+    drawn = draw(table, logits, {1: []})
+    others = draw(table, logits, {0: list(range(VOCAB))})
+    assert [drawn[0], drawn[2]] == [others[0], others[2]]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_masks_are_the_same_on_an_accelerator(device: str) -> None:
+    allowed = masks({0: [0, 31, 32, 999], 2: [5], 3: []})
+    here = random_logits(5)
+    there = here.to(device, copy=True)
+    forbid_others(here, allowed)
+    forbid_on_device(there, allowed)
+    assert torch.equal(here, there.cpu())
+    assert here[0].isfinite().nonzero()[:, 0].tolist() == [0, 31, 32, 999]
+    assert here[1].isfinite().all()
+
+
+def generate(spec: RegexGrammar, **scheduling: Any) -> dict[int, list[int]]:
+    """Return the tokens of five requests with the grammar and of one without."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(BUNDLED_MODEL), device="cpu"),
+        cache=CacheConfig(block_size=16, num_kv_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=4, **scheduling),
+        executor=ExecutorConfig(threads=1),
+    )
+    executor = InProcessExecutor(config)
+    tokens: dict[int, list[int]] = {id: [] for id in range(6)}
+    try:
+        core = EngineCore(config, executor, rank=0, incarnation=1)
+        core.front_end_joined(0, 1)
+        assert executor.grammars is not None
+        executor.grammars.ask(spec).wait()
+        for id in range(6):
+            sampling = SamplingParams(max_tokens=20, seed=id, grammar=spec if id < 5 else None)
+            core.handle(AddRequest(id, "r", 0, 0, [40, 50, 60 + id], sampling))
+        while core.has_work:
+            for output in core.step().outputs.get(0, []):
+                tokens[output.id] += output.token_ids
+                assert output.finish_reason in (None, "stop" if output.id < 5 else "length")
+        assert executor.grammars.num_followed == 0
+    finally:
+        executor.shutdown()
+    return tokens
+
+
+@pytest.mark.parametrize("pattern", ["[a-z]{3,5}-[0-9]{2}", "(ab|ba){3,8}"])
+def test_a_real_model_follows_grammars_with_overlap_and_with_guesses(pattern: str) -> None:
+    spec = RegexGrammar(pattern)
+    tokens = generate(spec)
+    assert generate(spec, async_scheduling=True) == tokens
+    assert generate(spec, speculative_ngram=4, prompt_lookup_min=1) == tokens
+    tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    for id in range(5):
+        assert re.fullmatch(spec.pattern, tokenizer.decode(tokens[id]))

@@ -1,0 +1,82 @@
+"""Decode steps padded to the sizes that a device has recorded."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.models.decoder import StepTokens
+from engine.models.varlen_attention import VarlenAttention, VarlenPlan, kernel_window
+from engine.runner.inputs import attention_rows, batch_rows
+from engine.runner.padded_decode import graph_sizes, pad_decode, padded_size
+from tests.engine.plain_kernel import plain_kernel
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+    ],
+)
+def test_few_sizes_cover_all_batches(most, sizes):
+    assert graph_sizes(most) == sizes
+    for rows in range(1, most + 1):
+        size = padded_size(rows, sizes)
+        assert rows <= size < rows + 8
+    assert padded_size(most + 1, sizes) is None
+
+
+def test_batches_beyond_the_largest_recording_are_launched_one_by_one():
+    sizes = graph_sizes(4096)
+    assert sizes[-1] == 256
+    assert len(sizes) < 40
+    assert padded_size(257, sizes) is None
+
+
+def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
+    checkpoint, driver, prompt
+):
+    plain, padded = (driver(checkpoint("llama").directory) for _ in range(2))
+    lengths = [3, 20, 9]
+    for engine in (plain, padded):
+        for slot, length in enumerate(lengths):
+            engine.start(slot, prompt(length))
+        engine.prefill(0, 1, 2)
+    expected = plain.logits({0: 1, 1: 1, 2: 1})
+
+    runner = padded.runner
+    runner._update(plan := padded.plan({0: 1, 1: 1, 2: 1}))
+    rows = batch_rows(plan, runner._table)
+    scratch = len(runner._cache[0]) - 1
+    assert not any(layer[scratch].any() for layer in runner._cache)
+    step = pad_decode(
+        rows, attention_rows(rows, runner._table), size=8, width=33, scratch_block=scratch
+    )
+    assert step.block_tables.shape == (8, 33)
+    before = [layer[:scratch].clone() for layer in runner._cache]
+    runner.model.attention = VarlenAttention(device=torch.device("cpu"), kernel=plain_kernel)
+    lengths = torch.from_numpy(step.num_keys)
+    attention = VarlenPlan(
+        query_ends=torch.arange(9, dtype=torch.int32),
+        key_ends=torch.arange(9, dtype=torch.int32) * 256,
+        num_keys=lengths,
+        block_tables=torch.from_numpy(step.block_tables),
+        max_queries=1,
+        max_keys=256,
+        window=kernel_window(None),
+    )
+    tokens = StepTokens(
+        token_ids=torch.from_numpy(step.token_ids),
+        positions=torch.from_numpy(step.positions),
+        slots=torch.from_numpy(step.cache_slots),
+        rows=attention_rows(rows, runner._table),
+        plans={None: attention},
+    )
+    with torch.inference_mode():
+        hidden = runner.model.hidden_states(tokens, runner._cache)[:3]
+        assert (runner.model.logits(hidden) - expected).abs().max() < 1e-4
+    for old, layer in zip(before, runner._cache, strict=True):
+        changed = np.flatnonzero((old != layer[:scratch]).flatten(1).any(1).numpy())
+        assert set(changed) == set((rows.cache_slots // 8).tolist())

@@ -1,0 +1,73 @@
+"""Guessed tokens change nothing about what a model generates, whatever was asked for."""
+
+from typing import Any
+
+import pytest
+
+from engine.config import BUNDLED_MODEL
+from engine.messages import AddRequest
+from tests.engine.serving import request, serve
+
+SOME_TEXT = [(5 * i) % 37 + 60 for i in range(40)]
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {},
+    "cold": {"temperature": 0.3},
+    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "penalized": {"temperature": 0.0, "repetition_penalty": 1.1},
+    "penalized by count": {"temperature": 0.0, "frequency_penalty": 0.15},
+    "penalized once": {"temperature": 0.4, "presence_penalty": 0.4},
+    "biased": {"temperature": 0.0, "logit_bias": {70: 4.0, 71: -100.0}},
+    "long": {"temperature": 0.0, "min_tokens": 30, "ignore_eos": False},
+    "stopped": {"temperature": 0.0, "ignore_eos": False, "stop_token_ids": (15, 200)},
+    "allowed": {"allowed_token_ids": tuple(range(60, 75)), "temperature": 0.5},
+    "without words": {"temperature": 0.0, "bad_words": ((201,), (14, 201), (62, 67, 72))},
+    "scored": {"temperature": 0.3, "logprobs": 3},
+    "scored prompt": {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "preempting"])
+def test_answers_are_those_without_guesses(num_blocks: int) -> None:
+    requests = [
+        request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), **sampling)
+        for id, sampling in enumerate(PARAMETERS.values())
+    ]
+    plain, before = serve(BUNDLED_MODEL, requests, dtype="float32", num_blocks=num_blocks)
+    guessed, after = serve(
+        BUNDLED_MODEL, requests, dtype="float32", speculative_ngram=5, num_blocks=num_blocks
+    )
+    for name, one, other in zip(PARAMETERS, plain, guessed, strict=True):
+        assert one.tokens == other.tokens, name
+        assert one.reason == other.reason, name
+        scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4), name
+        assert len(scores[0]) == (len(one.tokens) if "scored" in name else 0)
+    assert before.spec_drafts_total == 0
+    assert after.spec_accepted_tokens_total > 100
+    assert after.spec_draft_tokens_total > after.spec_accepted_tokens_total
+    assert after.step < before.step
+    assert (after.preemptions_total > 0) == (num_blocks == 40)
+
+
+def test_a_request_goes_on_elsewhere_with_the_same_tokens() -> None:
+    prompt = SOME_TEXT[:20] * 2
+    (whole,), _ = serve(BUNDLED_MODEL, [request(3, prompt)], dtype="float32", speculative_ngram=4)
+    taken_over = request(3, prompt)
+    taken_over = AddRequest(
+        3, "3", 0, 0, prompt, taken_over.sampling, output_token_ids=whole.tokens[:23]
+    )
+    (rest,), _ = serve(BUNDLED_MODEL, [taken_over], dtype="float32", speculative_ngram=4)
+    assert whole.tokens[:23] + rest.tokens == whole.tokens
+
+
+def test_in_16_bits_too_if_batches_make_no_difference() -> None:
+    requests = [
+        request(id, SOME_TEXT[: 9 + 3 * id] * 2, temperature=id % 2 * 0.7) for id in range(8)
+    ]
+    options = {"dtype": "bfloat16", "batch_invariant": True}
+    plain, _ = serve(BUNDLED_MODEL, requests, **options)
+    guessed, stats = serve(BUNDLED_MODEL, requests, speculative_ngram=8, **options)
+    assert [answer.tokens for answer in plain] == [answer.tokens for answer in guessed]
+    assert stats.spec_accepted_tokens_total > 50

@@ -1,0 +1,62 @@
+"""One engine with a real model in the test's own process, given requests and run until they end."""
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.executor.in_process import InProcessExecutor
+from engine.messages import AddRequest, EngineStats, FinishReason, SamplingParams, TokenLogprob
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    reason: FinishReason | None
+    logprobs: list[TokenLogprob]
+
+
+def serve(
+    directory: Path,
+    requests: list[AddRequest],
+    *,
+    dtype: str,
+    num_blocks: int = 200,
+    block_size: int = 8,
+    device: Literal["cpu", "cuda"] = "cpu",
+    enforce_eager: bool = False,
+    batch_invariant: bool = False,
+    **scheduling: Any,
+) -> tuple[list[Answer], EngineStats]:
+    """Run all requests in one engine, which computes 48 tokens per step.
+
+    Returns:
+        The answers in the order of the requests, and the engine's last stats.
+    """
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), dtype=dtype, max_model_len=256, device=device),
+        cache=CacheConfig(num_kv_blocks=num_blocks, block_size=block_size),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=48, **scheduling),
+        executor=ExecutorConfig(
+            threads=1, enforce_eager=enforce_eager, batch_invariant=batch_invariant
+        ),
+    )
+    executor = InProcessExecutor(config)
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    for request in requests:
+        core.handle(request)
+    answers = {request.id: Answer([], None, []) for request in requests}
+    while core.has_work:
+        for output in core.step().outputs.get(0, []):
+            known = answers[output.id]
+            known.tokens.extend(output.token_ids)
+            known.logprobs.extend(output.logprobs or [])
+            answers[output.id] = known._replace(reason=output.finish_reason)
+    stats = core.stats()
+    executor.shutdown()
+    return [answers[request.id] for request in requests], stats
+
+
+def request(id: int, prompt: list[int], **sampling: Any) -> AddRequest:
+    params = {"max_tokens": 60, "seed": id, "ignore_eos": True} | sampling
+    return AddRequest(id, str(id), 0, 0, prompt, SamplingParams(**params))

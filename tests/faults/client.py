@@ -1,0 +1,119 @@
+"""One client in virtual time: asks, asks again while nobody can serve, reads, and leaves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.executor.simulated import _token_logprob
+from engine.messages import RequestOutput
+from server.cluster.generation_client import NoEngineAvailable, ReaderTooSlow
+from server.cluster.token_stream import RequestStream, merge
+from tests.faults.front import Front
+from tests.faults.oracle import VOCABULARY, answer
+from tests.faults.plan import Ask
+
+if TYPE_CHECKING:
+    from tests.faults.world import World
+
+RETRY_AFTER = 0.5
+
+
+class Client:
+    """Asks one thing until it is answered; a front end that dies costs a new connection."""
+
+    def __init__(self, world: World, ask: Ask) -> None:
+        self.ask = ask
+        self.done = False
+        self.attempts = 0
+        """Front ends that took it on."""
+        self.error: str | None = None
+        self.left = False
+        self._world = world
+        self._front: Front | None = None
+        self._stream: RequestStream | None = None
+        self._parts: list[RequestOutput] = []
+        world.clock.at(ask.at, self._send)
+        if ask.leaves_after is not None:
+            world.clock.at(ask.at + ask.leaves_after, self._leave)
+
+    def _send(self) -> None:
+        if self.done:
+            return
+        fronts = [each for each in self._world.fronts.values() if each.alive and not each.stopped]
+        if not fronts:
+            self._world.clock.at(self._world.clock.now + RETRY_AFTER, self._send)
+            return
+        front = fronts[self._world.rng.randrange(len(fronts))]
+        ask, now = self.ask, self._world.clock.now
+        try:
+            stream = front.dispatcher.submit(
+                ask.name, list(ask.prompt), ask.sampling, now, priority=ask.priority
+            )
+        except NoEngineAvailable:
+            self._world.clock.at(now + RETRY_AFTER, self._send)
+            return
+        self.attempts += 1
+        self._front, self._stream, self._parts = front, stream, []
+        self._read()
+
+    def _read(self) -> None:
+        """Take what there is; look again soon, or connect anew if the front end has died."""
+        if self.done or self._front is None or self._stream is None:
+            return
+        if not self._front.alive:
+            self._front = self._stream = None
+            self._world.forget_assignments(self.ask.name)
+            self._send()
+            return
+        try:
+            while (output := self._stream.take()) is not None:
+                assert not self.has_ended, f"{self.ask.name}: told more after its end"
+                self._parts.append(output)
+        except (NoEngineAvailable, ReaderTooSlow) as error:
+            self.error = str(error)
+        if self.has_ended or self.error is not None:
+            self.done = True
+            self._stream.close()
+            return
+        self._world.clock.at(self._world.clock.now + 0.25, self._read)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was told the end of its answer."""
+        return bool(self._parts) and self._parts[-1].finish_reason is not None
+
+    def _leave(self) -> None:
+        if self.done:
+            return
+        self.done = self.left = True
+        front, stream = self._front, self._stream
+        if front is not None and stream is not None:
+            front.call(stream.close)
+
+    def check(self) -> None:
+        """Compare what it was told with what it had to be told.
+
+        Raises:
+            AssertionError: it was told something else.
+        """
+        ask = self.ask
+        expected, reason = answer(ask.prompt, ask.sampling)
+        told = merge(self._parts) if self._parts else RequestOutput(0, [])
+        if self.left or self.error is not None or ask.is_poison:
+            whole = expected[: len(told.token_ids)]
+            assert told.token_ids == whole, f"{ask.name}: {told.token_ids}, not {whole}"
+        else:
+            assert (told.token_ids, told.finish_reason) == (expected, reason), (
+                f"{ask.name}: {told.token_ids} {told.finish_reason} {told.error}, "
+                f"not {expected} {reason}"
+            )
+        if told.finish_reason is None:
+            return
+        if ask.sampling.logprobs is not None:
+            entries = [_token_logprob(t, ask.sampling.logprobs, VOCABULARY) for t in expected]
+            assert told.logprobs == entries, f"{ask.name}: log probabilities differ"
+        if ask.sampling.prompt_logprobs is not None:
+            known = [
+                _token_logprob(t, ask.sampling.prompt_logprobs, VOCABULARY) for t in ask.prompt[1:]
+            ]
+            assert (told.prompt_logprobs or []) == known, f"{ask.name}: prompt differs"

@@ -1,0 +1,152 @@
+"""The front end's shell in virtual time: registration, views, and the dispatcher's sends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.membership import HELLO_INTERVAL, Identity, Joined
+from engine.messages import (
+    AddRequest,
+    ClusterView,
+    CoordinatorReply,
+    EngineDead,
+    EngineGreeting,
+    EngineInput,
+    FrontEndAddresses,
+    FrontEndNotice,
+    StepOutputs,
+)
+from server.cluster.engine_client import TICK_INTERVAL
+from server.cluster.routing import LeastLoaded
+from tests.faults.network import Process
+from tests.faults.parts import HEARTBEAT, TIMEOUT
+
+if TYPE_CHECKING:
+    from tests.faults.engine import Engine
+    from tests.faults.world import World
+
+
+class Line:
+    """One connection of an engine to a front end's request socket."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.up = True
+        """Whether the front end's socket knows the peer."""
+        self.closed = False
+        """Whether the engine has closed its end."""
+
+
+class Front(Process):
+    """One front-end process."""
+
+    def __init__(self, world: World, index: int, incarnation: int) -> None:
+        super().__init__(world.clock, f"front end {index}", incarnation)
+        self._world = world
+        self.index = index
+        self.is_subscribed = False
+        self.num_resumed = 0
+        parts = world.parts
+        self._membership = parts.membership(
+            Identity(
+                kind="front_end",
+                index=index,
+                incarnation=incarnation,
+                host="node",
+                pid=1,
+                group_config={},
+                addresses=FrontEndAddresses(f"requests-{incarnation}", f"outputs-{incarnation}"),
+            ),
+            HEARTBEAT,
+        )
+        self.cluster = parts.cluster(index, incarnation, TIMEOUT, None)
+        self.dispatcher = parts.dispatcher(
+            front_end=index,
+            first_id=incarnation << 20,
+            state=self.cluster,
+            policy=LeastLoaded(index),
+            metrics=self,
+            send=self._send,
+            notify=self._notify,
+            on_idle=lambda: None,
+            max_resumes=world.plan.max_resumes,
+            resume_timeout=30.0,
+        )
+        self._lines: dict[bytes, Line] = {}
+        self.after(0.0, self._membership_tick)
+        self.after(TICK_INTERVAL, self._client_tick)
+
+    # -- what the dispatcher counts --------------------------------------------------------------
+
+    def routing_decision(self, rank: int, reason: str) -> None:
+        pass
+
+    def request_resumed(self) -> None:
+        self.num_resumed += 1
+
+    def observe_wake(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    # -- out -------------------------------------------------------------------------------------
+
+    def _send(self, identity: bytes, message: EngineInput) -> bool:
+        line = self._lines.get(identity)
+        if line is None or not line.up:
+            return False
+        engine = line.engine
+        if isinstance(message, AddRequest):
+            self._world.assigned(message.request_id, engine)
+        network = self._world.network
+        network.send(self, engine, "requests", engine.input_arrived, line, message, control=False)
+        return True
+
+    def _notify(self, notice: FrontEndNotice) -> None:
+        hub = self._world.hub
+        self._world.network.send(self, hub, "notices", hub.handle, notice)
+
+    def _membership_tick(self) -> None:
+        self._send_due()
+        joining = self._membership.epoch is None
+        self.after(HELLO_INTERVAL if joining else HEARTBEAT, self._membership_tick)
+
+    def _send_due(self) -> None:
+        for message in self._membership.tick(self.clock.now):
+            self._world.to_hub(self, message)
+
+    def _client_tick(self) -> None:
+        self.dispatcher.tick(self.clock.now)
+        self.after(TICK_INTERVAL, self._client_tick)
+
+    # -- in --------------------------------------------------------------------------------------
+
+    def reply(self, reply: CoordinatorReply) -> None:
+        """An answer of the coordinator."""
+        event = self._membership.receive(reply)
+        if isinstance(event, Joined):
+            if not event.again:
+                self.is_subscribed = True
+                self._membership.ready(None)
+                hub = self._world.hub
+                self._world.network.send(
+                    self, hub, "subscription", hub.subscribed, "front_end", control=False
+                )
+            self._send_due()
+        elif self._membership.epoch is None:
+            self._send_due()
+
+    def view_arrived(self, view: ClusterView) -> None:
+        """A cluster view of the coordinator."""
+        self.dispatcher.view_changed(view, self.clock.now)
+
+    def greeting_arrived(self, identity: bytes, line: Line, greeting: EngineGreeting) -> None:
+        """An engine's greeting, the first message on each of its connections."""
+        if line.up and not line.closed:
+            self._lines[identity] = line
+            self.dispatcher.greeting(identity, greeting, self.clock.now)
+
+    def output_arrived(self, message: StepOutputs | EngineDead) -> None:
+        """Tokens, or last words."""
+        if isinstance(message, StepOutputs):
+            self.dispatcher.step_outputs(message, self.clock.now)
+        else:
+            self.dispatcher.engine_died(message, self.clock.now)

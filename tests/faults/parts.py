@@ -1,0 +1,29 @@
+"""The production classes that a simulated cluster is made of; mutants replace one of them."""
+
+from dataclasses import dataclass
+
+from coordinator.state import CoordinatorState
+from engine.core import EngineCore
+from engine.front_end_lines import FrontEndLines
+from engine.membership import Membership
+from server.cluster.dispatch import Dispatcher
+from server.cluster.state import ClusterState
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What decides in each kind of process."""
+
+    coordinator: type[CoordinatorState] = CoordinatorState
+    membership: type[Membership] = Membership
+    core: type[EngineCore] = EngineCore
+    lines: type[FrontEndLines] = FrontEndLines
+    cluster: type[ClusterState] = ClusterState
+    dispatcher: type[Dispatcher] = Dispatcher
+
+
+HEARTBEAT = 1.0
+TIMEOUT = 3.0
+"""Seconds of silence after which a member is taken for dead."""
+STEP_TIMEOUT = 1.0
+"""Seconds after which a step is taken for hung; five times that for an engine's first steps."""

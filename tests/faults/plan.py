@@ -1,0 +1,154 @@
+"""What happens in one run: a cluster, its requests and its faults, all drawn from one seed."""
+
+import random
+from typing import NamedTuple
+
+from engine.messages import SamplingParams
+from tests.faults.oracle import POISON, VOCABULARY
+
+LONG_CUT = 100.0
+"""Seconds of a cut that no request may wait for."""
+
+FIRST_FAULT, LAST_FAULT = 1.0, 5.0
+"""Seconds between which things go wrong."""
+
+
+class Ask(NamedTuple):
+    """One request of a client."""
+
+    name: str
+    at: float
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int
+    leaves_after: float | None
+    """Seconds after which the client disconnects; None if it waits for the end."""
+
+    @property
+    def is_poison(self) -> bool:
+        """Whether it kills engines."""
+        return self.prompt[0] == POISON
+
+
+class Fault(NamedTuple):
+    """Something that goes wrong at `at`; `which` picks a victim, `seconds` says for how long."""
+
+    at: float
+    kind: str
+    which: int
+    seconds: float
+
+
+KINDS = {
+    "kill engine": 6,
+    "lose node": 3,
+    "stop engine": 4,
+    "hang step": 3,
+    "slow engine": 3,
+    "retire engine": 2,
+    "kill front end": 3,
+    "stop front end": 2,
+    "kill coordinator": 4,
+    "stop coordinator": 2,
+    "cut engine from coordinator": 3,
+    "cut engine from front end": 4,
+    "cut front end from coordinator": 2,
+    "reset engine and front end": 4,
+    "reset engine and coordinator": 2,
+    "lose control messages": 3,
+    "delay control messages": 2,
+}
+"""Faults, and how often each is drawn in proportion to the others."""
+
+
+class Plan(NamedTuple):
+    """One run."""
+
+    seed: int
+    engines: int
+    front_ends: int
+    asks: list[Ask]
+    faults: list[Fault]
+    max_resumes: int
+    loading: float
+    """Seconds that an engine takes to load its model."""
+    prefix_caching: bool
+    by_priority: bool
+    async_scheduling: bool
+
+    def describe(self) -> str:
+        """Return the plan in words."""
+        lines = [
+            f"{self.engines} engines, {self.front_ends} front ends, "
+            f"{len(self.asks)} requests, max_resumes {self.max_resumes}, "
+            f"loading {self.loading:.2f} s, prefix caching {self.prefix_caching}, "
+            f"priorities {self.by_priority}, overlapped {self.async_scheduling}"
+        ]
+        lines += [
+            f"  {ask.at:6.3f} {ask.name}: {len(ask.prompt)} tokens"
+            f"{' of poison' if ask.is_poison else ''}, at most {ask.sampling.max_tokens}"
+            f"{'' if ask.leaves_after is None else f', leaves after {ask.leaves_after:.2f}'}"
+            for ask in self.asks
+        ]
+        lines += [
+            f"  {fault.at:6.3f} {fault.kind} ({fault.which}, {fault.seconds:.2f} s)"
+            for fault in self.faults
+        ]
+        return "\n".join(lines)
+
+
+def draw_plan(seed: int) -> Plan:
+    """Return the run of a seed."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(POISON) for _ in range(8)]
+    asks = [_ask(rng, number, prefix) for number in range(rng.randint(2, 7))]
+    if rng.random() < 0.08:
+        first = asks[0]
+        asks[0] = first._replace(prompt=[POISON, *first.prompt[1:]], leaves_after=None)
+    kinds, weights = list(KINDS), list(KINDS.values())
+    faults = [
+        Fault(
+            rng.uniform(FIRST_FAULT, LAST_FAULT),
+            kind,
+            rng.randrange(12),
+            rng.choice((0.3, 1.0, 2.5, 5.0, 7.0)),
+        )
+        for kind in rng.choices(kinds, weights, k=rng.randint(1, 5))
+    ]
+    engines = rng.choice((1, 2, 2, 3))
+    if engines > 1 and rng.random() < 0.2:
+        faults[0] = faults[0]._replace(kind="cut engine from front end", seconds=LONG_CUT)
+        faults = [fault for fault in faults if fault.kind != "retire engine"]
+    return Plan(
+        seed=seed,
+        engines=engines,
+        front_ends=rng.choice((1, 1, 2)),
+        asks=sorted(asks, key=lambda ask: ask.at),
+        faults=sorted(faults),
+        max_resumes=rng.choice((1, 1, 2, 3)),
+        loading=rng.uniform(0.1, 0.8),
+        prefix_caching=rng.random() < 0.7,
+        by_priority=rng.random() < 0.3,
+        async_scheduling=rng.random() < 0.3,
+    )
+
+
+def _ask(rng: random.Random, number: int, prefix: list[int]) -> Ask:
+    prompt = [rng.randrange(POISON) for _ in range(rng.randint(1, 20))]
+    if rng.random() < 0.5:
+        prompt = prefix + prompt
+    penalized = rng.random() < 0.3
+    sampling = SamplingParams(
+        max_tokens=rng.randint(1, 40),
+        seed=rng.getrandbits(32),
+        temperature=rng.choice((0.0, 1.0)),
+        ignore_eos=rng.random() < 0.8,
+        min_tokens=rng.choice((0, 0, 4)),
+        stop_token_ids=(rng.randrange(VOCABULARY),) if rng.random() < 0.2 else (),
+        presence_penalty=0.5 if penalized else 0.0,
+        logprobs=2 if rng.random() < 0.2 else None,
+        prompt_logprobs=1 if rng.random() < 0.1 else None,
+    )
+    at = rng.uniform(0.9, LAST_FAULT)
+    leaves = rng.uniform(0.0, 2.0) if rng.random() < 0.15 else None
+    return Ask(f"r{number}", at, prompt, sampling, rng.randint(-1, 1), leaves)

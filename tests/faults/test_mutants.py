@@ -1,0 +1,201 @@
+"""The fault schedules find bugs: each of these recoveries has one, and is not let through.
+
+Every mutant is a production class with one rule of recovery broken; the unbroken classes pass
+the same schedules.
+"""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.state import Action, CoordinatorState
+from engine.core import EngineCore
+from engine.front_end_lines import FrontEndLines, LineChanges
+from engine.membership import Membership, MembershipEvent
+from engine.messages import (
+    CoordinatorReply,
+    EngineStats,
+    HeartbeatAck,
+)
+from server.cluster.dispatch import Dispatcher
+from server.cluster.state import ClusterState, EngineLost
+from server.cluster.token_stream import RequestStream
+from tests.faults.parts import Parts
+from tests.faults.run import run_seeds
+
+ENOUGH = 600
+"""Schedules within which each mutant has to be found."""
+STEP = 25
+
+
+# -- the front end: requests ---------------------------------------------------------------------
+
+
+class StartsOver(Dispatcher):
+    """Moves a request without the tokens that the client has."""
+
+    def _rehome(self, stream: RequestStream, now: float) -> None:
+        stream.message = lambda wave: msgspec.structs.replace(  # type: ignore[method-assign]
+            stream.request, wave=wave
+        )
+        super()._rehome(stream, now)
+
+
+class KeepsTheId(Dispatcher):
+    """Sends a request again under its old id, so that old answers pass for new ones."""
+
+    def _rehome(self, stream: RequestStream, now: float) -> None:
+        old, self._next_id = self._next_id, stream.request.id - 1
+        try:
+            super()._rehome(stream, now)
+        finally:
+            self._next_id = old
+
+
+class MovesNothing(Dispatcher):
+    """Leaves requests where they were when their engine has gone."""
+
+    def _engines_lost(self, lost: list[EngineLost], now: float) -> None:
+        pass
+
+
+class NeverSuspects(Dispatcher):
+    """Tries a request on one engine after the other, however many it kills."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "max_resumes": 1000})
+
+
+class TakesEveryMoveForADeath(Dispatcher):
+    """Counts a broken connection, or silence, as a death of the engine."""
+
+    def _move(self, stream: RequestStream, now: float) -> None:
+        stream.died_on |= stream.in_doubt | stream.silent_on
+        super()._move(stream, now)
+
+
+class ForgetsTheHomeless(Dispatcher):
+    """Looks for an engine once, not again when one comes."""
+
+    def _find_homes(self, now: float) -> None:
+        pass
+
+
+# -- the front end: engines ----------------------------------------------------------------------
+
+
+class TakesGapsForNothing(ClusterState):
+    """Does not notice that answers were lost before the one that arrived."""
+
+    def outputs_arrived(self, stats: EngineStats) -> int:
+        return min(0, super().outputs_arrived(stats))
+
+
+class MissesNothing(ClusterState):
+    """Does not notice that the last message, in either direction, never came."""
+
+    def take_broken(self) -> set[tuple[int, int]]:
+        super().take_broken()
+        return set()
+
+
+class CountsTheLost(ClusterState):
+    """Counts requests that never arrived as load for ever."""
+
+    def forget_unreceived(self, rank: int) -> None:
+        pass
+
+
+class GivesUpForGood(ClusterState):
+    """Takes an engine that could not be reached once for dead."""
+
+    def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
+        return self.lost(rank, incarnation)
+
+
+# -- engines, membership and the coordinator -----------------------------------------------------
+
+
+class WorksForTheDead(EngineCore):
+    """Goes on with the requests of a front end that has gone, and answers its successor."""
+
+    def front_end_left(self, index: int) -> None:
+        known = self._front_ends.get(index)
+        if known is not None:
+            known.present = False
+
+
+class GreetsOnce(FrontEndLines):
+    """Does not repeat its greeting."""
+
+    def tick(self, rank: int, now: float) -> LineChanges:
+        return super().tick(rank, now)._replace(greetings=[])
+
+
+class RegistersOnce(Membership):
+    """Does not mind being unknown to the coordinator."""
+
+    def receive(self, reply: CoordinatorReply) -> MembershipEvent | None:
+        if isinstance(reply, HeartbeatAck):
+            return None
+        return super().receive(reply)
+
+
+class SendsReadyOnce(Membership):
+    """Trusts that its READY arrives."""
+
+    def tick(self, now: float) -> list[Any]:
+        messages = super().tick(now)
+        if any(type(message).__name__ == "Ready" for message in messages):
+            self._is_ready = False
+        return list(messages)
+
+
+class WaitsForGoodbyes(CoordinatorState):
+    """Believes that members say so before they go."""
+
+    def _expire(self, now: float) -> list[Action]:
+        return []
+
+
+class OrdersOnce(CoordinatorState):
+    """Tells engines once who the front ends are."""
+
+    def _repeat_order(self, now: float) -> list[Action]:
+        return []
+
+
+MUTANTS = [
+    Parts(dispatcher=StartsOver),
+    Parts(dispatcher=KeepsTheId),
+    Parts(dispatcher=MovesNothing),
+    Parts(dispatcher=NeverSuspects),
+    Parts(dispatcher=TakesEveryMoveForADeath),
+    Parts(dispatcher=ForgetsTheHomeless),
+    Parts(cluster=TakesGapsForNothing),
+    Parts(cluster=MissesNothing),
+    Parts(cluster=CountsTheLost),
+    Parts(cluster=GivesUpForGood),
+    Parts(core=WorksForTheDead),
+    Parts(lines=GreetsOnce),
+    Parts(membership=RegistersOnce),
+    Parts(membership=SendsReadyOnce),
+    Parts(coordinator=WaitsForGoodbyes),
+    Parts(coordinator=OrdersOnce),
+]
+
+
+def named(parts: Parts) -> str:
+    """Name a mutant in a test's id."""
+    production = Parts()
+    fields = vars(parts)
+    return next(c.__name__ for name, c in fields.items() if c is not getattr(production, name))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=named)
+def test_a_broken_recovery_is_found(mutant: Parts) -> None:
+    for first in range(0, ENOUGH, STEP):
+        if run_seeds(range(first, first + STEP), mutant):
+            return
+    pytest.fail(f"{ENOUGH} schedules did not find it")

@@ -1,0 +1,382 @@
+"""A whole cluster in virtual time, its supervisor included, and what must be true of it.
+
+The processes are the production state machines behind shells of a few lines; what lies between
+them is `tests.faults.network`. A run ends when all requests are answered and the cluster has had
+time to come to rest.
+"""
+
+import logging
+import random
+from collections import defaultdict
+
+from engine.messages import ClusterView, EngineStats, Goodbye, MemberMessage
+from server.processes.restarts import Restarts
+from tests.faults.client import Client
+from tests.faults.engine import Engine
+from tests.faults.front import Front
+from tests.faults.hub import Hub
+from tests.faults.network import Clock, Network, Process
+from tests.faults.parts import Parts
+from tests.faults.plan import LONG_CUT, Fault, Plan
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 80.0
+"""Seconds within which every request has to be answered."""
+RECOVERY = 30.0
+"""Seconds within which everybody is there again and known to everybody."""
+QUIET = 3.0
+"""Seconds that pass before it is looked at."""
+
+
+HARMLESS = {
+    "slow engine", "retire engine", "reset engine and front end", "cut engine from front end",
+}  # fmt: skip
+"""Faults of engines after which none of these may be taken for dead."""
+
+
+UNHEARD = {"stop engine", "cut engine from front end", "cut engine from coordinator"}
+"""Faults after which an engine may have requests that have long moved on."""
+
+
+class Violation(Exception):
+    """Something that must never happen has happened."""
+
+
+class World:
+    """One run of a plan."""
+
+    def __init__(self, plan: Plan, parts: Parts) -> None:
+        self.plan = plan
+        self.parts = parts
+        self.rng = random.Random(plan.seed + 1)
+        self.clock = Clock()
+        self.network = Network(self.clock, self.rng)
+        self.senders: dict[bytes, Process] = {}
+        self.engines: dict[int, Engine] = {}
+        self.fronts: dict[int, Front] = {}
+        self._all_fronts: dict[int, Front] = {}
+        self._incarnations = 0
+        self._restarts: defaultdict[str, Restarts] = defaultdict(Restarts)
+        self._remote: set[str] = set()
+        self._retired: set[int] = set()
+        self.troubled: set[int] = set()
+        """Incarnations of engines that were taken for dead at some time, rightly or not."""
+        self._assigned: defaultdict[str, set[int]] = defaultdict(set)
+        self._poisoned = 0
+        self._listed: set[int] = set()
+        self.hub = Hub(self, self._new_incarnation())
+        for index in range(plan.front_ends):
+            self._start_front(index)
+        for rank in range(plan.engines):
+            self._start_engine(rank)
+        self.clients = [Client(self, ask) for ask in plan.asks]
+        for fault in plan.faults:
+            self.clock.at(fault.at, self._strike, fault)
+        self.clock.at(0.5, self._watch)
+
+    # -- run -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run to the end and check everything.
+
+        Raises:
+            Violation: something went wrong.
+        """
+        try:
+            over = max(fault.at + fault.seconds for fault in self.plan.faults) + 0.2
+            self.clock.run(over)
+            self.clock.run(LONGEST, lambda: all(client.done for client in self.clients))
+            self._check_answers()
+            self.clock.run(self.clock.now + RECOVERY, self._is_whole)
+            self._check_rest()
+            self.clock.run(self.clock.now + QUIET)
+            self._check_rest()
+        except AssertionError as error:
+            raise Violation(str(error)) from error
+
+    def _is_whole(self) -> bool:
+        """Whether everybody is there who should be, known to everybody, and without work."""
+        try:
+            self._check_rest()
+        except AssertionError:
+            return False
+        return True
+
+    # -- starting --------------------------------------------------------------------------------
+
+    def _new_incarnation(self) -> int:
+        self._incarnations += 1
+        return self._incarnations
+
+    def _start_front(self, index: int) -> None:
+        front = Front(self, index, self._new_incarnation())
+        self.fronts[index] = self._all_fronts[front.incarnation] = front
+        self.senders[front.name.encode()] = front
+
+    def _start_engine(self, rank: int) -> None:
+        engine = Engine(self, rank, self._new_incarnation())
+        self._tell("%s (%d) starts", engine.name, engine.incarnation)
+        self.engines[rank] = engine
+        self.senders[engine.name.encode()] = engine
+
+    def front_process(self, incarnation: int) -> Front:
+        """Return a front-end process, living or not."""
+        return self._all_fronts[incarnation]
+
+    # -- ways to the coordinator -----------------------------------------------------------------
+
+    def to_hub(self, member: Process, message: MemberMessage) -> None:
+        """Send on the registration socket; what a dead coordinator missed, its successor gets."""
+        hub = self.hub
+        if hub.alive:
+            self.network.send(member, hub, "registration", hub.from_member, member, message)
+
+    def stats_to_hub(self, engine: Engine, stats: EngineStats) -> None:
+        """Send on the back output socket."""
+        hub = self.hub
+        if hub.alive:
+            self.network.send(engine, hub, "stats", hub.handle, stats)
+
+    def published(self, view: ClusterView) -> None:
+        """Note whom the coordinator has given up."""
+        listed = {entry.incarnation for entry in view.engines}
+        self.troubled |= self._listed - listed
+        self._listed = listed
+
+    # -- deaths ----------------------------------------------------------------------------------
+
+    def ended(self, engine: Engine) -> None:
+        """An engine process has ended by itself."""
+        self._poisoned += engine.draining_since is None
+        self._kill_engine(engine)
+
+    def _kill_engine(self, engine: Engine, *, with_node: bool = False) -> None:
+        """End an engine process; without its node, its connections are seen to close."""
+        if not engine.alive:
+            return
+        engine.kill()
+        self._tell("%s (%d) ends", engine.name, engine.incarnation)
+        self.troubled.add(engine.incarnation)
+        del self.engines[engine.rank]
+        if not with_node:
+            for _, line in engine.lines.values():
+                self.clock.at(self.clock.now + 0.001, setattr, line, "up", False)
+            self.clock.at(self.clock.now + 0.01, self._report, "engine", engine)
+        if engine.rank not in self._retired:
+            wait = self._restarts[engine.name].wait_after(1.0, was_ready=True)
+            assert wait is not None
+            self.clock.at(self.clock.now + wait + 0.2, self._start_engine, engine.rank)
+
+    def _report(self, kind: str, process: Process) -> None:
+        index = int(process.name.split()[-1])
+        goodbye = Goodbye(kind, index, process.incarnation)  # type: ignore[arg-type]
+        supervisor = Process(self.clock, "supervisor", 0)
+        self.to_hub(supervisor, goodbye)
+
+    def _kill_front(self, front: Front) -> None:
+        if not front.alive:
+            return
+        front.kill()
+        del self.fronts[front.index]
+        self.clock.at(self.clock.now + 0.01, self._report, "front_end", front)
+        self.clock.at(self.clock.now + 0.8, self._start_front, front.index)
+
+    def _kill_hub(self) -> None:
+        if not self.hub.alive:
+            return
+        self.hub.kill()
+        self.clock.at(self.clock.now + 0.7, self._restart_hub)
+
+    def _restart_hub(self) -> None:
+        self.hub = Hub(self, self._new_incarnation())
+        for each in (*self.engines.values(), *self.fronts.values()):
+            if each.is_subscribed:
+                kind = "engine" if isinstance(each, Engine) else "front_end"
+                self.network.send(
+                    each, self.hub, "subscription", self.hub.subscribed, kind, control=False
+                )
+
+    def _watch(self) -> None:
+        """The supervisor looks whether steps come to an end."""
+        for engine in list(self.engines.values()):
+            if engine.is_overdue:
+                self._kill_engine(engine)
+        self.clock.at(self.clock.now + 0.5, self._watch)
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def _tell(self, what: str, *arguments: object) -> None:
+        logger.info("%7.3f " + what, self.clock.now, *arguments)
+
+    def _strike(self, fault: Fault) -> None:
+        self._tell("-- %s (%d, %.1f s)", fault.kind, fault.which, fault.seconds)
+        engines, fronts = list(self.engines.values()), list(self.fronts.values())
+        engine = engines[fault.which % len(engines)] if engines else None
+        front = fronts[fault.which % len(fronts)] if fronts else None
+        match fault.kind.split():
+            case ["kill", "coordinator"]:
+                self._kill_hub()
+            case ["stop", "coordinator"]:
+                self._stop(self.hub, fault.seconds)
+            case ["lose", "control", "messages"]:
+                self.network.lossy_until = self.clock.now + fault.seconds
+            case ["delay", "control", "messages"]:
+                self.network.slow_until = self.clock.now + fault.seconds
+            case [_, "front", "end"] | ["cut", "front", *_]:
+                if front is not None:
+                    self._strike_front(front, fault)
+            case _:
+                if engine is not None:
+                    self._strike_engine(engine, front, fault)
+
+    def _strike_front(self, front: Front, fault: Fault) -> None:
+        match fault.kind:
+            case "kill front end":
+                self._kill_front(front)
+            case "stop front end":
+                self._stop(front, fault.seconds)
+            case "cut front end from coordinator":
+                self._cut(front.name, self.hub.name, fault)
+            case _:
+                raise ValueError(fault.kind)
+
+    def _strike_engine(self, engine: Engine, front: Front | None, fault: Fault) -> None:
+        if fault.kind not in HARMLESS:
+            self.troubled.add(engine.incarnation)
+        match fault.kind:
+            case "kill engine" | "lose node":
+                self._kill_engine(engine, with_node=fault.kind == "lose node")
+            case "stop engine":
+                self._stop(engine, fault.seconds)
+            case "hang step":
+                engine.hung = True
+            case "slow engine":
+                engine.slowness = 10.0
+                engine.after(fault.seconds, setattr, engine, "slowness", 1.0)
+            case "retire engine" if len(self._retired) + 1 < self.plan.engines:
+                self._retired.add(engine.rank)
+                engine.call(engine.drain)
+            case "cut engine from coordinator":
+                self._cut(engine.name, self.hub.name, fault)
+            case "cut engine from front end" if front is not None:
+                self._cut(engine.name, front.name, fault)
+            case "reset engine and front end" if front is not None:
+                self._reset(engine, front)
+            case "reset engine and coordinator":
+                self.network.reset(engine.name, self.hub.name)
+                self._subscribe_again(engine.name)
+
+    def _stop(self, process: Process, seconds: float) -> None:
+        if process.alive and not process.stopped:
+            process.stop()
+            self.clock.at(self.clock.now + seconds, process.go_on)
+
+    def _cut(self, one: str, other: str, fault: Fault) -> None:
+        resets = fault.which % 2 == 0
+        self.network.cut(one, other, fault.seconds, resets=resets)
+        if resets and other == self.hub.name:
+            self.clock.at(self.clock.now + fault.seconds + 0.1, self._subscribe_again, one)
+
+    def _subscribe_again(self, name: str) -> None:
+        for each in (*self.engines.values(), *self.fronts.values()):
+            if each.name == name and each.is_subscribed and self.hub.alive:
+                kind = "engine" if isinstance(each, Engine) else "front_end"
+                self.network.send(
+                    each, self.hub, "subscription", self.hub.subscribed, kind, control=False
+                )
+
+    def _reset(self, engine: Engine, front: Front) -> None:
+        """Break the connections between an engine and a front end; they are made again."""
+        self.network.reset(engine.name, front.name)
+        for process, line in engine.lines.values():
+            if process is front:
+                line.up = False
+                self.clock.at(self.clock.now + 0.1, setattr, line, "up", engine.alive)
+
+    # -- what must be true -----------------------------------------------------------------------
+
+    def assigned(self, name: str, engine: Engine) -> None:
+        """A request was sent to an engine."""
+        self._tell("%s to %s (%d)", name, engine.name, engine.incarnation)
+        self._assigned[name].add(engine.incarnation)
+
+    def forget_assignments(self, name: str) -> None:
+        """A request begins anew, at another front end."""
+        self._assigned.pop(name, None)
+
+    def check_step(self, engine: Engine) -> None:
+        """Nothing may be computed for a front end that has gone."""
+        fronts = engine.core._front_ends
+        for request in engine.core._scheduler._requests.values():
+            assert fronts[request.front_end].present, f"{request.request_id} runs for nobody"
+
+    def _check_answers(self) -> None:
+        for client in self.clients:
+            name = client.ask.name
+            assert client.done, f"{name} was not answered within {LONGEST:.0f} s"
+            client.check()
+            if client.ask.is_poison:
+                # An engine that could not be reached may wake up with it before it hears better.
+                unheard = sum(fault.kind in UNHEARD for fault in self.plan.faults)
+                most = (self.plan.max_resumes + 1) * client.attempts + unheard
+                assert self._poisoned <= most, f"{name} killed {self._poisoned} engines"
+                assert client.error is not None, f"{name} is poison and was answered"
+            if client.error is not None:
+                if "suspected" not in client.error:
+                    # An engine that keeps dying is started again ever later, or there is none.
+                    assert self._may_be_long_without_engines, f"{name}: {client.error}"
+                    continue
+                deaths = len(self._assigned[name] & self.troubled)
+                assert deaths > self.plan.max_resumes, (
+                    f"{name} was suspected after {deaths} deaths: {client.error}"
+                )
+
+    @property
+    def _may_be_long_without_engines(self) -> bool:
+        cut = any(fault.seconds == LONG_CUT for fault in self.plan.faults)
+        return cut or any(ask.is_poison for ask in self.plan.asks)
+
+    def _check_rest(self) -> None:
+        wanted = sorted(set(range(self.plan.engines)) - self._retired)
+        assert sorted(self.engines) == wanted, f"engines {sorted(self.engines)}, not {wanted}"
+        for process in (self.hub, *self.engines.values(), *self.fronts.values()):
+            assert process.alive, f"{process.name} is dead"
+            assert not process.stopped, f"{process.name} is stopped"
+        self._check_view()
+        for engine in self.engines.values():
+            self._check_engine(engine)
+        for front in self.fronts.values():
+            self._check_front(front, wanted)
+
+    def _check_view(self) -> None:
+        view = self.hub.state.view()
+        listed = {entry.rank: (entry.incarnation, entry.ready) for entry in view.engines}
+        there = {rank: (engine.incarnation, True) for rank, engine in self.engines.items()}
+        assert listed == there, f"the coordinator lists {listed}, not {there}"
+        assert view.num_front_ends == len(self.fronts), f"{view.num_front_ends} front ends listed"
+        assert not view.running, "the view says running"
+
+    def _check_engine(self, engine: Engine) -> None:
+        core = engine.core
+        assert not core.has_work, f"{engine.name} still has work"
+        core._scheduler.check_integrity()
+        gauges = core._scheduler.gauges()
+        assert tuple(gauges) == (0, 0, 0.0, 0), f"{engine.name} leaks: {gauges}"
+        fronts = {index: front.incarnation for index, (front, _) in engine.lines.items()}
+        there = {index: front.incarnation for index, front in self.fronts.items()}
+        assert fronts == there, f"{engine.name} is connected to {fronts}, not {there}"
+
+    def _check_front(self, front: Front, ranks: list[int]) -> None:
+        dispatcher, cluster = front.dispatcher, front.cluster
+        assert not dispatcher.in_flight, f"{front.name} leaks {dispatcher.in_flight}"
+        assert not dispatcher._homeless, f"{front.name} leaks waiting requests"
+        loads = cluster.loads()
+        assert [load.rank for load in loads] == ranks, f"{front.name} routes to {loads}"
+        assert all(load.requests == 0 for load in loads), f"{front.name} counts {loads}"
+        assert cluster.view is not None
+        assert not cluster.view.running, f"{front.name} believes that engines run"
+        for rank in ranks:
+            address = cluster.address_of(rank)
+            assert address is not None
+            assert address[0] == self.engines[rank].incarnation, f"{front.name}: old {rank}"

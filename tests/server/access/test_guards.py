@@ -1,0 +1,245 @@
+"""Keys, web origins, admin endpoints, sizes and times."""
+
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.messages import ClusterView, EngineEntry, EngineSetup, EngineStats, RequestOutput
+from engine.settings import load
+from server.access.guards import BadGuards, Keys, admin_keys, api_keys, tls_options
+from server.config import FrontEndConfig, GuardConfig, HttpConfig, ModelConfig, ServeConfig
+
+SECRETS = ("first-secret", "second-secret")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def guards() -> GuardConfig:
+    return GuardConfig(
+        api_key=SECRETS, admin_key="root-secret", allowed_origins=("https://app.example",)
+    )
+
+
+@pytest.fixture
+def config(guards: GuardConfig) -> FrontEndConfig:
+    return FrontEndConfig(
+        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
+        http=HttpConfig(max_logprobs=5),
+        guards=guards,
+    )
+
+
+class TestKeys:
+    @pytest.mark.parametrize("key", SECRETS)
+    def test_any_of_the_keys_opens_the_api(self, http: Any, key: str) -> None:
+        assert http.get("/v1/models", headers=bearer(key)).status_code == 200
+        answer = http.post("/v1/completions", {"prompt": "x"}, headers=bearer(key))
+        assert answer.status_code == 200
+
+    @pytest.mark.parametrize(
+        "headers",
+        [{}, bearer("wrong"), bearer(""), bearer("root-secret"), {"Authorization": SECRETS[0]}],
+    )
+    def test_without_a_key_the_api_answers_as_openai_does(
+        self, http: Any, engines: Any, headers: dict[str, str]
+    ) -> None:
+        for answer in (
+            http.get("/v1/models", headers=headers),
+            http.get("/v1/nowhere", headers=headers),
+            http.post("/v1/completions", {"prompt": "x"}, headers=headers),
+        ):
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            error = answer.json()["error"]
+            assert error["code"] == "invalid_api_key"
+            assert error["type"] == "invalid_request_error"
+        assert engines.streams == []
+
+    def test_probes_and_metrics_need_no_key(self, http: Any) -> None:
+        for path in ("/health", "/ready", "/version", "/metrics"):
+            assert http.get(path).status_code == 200
+
+    def test_refusals_are_counted(self, http: Any) -> None:
+        http.get("/v1/models")
+        assert 'endpoint="/v1/*",model_name="tiny",status="401"} 1.0' in http.get("/metrics").text
+
+
+class TestAdmin:
+    @pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(SECRETS[0])])
+    def test_only_the_admin_key_opens_admin_endpoints(
+        self, http: Any, engines: Any, headers: dict[str, str]
+    ) -> None:
+        for answer in (
+            http.get("/admin/engines", headers=headers),
+            http.request("POST", "/admin/reset-prefix-cache", headers=headers),
+        ):
+            assert answer.status_code == 403
+            assert answer.json()["error"]["code"] == "admin_key_required"
+        assert engines.utilities == []
+
+    def test_the_prefix_cache_is_reset_in_one_engine_or_all(self, http: Any, engines: Any) -> None:
+        headers = bearer("root-secret")
+        answer = http.request("POST", "/admin/reset-prefix-cache", headers=headers)
+        assert [each["rank"] for each in answer.json()["answers"]] == [0, 1]
+        assert answer.json()["answers"][0]["result"] == {"blocks_forgotten": 7}
+        http.request("POST", "/admin/reset-prefix-cache?rank=1", headers=headers)
+        assert engines.utilities == [
+            (None, "reset_prefix_cache", {}),
+            (1, "reset_prefix_cache", {}),
+        ]
+
+    def test_any_utility_can_be_called(self, http: Any, engines: Any) -> None:
+        headers = bearer("root-secret")
+        body = {"name": "sleep", "arguments": {"level": 1}, "rank": 0}
+        assert http.post("/admin/utilities", body, headers=headers).status_code == 200
+        assert engines.utilities == [(0, "sleep", {"level": 1})]
+        refused = http.post("/admin/utilities", {"name": "unknown"}, headers=headers)
+        assert refused.status_code == 400
+        assert "no utility" in refused.json()["error"]["message"]
+
+    def test_engines_are_listed_with_state_and_load(self, http: Any, engines: Any) -> None:
+        headers = bearer("root-secret")
+        assert http.get("/admin/engines", headers=headers).json()["engines"] == []
+        stats = EngineStats(
+            rank=0, incarnation=9, version=1, wave=3, step=5, waiting=2, running=4,
+            kv_usage=0.5, queued_prefill_tokens=70,
+        )  # fmt: skip
+        setup = EngineSetup(100, 16, 512, "f", 128)
+        engines.view = ClusterView(
+            1, 1, 3, True,
+            [EngineEntry(1, 8, False, "b", 2, None, None),
+             EngineEntry(0, 9, True, "a", 0, setup, stats)],
+            num_front_ends=2,
+        )  # fmt: skip
+        engines.stats_age = {0: 0.25}
+        body = http.get("/admin/engines", headers=headers).json()
+        assert (body["wave"], body["running"], body["num_front_ends"]) == (3, True, 2)
+        first, second = body["engines"]
+        assert (first["rank"], first["waiting"], first["running"]) == (0, 2, 4)
+        assert (first["max_num_seqs"], first["stats_age"]) == (128, 0.25)
+        assert (second["ready"], second["restarts"], second["stats_age"]) == (False, 2, None)
+
+
+class TestWithoutKeys:
+    @pytest.fixture
+    def guards(self) -> GuardConfig:
+        return GuardConfig()
+
+    def test_the_api_is_open_and_admin_endpoints_do_not_exist(self, http: Any) -> None:
+        assert http.get("/v1/models").status_code == 200
+        assert http.get("/admin/engines").status_code == 404
+        assert not [
+            path for path in http.get("/openapi.json").json()["paths"] if path.startswith("/admin")
+        ]
+
+    def test_pages_of_other_origins_are_not_let_in(self, http: Any) -> None:
+        answer = http.get("/v1/models", headers={"Origin": "https://app.example"})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+class TestOrigins:
+    def test_allowed_pages_may_ask_and_see_why_they_were_refused(self, http: Any) -> None:
+        origin = {"Origin": "https://app.example"}
+        asked = http.request(
+            "OPTIONS",
+            "/v1/completions",
+            headers={**origin, "Access-Control-Request-Method": "POST"},
+        )
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == "https://app.example"
+        refused = http.get("/v1/models", headers=origin)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://app.example"
+
+    def test_others_may_not(self, http: Any) -> None:
+        headers = {"Origin": "https://evil.example", **bearer(SECRETS[0])}
+        answer = http.get("/v1/models", headers=headers)
+        assert "access-control-allow-origin" not in answer.headers
+
+
+class TestSizesAndTimes:
+    @pytest.fixture
+    def guards(self) -> GuardConfig:
+        return GuardConfig(max_body_bytes=1024, request_timeout=0.05)
+
+    def test_a_body_has_a_largest_size(self, http: Any) -> None:
+        answer = http.post("/v1/completions", {"prompt": "x" * 2000})
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+
+    def test_a_request_that_takes_too_long_is_ended(self, http: Any, engines: Any) -> None:
+        engines.script = lambda stream: []
+        answer = http.post("/v1/completions", {"prompt": "x"})
+        assert answer.status_code == 408
+        assert answer.json()["error"]["code"] == "request_timeout"
+        assert engines.streams[0].closed.is_set()
+
+    def test_a_stream_that_takes_too_long_ends_with_an_error_event(
+        self, http: Any, engines: Any
+    ) -> None:
+        engines.script = lambda stream: [RequestOutput(1, [70])]
+        *chunks, error = http.stream("/v1/completions", {"prompt": "x"})
+        assert chunks[0]["choices"]
+        assert error["error"]["code"] == "request_timeout"
+        assert engines.streams[0].closed.is_set()
+
+
+class TestConfiguration:
+    def test_keys_come_from_flags_a_file_and_the_environment(self, tmp_path: Path) -> None:
+        file = tmp_path / "keys"
+        file.write_text("# for the team\nfrom-file\n\n  padded  \n")
+        config = load(ServeConfig, {"api_key_file": str(file)}, {"SWELL_API_KEY": "a,b"})
+        keys = api_keys(config.guards)
+        for key in (b"a", b"b", b"from-file", b"padded"):
+            assert key in keys
+        assert b"# for the team" not in keys
+        assert b"" not in keys
+        assert not admin_keys(config.guards)
+
+    @pytest.mark.parametrize("content", [None, "", "# nothing\n\n"])
+    def test_a_file_without_a_key_is_an_error(self, tmp_path: Path, content: str | None) -> None:
+        file = tmp_path / "keys"
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(BadGuards, match="api-key-file"):
+            api_keys(GuardConfig(api_key_file=str(file)))
+
+    def test_an_empty_key_is_an_error(self) -> None:
+        with pytest.raises(BadGuards):
+            api_keys(GuardConfig(api_key=("",)))
+
+    def test_secrets_are_not_shown(self, guards: GuardConfig) -> None:
+        config = ServeConfig(guards=guards)
+        for text in (repr(config), str(config.front_end()), repr(Keys(SECRETS))):
+            assert "secret" not in text
+
+    def test_engines_and_the_coordinator_do_not_get_them(self, guards: GuardConfig) -> None:
+        config = ServeConfig(guards=guards)
+        for part in (config.engine(), config.coordinator()):
+            assert b"secret" not in msgspec.msgpack.encode(part)
+
+    def test_secrets_are_not_logged(self, http: Any, caplog: Any) -> None:
+        caplog.set_level(logging.DEBUG)
+        http.get("/v1/models", headers=bearer(SECRETS[0]))
+        http.get("/v1/models", headers=bearer("mistyped-secret"))
+        assert "secret" not in caplog.text
+
+    def test_tls_needs_files_that_are_there(self, tmp_path: Path) -> None:
+        certificate = tmp_path / "cert.pem"
+        with pytest.raises(BadGuards, match="ssl-certfile"):
+            tls_options(GuardConfig(ssl_certfile=str(certificate)))
+        certificate.touch()
+        with pytest.raises(BadGuards, match="need --ssl-certfile"):
+            tls_options(GuardConfig(ssl_keyfile=str(certificate)))
+        options = tls_options(
+            GuardConfig(ssl_certfile=str(certificate), ssl_ca_certs=str(certificate))
+        )
+        assert options["ssl_cert_reqs"] == ssl.CERT_REQUIRED
+        assert tls_options(GuardConfig()) == {}

@@ -1,0 +1,258 @@
+"""Clients that send or read badly, over real connections."""
+
+import asyncio
+import contextlib
+import select
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+import uvloop
+
+from engine.messages import AddRequest, RequestOutput, SamplingParams
+from server.access.guards import tls_options
+from server.access.http_protocol import limited_protocol
+from server.cluster.token_stream import MAX_BACKLOG, RequestStream
+from server.config import FrontEndConfig, GuardConfig
+
+GUARD_SECONDS = 20
+BODY = b'{"prompt": "x", "stream": true}'
+
+
+def head(length: int) -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % length
+    )
+
+
+HEAD = head(len(BODY))
+
+
+@contextlib.asynccontextmanager
+async def served(app: Any, guards: GuardConfig) -> AsyncIterator[int]:
+    """Serve an app on a free port of this process, as a front end does."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=limited_protocol(guards),
+            log_level="critical",
+            lifespan="off",
+            ws="none",
+            **tls_options(guards),
+        )
+    )
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        # Accepted connections inherit small buffers, so that a client that does not read shows.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+        listening.listen()
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def guarded() -> None:
+        async with asyncio.timeout(GUARD_SECONDS):
+            await scenario()
+
+    uvloop.run(guarded())
+
+
+async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", HEAD[:-2]])
+def test_a_head_that_is_never_complete_is_not_waited_for(app: Any, sent: bytes) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(receive_timeout=0.1)) as port:
+            reader, writer = await connect(port)
+            writer.write(sent)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_second_head_on_a_connection_is_not_waited_for_either(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(receive_timeout=0.1)) as port:
+            reader, writer = await connect(port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b"HTTP/1.1 408 " in answer
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_head_has_a_largest_size(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_header_bytes=4096)) as port:
+            reader, writer = await connect(port)
+            writer.write(b"GET /health HTTP/1.1\r\n")
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof() and not reader._buffer:  # type: ignore[attr-defined]
+                    writer.write(b"X-Filler: %s\r\n" % (b"x" * 1000))
+                    await writer.drain()
+                    await asyncio.sleep(0.001)
+            assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+            writer.close()
+
+    run(scenario)
+
+
+class TestHurriedServer:
+    @pytest.fixture
+    def config(self, config: FrontEndConfig) -> FrontEndConfig:
+        return msgspec.structs.replace(config, guards=GuardConfig(receive_timeout=0.1))
+
+    def test_a_body_that_is_never_complete_is_not_waited_for(self, app: Any) -> None:
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                reader, writer = await connect(port)
+                writer.write(HEAD + BODY[:-5])
+                answer = await reader.read()
+                assert answer.startswith(b"HTTP/1.1 408 ")
+                assert b"request_timeout" in answer
+                writer.close()
+
+        run(scenario)
+
+
+def test_a_patient_client_is_served_whatever_its_pieces(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            reader, writer = await connect(port)
+            for byte in HEAD + BODY:
+                writer.write(bytes([byte]))
+                await writer.drain()
+            assert b"[DONE]" in await reader.readuntil(b"data: [DONE]\n\n")
+            writer.close()
+
+    run(scenario)
+
+
+def hung_up(client: socket.socket) -> bool:
+    """Whether the other side has closed the connection; nothing is read."""
+    poll = select.poll()
+    poll.register(client, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+class Flood:
+    """A generation client whose engines generate as fast as they can, read or not."""
+
+    def __init__(self, engines: Any) -> None:
+        self._engines = engines
+        self.streams: list[RequestStream] = []
+        self.closed = asyncio.Event()
+        self.pumps: list[asyncio.Task[None]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engines, name)
+
+    def submit(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, **_: Any
+    ) -> RequestStream:
+        request = AddRequest(1, request_id, 0, 0, prompt_token_ids, sampling)
+        stream = RequestStream(request, lambda stream: self.closed.set())
+        self.streams.append(stream)
+        self.pumps.append(asyncio.create_task(self._generate(stream)))
+        return stream
+
+    async def _generate(self, stream: RequestStream) -> None:
+        while not self.closed.is_set():
+            for _ in range(64):
+                if not stream.finished:
+                    stream.put(RequestOutput(1, [70 + i % 20 for i in range(8)]))
+            await asyncio.sleep(0)
+
+
+class TestReaders:
+    @pytest.fixture
+    def engines(self, engines: Any) -> Any:
+        return Flood(engines)
+
+    def test_a_client_that_never_reads_is_cut_off_and_its_engine_freed(
+        self, app: Any, engines: Any
+    ) -> None:
+        async def scenario() -> None:
+            async with served(app, GuardConfig(send_timeout=0.3)) as port:
+                with socket.socket() as client:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    client.connect(("127.0.0.1", port))
+                    client.setblocking(False)
+                    client.sendall(HEAD + BODY)
+                    await until(lambda: engines.closed.is_set())
+                    # It hangs up on the client, without having sent more than buffers hold.
+                    await until(lambda: hung_up(client))
+
+        run(scenario)
+
+    @pytest.mark.parametrize("choices", [1, 3])
+    def test_what_is_kept_for_a_client_that_pauses_has_an_end(
+        self, app: Any, engines: Any, choices: int
+    ) -> None:
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                reader, writer = await connect(port)
+                body = b'{"prompt": "x", "stream": true, "n": %d}' % choices
+                writer.write(head(len(body)) + body)
+                writer.transport.pause_reading()
+                await until(lambda: engines.closed.is_set())
+                for stream in engines.streams:
+                    unread = sum(len(each.token_ids) for each in stream._unread)
+                    assert unread <= MAX_BACKLOG + 64 * 8
+                writer.transport.resume_reading()
+                answer = b""
+                while b"data: [DONE]" not in answer:
+                    part = await reader.read(1 << 16)
+                    assert part, "the connection was closed"
+                    answer = answer[-500:] + part
+                assert b"client_too_slow" in answer
+                writer.close()
+
+        run(scenario)
+
+
+def test_https_is_served_with_a_certificate(app: Any, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    guards = GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
+
+    async def scenario() -> None:
+        import ssl
+
+        trusting = ssl.create_default_context(cafile=str(certificate))
+        async with served(app, guards) as port, httpx.AsyncClient(verify=trusting) as client:
+            answer = await client.get(f"https://127.0.0.1:{port}/health")
+            assert answer.status_code == 200
+            body = {"prompt": "x", "stream": True}
+            url = f"https://127.0.0.1:{port}/v1/completions"
+            assert (await client.post(url, json=body)).text.endswith("data: [DONE]\n\n")
+
+    run(scenario)

@@ -1,0 +1,63 @@
+import json
+
+import pytest
+
+from server.batch.lines import BadLine, read_request, read_result
+
+GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+
+
+def test_a_request_keeps_its_body_as_it_is() -> None:
+    request = read_request(b'{"custom_id":"a","url":"/v1/responses","body": {"input" :"\\u00e9"}}')
+    assert (request.custom_id, request.url) == ("a", "/v1/responses")
+    assert bytes(request.body) == b'{"input" :"\\u00e9"}'
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "name"),
+    [
+        ({"method": "GET"}, "invalid_method", "a"),
+        ({"url": "/v1/embeddings"}, "invalid_url", "a"),
+        ({"body": [1]}, "invalid_request", "a"),
+        ({"body": {"stream": True}}, "invalid_request", "a"),
+        ({"custom_id": 5}, "invalid_request", None),
+        ({"url": None}, "invalid_request", "a"),
+    ],
+)
+def test_what_cannot_be_sent_is_explained(
+    changes: dict[str, object], code: str, name: str | None
+) -> None:
+    with pytest.raises(BadLine) as caught:
+        read_request(json.dumps({**GOOD, **changes}).encode())
+    assert (caught.value.error.code, caught.value.custom_id) == (code, name)
+
+
+@pytest.mark.parametrize("line", [b"not json", b"{", b"\xff"])
+def test_a_line_that_is_no_json_is_said_to_be_that(line: bytes) -> None:
+    with pytest.raises(BadLine) as caught:
+        read_request(line)
+    assert caught.value.error.code == "invalid_json_line"
+
+
+@pytest.mark.parametrize(
+    ("response", "final", "succeeded"),
+    [
+        ({"status_code": 200, "request_id": "r", "body": {}}, True, True),
+        ({"status_code": 400, "request_id": "r", "body": {}}, True, False),
+        ({"status_code": 429, "request_id": "r", "body": {}}, False, False),
+        ({"status_code": 503, "request_id": "r", "body": "x"}, False, False),
+        (None, False, False),
+    ],
+)
+def test_only_what_would_not_change_is_final(
+    response: object, final: bool, succeeded: bool
+) -> None:
+    line = {"id": "i", "custom_id": "a", "response": response, "error": None}
+    result = read_result(json.dumps(line).encode() + b"\n")
+    assert result is not None
+    assert (result.final, result.succeeded) == (final, succeeded)
+
+
+def test_a_damaged_line_is_no_result() -> None:
+    assert read_result(b'{"id": "i", "custom_id": "a"}') is None, "the line's end is missing"
+    assert read_result(b'{"id": "i", "cust\n') is None

@@ -1,0 +1,179 @@
+"""`swell run-batch` against a server in this process, and once with one of its own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from engine.config import ModelConfig, ParallelConfig, SchedulerConfig
+from server.batch.command import run_batch
+from server.batch.config import BatchConfig, RunBatchConfig
+from server.batch.output import OutputBusy, OutputFile
+from server.batch.own_server import serve_arguments
+from server.cluster.generation_client import NoEngineAvailable
+
+BODIES = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/responses": {"input": "hello"},
+}
+
+
+@pytest.fixture
+def url(app: FastAPI, served: Callable[[FastAPI], AbstractContextManager[str]]) -> Iterator[str]:
+    with served(app) as address:
+        yield address
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+def line(name: str, url: str = "/v1/completions", **body: Any) -> str:
+    request = {
+        "custom_id": name, "method": "POST", "url": url, "body": {**BODIES[url], **body},
+    }  # fmt: skip
+    return json.dumps(request)
+
+
+def run(url: str, files: tuple[Path, Path], lines: list[str], **options: Any) -> int:
+    source, target = files
+    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    batch = BatchConfig(input_file=str(source), output_file=str(target), url=url, **options)
+    return run_batch(RunBatchConfig(batch=batch))
+
+
+def results(files: tuple[Path, Path]) -> dict[str | None, dict[str, Any]]:
+    found = [json.loads(each) for each in files[1].read_text(encoding="utf-8").splitlines()]
+    by_name = {each["custom_id"]: each for each in found}
+    assert len(by_name) == len(found)
+    return by_name
+
+
+def test_every_endpoint_is_asked(url: str, files: tuple[Path, Path]) -> None:
+    assert run(url, files, [line(path, path) for path in BODIES]) == 0
+    found = results(files)
+    assert found.keys() == BODIES.keys()
+    objects = {name: each["response"]["body"]["object"] for name, each in found.items()}
+    assert list(objects[path] for path in BODIES) == [
+        "text_completion", "chat.completion", "response",
+    ]  # fmt: skip
+    for each in found.values():
+        assert each["error"] is None
+        assert each["response"]["status_code"] == 200
+        assert each["response"]["request_id"] == each["id"]
+
+
+def test_a_second_run_asks_for_nothing_that_has_an_answer(
+    url: str, files: tuple[Path, Path], engines: Any
+) -> None:
+    lines = [line(str(number)) for number in range(20)]
+    assert run(url, files, lines[:12], max_concurrency=3) == 0
+    assert run(url, files, lines, max_concurrency=3) == 0
+    assert len(engines.streams) == 20
+    assert results(files).keys() == {str(number) for number in range(20)}
+    assert run("http://localhost:1", files, lines) == 0, "nothing is left to ask a server for"
+
+
+def test_a_run_goes_on_after_a_crash(url: str, files: tuple[Path, Path], engines: Any) -> None:
+    lines = [line(str(number)) for number in range(3)]
+    assert run(url, files, lines) == 0
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[: len(whole) - 10])
+    assert run(url, files, lines) == 0
+    assert results(files).keys() == {"0", "1", "2"}
+    assert len(engines.streams) == 4
+
+
+def test_what_is_wrong_with_a_line_is_in_its_result(url: str, files: tuple[Path, Path]) -> None:
+    lines = [line("good"), "not json", line("good"), line("bad", temperature=-1), ""]
+    assert run(url, files, lines) == 1
+    found = [json.loads(each) for each in files[1].read_text(encoding="utf-8").splitlines()]
+    refused = next(each for each in found if each["custom_id"] == "bad")["response"]
+    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
+    errors = {each["error"]["code"]: each for each in found if each["error"] is not None}
+    assert errors.keys() == {"invalid_json_line", "duplicate_custom_id"}
+    assert errors["invalid_json_line"]["custom_id"] is None
+    assert len(found) == 4
+
+
+def test_a_busy_server_is_asked_again(url: str, files: tuple[Path, Path], engines: Any) -> None:
+    answer, asked = engines.script, []
+
+    def first_busy(stream: Any) -> Any:
+        asked.append(stream)
+        return [NoEngineAvailable()] if len(asked) == 1 else answer(stream)
+
+    engines.script = first_busy
+    assert run(url, files, [line("a")]) == 0
+    assert len(asked) == 2
+
+
+def test_a_request_that_stays_without_success_is_tried_by_the_next_run(
+    url: str, files: tuple[Path, Path], engines: Any
+) -> None:
+    answer = engines.script
+    engines.script = lambda stream: [NoEngineAvailable()]
+    assert run(url, files, [line("a")], max_retries=0) == 1
+    assert results(files)["a"]["response"]["status_code"] == 503
+    engines.script = answer
+    assert run(url, files, [line("a")]) == 0
+    assert results(files)["a"]["response"]["status_code"] == 200
+
+
+def test_without_a_server_nothing_is_written(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("http://127.0.0.1:1", files, [line("a")]) == 1
+    assert "http://127.0.0.1:1 does not answer" in capsys.readouterr().err
+    assert files[1].read_bytes() == b""
+
+
+def test_two_runs_cannot_write_to_one_file(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "out"), pytest.raises(OutputBusy), OutputFile(tmp_path / "out"):
+        pass
+
+
+def test_files_have_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_batch(RunBatchConfig()) == 2
+    assert "input file" in capsys.readouterr().err
+
+
+def test_an_own_server_gets_what_differs_from_the_defaults() -> None:
+    config = RunBatchConfig(
+        batch=BatchConfig(input_file="in", api_key="k"),
+        model=ModelConfig(model="org/model", served_model_name=("a", "b")),
+        scheduler=SchedulerConfig(max_num_seqs=7),
+        parallel=ParallelConfig(data_parallel_size=3),
+    )
+    assert serve_arguments(config) == [
+        "org/model", "--served-model-name", "a", "b", "--max-num-seqs", "7",
+        "--data-parallel-size", "3",
+    ]  # fmt: skip
+
+
+@pytest.mark.stack
+def test_a_batch_starts_a_server_and_stops_it(files: tuple[Path, Path]) -> None:
+    body = {"prompt": "ROMEO:", "max_tokens": 4}
+    request = {"custom_id": "a", "url": "/v1/completions", "body": body}
+    files[0].write_text(json.dumps(request) + "\n", encoding="utf-8")
+    program = "import sys; from server.cli import main; sys.exit(main())"
+    finished = subprocess.run(
+        [
+            sys.executable, "-c", program, "run-batch", *map(str, files),
+            "--data-parallel-size", "1", "--api-server-count", "1",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert "1 answered" in finished.stderr
+    assert results(files)["a"]["response"]["body"]["choices"][0]["text"]

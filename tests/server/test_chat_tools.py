@@ -1,0 +1,399 @@
+"""Tool calls and reasoning in chat completions, from the request to the stream."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from tokenizers import AddedToken, Tokenizer
+
+from engine.messages import LarkGrammar
+from server.app import build_app
+from server.config import AnswerConfig, FrontEndConfig, ModelConfig
+from server.observe.metrics import FrontEndMetrics
+from server.text.chat_template import ChatTemplate
+from server.text.tokenizer import ServedTokenizer
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.name }}:"
+    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if think %}<think>\n{% endif %}{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+TWO_CALLS = f'Let me see.\n{CALL}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>'
+USER = {"role": "user", "content": "hello"}
+
+MakeApp = Callable[..., FastAPI]
+
+
+@pytest.fixture
+def tokenizer(backend: Tokenizer) -> ServedTokenizer:
+    own = Tokenizer.from_str(backend.to_str())
+    own.add_special_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
+    return ServedTokenizer(
+        own,
+        eos_token_ids=[own.token_to_id("<|eos|>")],
+        chat_template=ChatTemplate(TEMPLATE, {}),
+    )
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest) -> FrontEndConfig:
+    answer = getattr(request, "param", AnswerConfig(reasoning_parser="qwen3"))
+    return FrontEndConfig(
+        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)), answer=answer
+    )
+
+
+def prompt_of(engines: Any) -> str:
+    ids = engines.streams[-1].prompt_token_ids
+    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def added_up(events: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str | None]]:
+    """Add deltas up as clients do; return the message and the finish reasons."""
+    message: dict[str, Any] = {}
+    reasons = []
+    for event in events:
+        (choice,) = event["choices"]
+        reasons.append(choice["finish_reason"])
+        for key, value in choice["delta"].items():
+            if key == "tool_calls":
+                for call in value:
+                    add_call(message.setdefault(key, []), call)
+            else:
+                message[key] = message.get(key, "") + value
+    return message, reasons
+
+
+def add_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
+    if delta["index"] == len(calls):
+        assert delta["id"].startswith("call_")
+        assert delta["type"] == "function"
+        assert delta["function"]["arguments"] == ""
+        calls.append({"name": delta["function"]["name"], "arguments": ""})
+    else:
+        assert delta.keys() == {"index", "function"}
+        assert delta["function"].keys() == {"arguments"}
+        assert delta["index"] == len(calls) - 1
+    calls[-1]["arguments"] += delta["function"]["arguments"]
+
+
+def test_a_call_is_answered_as_one(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(CALL)
+    (choice,) = http.chat(tools=[WEATHER])["choices"]
+    message = choice["message"]
+    (call,) = message.pop("tool_calls")
+    assert message == {"role": "assistant", "content": None, "refusal": None}
+    assert call.pop("id").startswith("call_")
+    assert call == {
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'},
+    }
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_the_template_gets_the_tools_as_they_were_sent(http: Any, engines: Any) -> None:
+    http.chat(tools=[WEATHER, NOW])
+    shown = prompt_of(engines).split("</tools>")[0].removeprefix("<tools>")
+    assert json.loads(shown) == [WEATHER, NOW]
+
+
+def test_the_tokens_of_a_conversation_with_tools_can_be_counted(http: Any, engines: Any) -> None:
+    usage = http.chat(tools=[WEATHER])["usage"]
+    counted = http.post("/tokenize", {"messages": [USER], "tools": [WEATHER]}).json()
+    assert counted["count"] == usage["prompt_tokens"]
+    assert counted["tokens"] == engines.streams[-1].prompt_token_ids
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_adds_up_to_the_whole_message(http: Any, engines: Any, seed: int) -> None:
+    text = f"<think>\nhm\n</think>\n\n{TWO_CALLS}"
+    engines.script = engines.answer(text, cut=engines.random_cuts(seed))
+    whole = http.chat(tools=[WEATHER, NOW])["choices"][0]
+    body = {"messages": [USER], "tools": [WEATHER, NOW]}
+    events = http.stream("/v1/chat/completions", body)
+    message, reasons = added_up(events)
+    assert message == {
+        "role": "assistant",
+        "reasoning_content": "hm",
+        "content": "Let me see.",
+        "tool_calls": [call["function"] for call in whole["message"]["tool_calls"]],
+    }
+    assert whole["message"]["content"] == "Let me see."
+    assert whole["message"]["reasoning_content"] == "hm"
+    assert [*filter(None, reasons)] == [whole["finish_reason"]] == ["tool_calls"]
+    assert events[-1]["choices"][0]["delta"] == {}
+
+
+def test_a_stream_without_calls_is_plain(http: Any, engines: Any) -> None:
+    engines.script = engines.answer("hello <b>world</b>\n")
+    events = http.stream("/v1/chat/completions", {"messages": [USER], "tools": [WEATHER]})
+    message, reasons = added_up(events)
+    assert message == {"role": "assistant", "content": "hello <b>world</b>\n"}
+    assert reasons[-1] == "stop"
+
+
+def test_arguments_that_were_cut_off_are_shown_as_far_as_they_go(http: Any, engines: Any) -> None:
+    engines.script = engines.answer('<tool_call>{"name": "now", "arguments": {"a": [1, 2')
+    (choice,) = http.chat(tools=[NOW], stop="2")["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": [1, '
+    engines.script = engines.answer(CALL)
+    (choice,) = http.chat(tools=[WEATHER], max_tokens=40)["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+def test_every_choice_has_its_own_calls(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(TWO_CALLS)
+    choices = http.chat(tools=[WEATHER, NOW], n=2)["choices"]
+    ids = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
+    assert len(set(ids)) == 4
+
+
+def test_parallel_calls_can_be_ruled_out(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(TWO_CALLS)
+    (choice,) = http.chat(tools=[WEATHER, NOW], parallel_tool_calls=False)["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ("required", "tool_calls"),
+        ({"type": "function", "function": {"name": "get_weather"}}, "stop"),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "get_weather"}}],
+                },
+            },
+            "tool_calls",
+        ),
+    ],
+)
+def test_calls_can_be_enforced(http: Any, engines: Any, choice: Any, reason: str) -> None:
+    engines.script = engines.answer(f"<think>hm</think>{CALL}")
+    (answer,) = http.chat(tools=[WEATHER, NOW], tool_choice=choice)["choices"]
+    assert answer["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert answer["finish_reason"] == reason
+    sampling = engines.streams[0].sampling
+    assert isinstance(sampling.grammar, LarkGrammar)
+    assert ('\\"now\\"' in sampling.grammar.text) == (choice == "required")
+    assert sampling.grammar_after == "</think>"
+
+
+@pytest.mark.parametrize("config", [AnswerConfig(tool_call_parser="none")], indirect=True)
+def test_calls_can_be_enforced_in_a_model_without_a_format(http: Any, engines: Any) -> None:
+    engines.script = engines.answer('[{"name": "now", "parameters": {"a": 1}}]')
+    (answer,) = http.chat(tools=[NOW], tool_choice="required")["choices"]
+    call = answer["message"]["tool_calls"][0]["function"]
+    assert call == {"name": "now", "arguments": '{"a": 1}'}
+
+
+def test_strict_tools_are_held_to_their_schemas_in_any_text(http: Any, engines: Any) -> None:
+    http.chat(tools=[WEATHER])
+    assert engines.streams[-1].sampling.grammar is None
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    http.chat(tools=[strict])
+    assert isinstance(engines.streams[-1].sampling.grammar, LarkGrammar)
+    assert engines.streams[-1].sampling.grammar_after == ""
+
+
+def test_an_answer_in_a_form_may_be_a_call_instead(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(CALL)
+    http.chat(tools=[WEATHER], response_format={"type": "json_object"})
+    grammar = engines.streams[-1].sampling.grammar
+    assert isinstance(grammar, LarkGrammar)
+    assert "answer" in grammar.text
+
+
+def test_a_form_holds_from_the_end_of_the_reasoning_on(http: Any, engines: Any) -> None:
+    engines.script = engines.answer('not opened</think>{"a": 1}')
+    message = http.chat(response_format={"type": "json_object"})["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("not opened", '{"a": 1}')
+    assert engines.streams[-1].sampling.grammar_after == "</think>"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_schema_that_cannot_be_enforced_is_named(http: Any, strict: bool) -> None:
+    bad = {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}, "strict": strict}
+    body = {
+        "messages": [USER],
+        "tools": [NOW, {"type": "function", "function": bad}],
+        "tool_choice": "auto" if strict else "required",
+    }
+    response = http.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools[1].function.parameters"
+
+
+def test_without_tools_nothing_is_a_call(http: Any, engines: Any) -> None:
+    engines.script = engines.answer("<tool_call>x")
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        (choice,) = http.chat(**fields)["choices"]
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "stop"
+
+
+def test_tools_stay_in_the_prompt_unless_the_server_says_otherwise(http: Any, engines: Any) -> None:
+    http.chat(tools=[WEATHER], tool_choice="none")
+    assert prompt_of(engines).startswith("<tools>")
+
+
+@pytest.mark.parametrize(
+    "config", [AnswerConfig(exclude_tools_when_tool_choice_none=True)], indirect=True
+)
+def test_unused_tools_can_be_left_out(http: Any, engines: Any) -> None:
+    http.chat(tools=[WEATHER], tool_choice="none")
+    assert prompt_of(engines).startswith("<|user|>")
+
+
+def test_calls_and_their_results_are_rendered(http: Any, engines: Any) -> None:
+    turn = {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "now", "arguments": '{"b": 1, "a": 2}'},
+            }
+        ],
+    }
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "12:00"}
+    http.chat(messages=[USER, turn, result], tools=[NOW])
+    assert prompt_of(engines).endswith(
+        '<|assistant|><think>hm</think><tool_call>now:{"b": 1, "a": 2}</tool_call><|end|>'
+        "<|tool|>12:00<|end|><|assistant|>"
+    )
+
+
+def test_an_empty_list_of_calls_is_no_call(http: Any, engines: Any) -> None:
+    template = "{% for m in messages %}{{ 'called' if 'tool_calls' in m else 'said' }}{% endfor %}"
+    engines.tokenizer.chat_template = ChatTemplate(template, {})
+    http.chat(messages=[USER, {"role": "assistant", "content": "x", "tool_calls": []}])
+    assert prompt_of(engines) == "saidsaid"
+
+
+def test_reasoning_is_shown_apart(http: Any, engines: Any) -> None:
+    engines.script = engines.answer("hm, well</think>\n\nYes.")
+    fields = {"chat_template_kwargs": {"think": True}}
+    message = http.chat(**fields)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm, well", "Yes.")
+    message = http.chat(include_reasoning=False, **fields)["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    assert message["content"] == "Yes."
+
+
+@pytest.mark.parametrize("config", [AnswerConfig()], indirect=True)
+def test_reasoning_stays_content_without_a_parser(http: Any, engines: Any) -> None:
+    engines.script = engines.answer("<think>hm</think>Yes.")
+    message = http.chat()["choices"][0]["message"]
+    assert message["content"] == "<think>hm</think>Yes."
+    assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AnswerConfig(reasoning_parser="tags", reasoning_tags=("<r>", "</r>"))],
+    indirect=True,
+)
+def test_tags_can_be_named(http: Any, engines: Any) -> None:
+    engines.script = engines.answer("<r>hm</r>Yes.")
+    message = http.chat()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "Yes.")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AnswerConfig(enable_auto_tool_choice=False),
+        AnswerConfig(tool_call_parser="none"),
+    ],
+    indirect=True,
+)
+def test_a_server_may_not_offer_auto(http: Any) -> None:
+    response = http.post("/v1/chat/completions", {"messages": [USER], "tools": [WEATHER]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        AnswerConfig(reasoning_parser="tags"),
+        AnswerConfig(reasoning_tags=("<a>", "</a>")),
+        AnswerConfig(reasoning_parser="tags", reasoning_tags=("<a>",)),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    answer: AnswerConfig, engines: Any, tokenizer: ServedTokenizer
+) -> None:
+    config = FrontEndConfig(answer=answer)
+    with pytest.raises(ValueError, match="--reasoning-tags"):
+        build_app(config, engines, tokenizer, FrontEndMetrics(config))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [NOW, NOW]}, "tools[1].function.name"),
+        ({"tools": [NOW], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {
+                "tools": [NOW],
+                "tool_choice": {"type": "function", "function": {"name": "other"}},
+            },
+            "tool_choice",
+        ),
+        ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "now", "arguments": "{"}}],
+                    },
+                ]
+            },
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "function_call": {"name": "x"}}]},
+            "messages[1].function_call",
+        ),
+    ],
+)
+def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -> None:
+    response = http.post("/v1/chat/completions", {"messages": [USER], **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param

@@ -1,0 +1,303 @@
+"""The Responses endpoint: items in, items out, and the events between."""
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from server.config import AnswerConfig, FrontEndConfig, HttpConfig, ModelConfig
+from server.text.chat_template import ChatTemplate
+from server.text.tokenizer import ServedTokenizer
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.name }}:"
+    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if think %}<think>\n{% endif %}{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+TWO_CALLS = f'Let me see.\n{CALL}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>'
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+NOW = {"type": "function", "name": "now"}
+EVERYTHING = f"<think>\nhm\n</think>\n\n{TWO_CALLS}"
+
+
+@pytest.fixture
+def tokenizer(backend: Tokenizer) -> ServedTokenizer:
+    own = Tokenizer.from_str(backend.to_str())
+    own.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    return ServedTokenizer(
+        own,
+        eos_token_ids=[own.token_to_id("<|eos|>")],
+        chat_template=ChatTemplate(TEMPLATE, {}),
+    )
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest) -> FrontEndConfig:
+    return FrontEndConfig(
+        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
+        http=HttpConfig(max_logprobs=5),
+        answer=getattr(request, "param", AnswerConfig(reasoning_parser="qwen3")),
+    )
+
+
+plain = pytest.mark.parametrize("config", [AnswerConfig()], indirect=True)
+
+
+def prompt_of(engines: Any) -> str:
+    ids = engines.streams[-1].prompt_token_ids
+    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def respond(http: Any, **fields: Any) -> dict[str, Any]:
+    response = http.post("/v1/responses", {"model": "tiny", "input": "hello", **fields})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def stream(http: Any, **fields: Any) -> list[dict[str, Any]]:
+    body = {"model": "tiny", "input": "hello", "stream": True, **fields}
+    response = http.post("/v1/responses", body)
+    assert response.status_code == 200, response.text
+    *frames, end = response.text.split("\n\n")
+    assert end == ""
+    events = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what differs from answer to answer."""
+    output = [
+        {key: value for key, value in item.items() if key not in ("id", "call_id")}
+        for item in response["output"]
+    ]
+    kept = {key: value for key, value in response.items() if key not in ("id", "created_at")}
+    return {**kept, "output": output}
+
+
+def test_text_is_answered_with_a_message(http: Any, engines: Any) -> None:
+    body = respond(http, instructions="be brief", metadata={"a": "b"}, user="me")
+    assert body["object"] == "response"
+    assert body["id"].startswith("resp_")
+    (item,) = body["output"]
+    assert item.pop("id").startswith("msg_")
+    assert item == {
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [
+            {"type": "output_text", "text": "hello world", "annotations": [], "logprobs": []}
+        ],
+    }
+    assert (body["status"], body["error"], body["incomplete_details"]) == ("completed", None, None)
+    assert (body["metadata"], body["user"], body["store"]) == ({"a": "b"}, "me", False)
+    usage = body["usage"]
+    assert usage["input_tokens_details"] == {"cached_tokens": 3}
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert prompt_of(engines) == "<|system|>be brief<|end|><|user|>hello<|end|><|assistant|>"
+
+
+def test_items_become_turns(http: Any, engines: Any) -> None:
+    respond(
+        http,
+        instructions="be brief",
+        input=[
+            {"role": "developer", "content": "and kind"},
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "hm"}],
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "id": "msg_1",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "wait", "annotations": []}],
+            },
+            {"type": "function_call", "call_id": "c1", "name": "now", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c2", "name": "now", "arguments": '{"a":1}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "12:00"},
+            {
+                "type": "function_call_output",
+                "call_id": "c2",
+                "output": [{"type": "input_text", "text": "13:00"}],
+            },
+            {"role": "assistant", "content": "one"},
+            {"role": "assistant", "content": "two"},
+        ],
+    )
+    assert prompt_of(engines) == (
+        "<|system|>be brief\n\nand kind<|end|><|user|>hi<|end|><|assistant|><think>hm</think>wait"
+        '<tool_call>now:{}</tool_call><tool_call>now:{"a": 1}</tool_call><|end|>'
+        "<|tool|>12:00<|end|><|tool|>13:00<|end|><|assistant|>one<|end|><|assistant|>two<|end|>"
+        "<|assistant|>"
+    )
+
+
+def test_reasoning_text_and_calls_are_items(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(EVERYTHING)
+    body = respond(http, tools=[WEATHER, NOW])
+    reasoning, message, *calls = body["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert message["content"][0]["text"] == "Let me see."
+    assert [(call["type"], call["name"], call["arguments"]) for call in calls] == [
+        ("function_call", "get_weather", '{"city": "Oslo"}'),
+        ("function_call", "now", "{}"),
+    ]
+    assert all(call["call_id"].startswith("call_") for call in calls)
+    assert len({item["id"] for item in body["output"]}) == 4
+    ids = engines.tokenizer.encode("<think>\nhm\n</think>", add_special_tokens=False)
+    assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": len(ids)}
+
+
+def test_a_stream_tells_of_every_item_in_order(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(EVERYTHING, cut=engines.random_cuts(1))
+    events = stream(http, tools=[WEATHER, NOW])
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    once = [kind for kind, after in zip(kinds, [*kinds[1:], ""], strict=True) if kind != after]
+    call = [
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+        "output_item.done",
+    ]  # fmt: skip
+    assert once == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done",
+        *call, *call,
+        "completed",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stream_ends_with_the_response_it_told_of(http: Any, engines: Any, seed: int) -> None:
+    engines.script = engines.answer(EVERYTHING, cut=engines.random_cuts(seed))
+    whole = respond(http, tools=[WEATHER, NOW])
+    events = stream(http, tools=[WEATHER, NOW])
+    last = events[-1]["response"]
+    assert without_ids(last) == without_ids(whole)
+    for index, item in enumerate(last["output"]):
+        mine = [event for event in events if event.get("output_index") == index]
+        assert mine[0]["item"]["status"] == "in_progress"
+        assert mine[-1]["item"] == item
+        text = "".join(event.get("delta", "") for event in mine)
+        content = item.get("content")
+        assert text == (content[0]["text"] if content else item["arguments"])
+        assert all(event["item_id"] == item["id"] for event in mine[1:-1])
+    assert events[0]["response"]["status"] == "in_progress"
+    assert events[0]["response"]["output"] == []
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_too_few_tokens_leave_a_response_incomplete(http: Any, streamed: bool) -> None:
+    if streamed:
+        last = stream(http, max_output_tokens=2)[-1]
+        assert last["type"] == "response.incomplete"
+        body = last["response"]
+    else:
+        body = respond(http, max_output_tokens=2)
+    assert body["status"] == body["output"][0]["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["max_output_tokens"] == 2
+
+
+def test_an_empty_answer_is_an_empty_message(http: Any, engines: Any) -> None:
+    engines.script = engines.answer("")
+    (item,) = respond(http)["output"]
+    assert item["content"][0]["text"] == ""
+    kinds = [event["type"] for event in stream(http)]
+    assert kinds[-1] == "response.completed"
+    assert "response.output_text.done" in kinds
+
+
+@plain
+def test_log_probabilities_belong_to_the_text(http: Any) -> None:
+    body = respond(http, top_logprobs=2)
+    (part,) = body["output"][0]["content"]
+    assert "".join(each["token"] for each in part["logprobs"]).startswith("hello world")
+    assert all(len(each["top_logprobs"]) == 2 for each in part["logprobs"])
+    events = stream(http, include=["message.output_text.logprobs"], top_logprobs=2)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
+
+
+def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> None:
+    whole = engines.script
+
+    def fails(made: Any) -> list[Any]:
+        return [*whole(made)[:2], RuntimeError("broken")]
+
+    engines.script = fails
+    events = stream(http)
+    assert events[-1]["type"] == "error"
+    assert events[-1]["code"] == "internal_error"
+    assert "broken" not in events[-1]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": "x"},
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
+                ]
+            },
+            "input[1].arguments",
+        ),
+        ({"input": "word " * 600}, "input"),
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["everything"]}, "include[0]"),
+        ({"temperature": 3}, "temperature"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10_000}, "max_output_tokens"),
+        ({"top_logprobs": 6}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [NOW, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [NOW, NOW]}, "tools[1].name"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ],
+)
+def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -> None:
+    response = http.post("/v1/responses", {"model": "tiny", "input": "hello", **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert "messages" not in error["message"]

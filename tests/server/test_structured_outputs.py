@@ -1,0 +1,73 @@
+"""What requests say about the form of their output becomes a grammar, or a 400."""
+
+from typing import Any
+
+import pytest
+
+from engine.messages import (
+    ChoiceGrammar,
+    JsonObjectGrammar,
+    JsonSchemaGrammar,
+    LarkGrammar,
+    RegexGrammar,
+)
+
+
+def grammar_of(http: Any, engines: Any, **fields: Any) -> Any:
+    response = http.post("/v1/completions", {"prompt": "hello", **fields})
+    assert response.status_code == 200, response.text
+    return engines.streams[-1].sampling.grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, JsonObjectGrammar()),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"b": 1, "a": 2}, "strict": False},
+                }
+            },
+            JsonSchemaGrammar('{"b": 1, "a": 2}', lenient=True),
+        ),
+        ({"structured_outputs": {"json": "{}"}}, JsonSchemaGrammar("{}")),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            JsonSchemaGrammar("{}", ""),
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},
+            JsonObjectGrammar(" ?"),
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, RegexGrammar("a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, ChoiceGrammar(("a", "b"))),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, LarkGrammar('start: "a"')),
+    ],
+    ids=str,
+)
+def test_each_form_becomes_a_grammar(
+    http: Any, engines: Any, fields: dict[str, Any], grammar: Any
+) -> None:
+    assert grammar_of(http, engines, **fields) == grammar
+
+
+def test_a_check_is_not_repeated(http: Any, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar_of(http, engines, structured_outputs={"regex": "[a-z]{3}x"})
+
+    def fail(*arguments: object) -> None:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr("server.structured_outputs.check_grammar", fail)
+    grammar_of(http, engines, structured_outputs={"regex": "[a-z]{3}x"})
+
+
+def test_a_long_grammar_for_many_sequences_is_refused(http: Any, engines: Any) -> None:
+    body = {"prompt": ["a"] * 300, "structured_outputs": {"regex": "a" * 100_000}}
+    response = http.post("/v1/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+    assert not engines.streams

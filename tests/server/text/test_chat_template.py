@@ -1,0 +1,72 @@
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from server.text.chat_template import ChatTemplate, TemplateFailed
+
+USER = {"role": "user", "content": "hi"}
+
+
+def render(source: str, messages: Any = (USER,), **options: Any) -> str:
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    return template.render(messages, **{"add_generation_prompt": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ bos_token }}{{ messages[0].content }}", "<s>hi"),
+        ("{{ messages[0]['role'] }}", "user"),
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{{ [1, 2] | tojson(indent=1) }}", "[\n 1,\n 2\n]"),
+        ("{% generation %}{{ 'x' }}{% endgeneration %}y", "xy"),
+        ("{% for i in range(5) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% if tools is none %}no tools{% endif %}", "no tools"),
+        ("{% if x is defined %}{{ x }}{% endif %}", ""),
+        ("  {% if true %}\n  a\n  {% endif %}\n", "  a\n"),
+        ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
+    ],
+)
+def test_templates_have_what_they_expect(source: str, text: str) -> None:
+    assert render(source) == text
+
+
+def test_arguments_tools_and_documents_reach_the_template() -> None:
+    source = "{{ thinking }} {{ tools[0].name }} {{ documents[0].title }}"
+    text = render(
+        source, tools=[{"name": "t"}], documents=[{"title": "d"}], arguments={"thinking": False}
+    )
+    assert text == "False t d"
+
+
+@pytest.mark.parametrize(
+    ("source", "role"),
+    [("{{ messages[0].role }}", "system"), ("{# developer #}{{ messages[0].role }}", "developer")],
+)
+def test_developers_are_systems_to_templates_that_do_not_know_them(source: str, role: str) -> None:
+    assert render(source, [{"role": "developer", "content": ""}]) == role
+
+
+def test_the_final_message_ends_where_its_content_ends() -> None:
+    source = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}!"
+    messages = [USER, {"role": "assistant", "content": "so "}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render(source, messages, **options) == "[hi][so "
+    assert messages[1]["content"] == "so "
+    with pytest.raises(TemplateFailed, match="final message"):
+        render("nothing", messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content }}", "has no attribute|undefined|has no element"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+    ],
+)
+def test_templates_that_fail_say_why(source: str, message: str) -> None:
+    with pytest.raises(TemplateFailed, match=message):
+        render(source)

@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.config import ModelConfig
+from server.text.tokenizer import ServedTokenizer, TokenizerError
+
+
+@pytest.fixture
+def directory(tmp_path: Path, backend: Tokenizer) -> Path:
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write(directory: Path, **files: Any) -> None:
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+
+
+def load(directory: Path, **fields: Any) -> ServedTokenizer:
+    return ServedTokenizer.load(directory, ModelConfig(**fields))
+
+
+def render(tokenizer: ServedTokenizer) -> str:
+    assert tokenizer.chat_template is not None
+    return tokenizer.chat_template.render(
+        [{"role": "user", "content": "x"}], add_generation_prompt=True
+    )
+
+
+def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json.*save_pretrained"):
+        load(tmp_path)
+
+
+def test_broken_files_are_named(directory: Path) -> None:
+    (directory / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is not valid JSON"):
+        load(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
+        load(directory)
+
+
+def test_vocabulary_and_end_come_from_the_models_files(directory: Path) -> None:
+    write(directory, config={"vocab_size": 512, "eos_token_id": 1})
+    assert load(directory).vocab_size == 512
+    assert load(directory).eos_token_ids == {1}
+    write(directory, generation_config={"eos_token_id": [1, 2]})
+    assert load(directory).eos_token_ids == {1, 2}
+
+
+def test_without_model_files_the_tokenizer_decides(directory: Path, backend: Tokenizer) -> None:
+    write(directory, tokenizer_config={"eos_token": {"content": "<|eos|>"}})
+    tokenizer = load(directory)
+    assert tokenizer.vocab_size == backend.get_vocab_size()
+    assert tokenizer.eos_token_ids == {backend.token_to_id("<|eos|>")}
+    assert tokenizer.is_special(backend.token_to_id("<|eos|>"))
+    assert not tokenizer.is_special(backend.token_to_id("«mark»"))
+
+
+def test_chat_templates_are_found_in_order_of_preference(directory: Path, tmp_path: Path) -> None:
+    assert load(directory).chat_template is None
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named"}]
+    write(directory, tokenizer_config={"chat_template": named})
+    assert render(load(directory)) == "named"
+    write(directory, tokenizer_config={"chat_template": "own {{ bos_token }}", "bos_token": "<s>"})
+    assert render(load(directory)) == "own <s>"
+    (directory / "chat_template.jinja").write_text("file")
+    assert render(load(directory)) == "file"
+    given = tmp_path / "given.jinja"
+    given.write_text("given")
+    assert render(load(directory, chat_template=str(given))) == "given"
+    with pytest.raises(TokenizerError, match="--chat-template"):
+        load(directory, chat_template=str(tmp_path / "absent.jinja"))
+
+
+def test_a_broken_chat_template_is_refused_at_start(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(TokenizerError, match="chat template, line 1"):
+        load(directory)

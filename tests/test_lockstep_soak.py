@@ -1,0 +1,44 @@
+"""Many requests at random times to engines that step together: no wake-up is ever missed."""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from benchmarks.running_stack import RunningStack
+from tests.together import FLAGS, complete, metric, utility, watched, wave_when_paused
+
+pytestmark = pytest.mark.stack
+
+REQUESTS = 500
+LONGEST_GAP = 0.25
+"""Seconds without a new request: long enough for the group to pause, again and again."""
+
+
+def test_500_requests_at_random_times_through_two_front_ends_and_three_engines() -> None:
+    random_gaps = random.Random(5)
+    flags = (*FLAGS, "--data-parallel-size", "3", "--api-server-count", "2")
+    with (
+        RunningStack(*flags, "--executor", "simulated") as stack,
+        ThreadPoolExecutor(16) as clients,
+        watched(stack, 80),
+    ):
+        before = wave_when_paused(stack)
+        sent = []
+        while len(sent) < REQUESTS:
+            for _ in range(min(random_gaps.choice((1, 1, 2, 5, 20)), REQUESTS - len(sent))):
+                number = len(sent)
+                rank = random_gaps.choice((None, 0, 1, 2))
+                tokens = random_gaps.randint(1, 12)
+                sent.append(clients.submit(complete, stack, f"No. {number}", tokens, rank))
+            if random_gaps.random() < 0.6:
+                time.sleep(random_gaps.uniform(0, LONGEST_GAP))
+        assert all(each.result(60) for each in sent)
+        after = wave_when_paused(stack)
+        assert 10 < after - before < REQUESTS, "it paused often, and not for every request"
+        infos = utility(stack, "info")
+        assert {info["wave"] for info in infos.values()} == {after}
+        assert len({info["topology"] for info in infos.values()}) == 1
+        assert sum(metric(stack, "num_requests_running").values()) == 0
+        assert sum(metric(stack, "engine_restarts_total").values()) == 0

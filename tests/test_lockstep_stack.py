@@ -1,0 +1,149 @@
+"""Engines that share the experts of a model: real processes that step, pause and wake together."""
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from benchmarks.running_stack import RunningStack
+from tests.together import (
+    FLAGS,
+    call,
+    complete,
+    is_paused,
+    kill,
+    metric,
+    until,
+    utility,
+    watched,
+    wave_when_paused,
+)
+
+pytestmark = pytest.mark.stack
+
+CPU_SECONDS_IDLE = 3
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RunningStack]:
+    with RunningStack(*FLAGS, "--data-parallel-size", "2") as running:
+        yield running
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_to_one_engine_makes_the_other_run_dummy_batches(
+    pair: RunningStack, rank: int
+) -> None:
+    before_wave = wave_when_paused(pair)
+    before = metric(pair, "dummy_steps_total")
+    complete(pair, "To be", 30, rank)
+    assert wave_when_paused(pair) == before_wave + 1
+
+    def dummies(of: int) -> float:
+        return metric(pair, "dummy_steps_total")[str(of)] - before.get(str(of), 0)
+
+    until(lambda: dummies(1 - rank) >= 30, "one for each step of the other")
+    assert dummies(1 - rank) <= 31
+    assert dummies(rank) <= 1
+
+
+def test_paused_engines_use_no_processor(pair: RunningStack) -> None:
+    complete(pair, "Rest", 2)
+    wave_when_paused(pair)
+    before, began = pair.cpu_seconds(), time.monotonic()
+    time.sleep(CPU_SECONDS_IDLE)
+    share = (pair.cpu_seconds() - before) / (time.monotonic() - began)
+    assert share < 0.03, f"{100 * share:.1f} % of a core"
+
+
+def test_a_request_wakes_the_group_whichever_engine_and_front_end_it_hits(
+    pair: RunningStack,
+) -> None:
+    """A paused group costs a request less than 50 ms more than one that runs."""
+
+    def seconds(number: int) -> float:
+        began = time.monotonic()
+        complete(pair, "Awake", 1, number % 2)  # a new connection: any front end may get it
+        return time.monotonic() - began
+
+    paused = []
+    for number in range(6):
+        wave_when_paused(pair)
+        paused.append(seconds(number))
+    with ThreadPoolExecutor() as background:
+        long = background.submit(complete, pair, "On and on", 400)
+        until(lambda: not is_paused(pair), "the group runs")
+        running = [seconds(number) for number in range(6)]
+        long.result()
+    extra = statistics.median(paused) - statistics.median(running)
+    assert extra < 0.05, (paused, running)
+
+
+def test_what_comes_while_the_group_is_held_runs_when_it_is_resumed(pair: RunningStack) -> None:
+    wave_when_paused(pair)
+    with watched(pair, 40), ThreadPoolExecutor() as clients:
+        busy = clients.submit(complete, pair, "Before", 40)
+        assert utility(pair, "pause") == {0: {"is_paused": True}, 1: {"is_paused": True}}
+        assert all(info["is_paused"] for info in utility(pair, "info").values())
+        held = [clients.submit(complete, pair, f"While {i}", 5, i % 2) for i in range(4)]
+        until(lambda: sum(metric(pair, "num_requests_waiting").values()) >= 4, "they wait")
+        steps = [info["step"] for info in utility(pair, "info").values()]
+        time.sleep(0.2)
+        assert [info["step"] for info in utility(pair, "info").values()] == steps
+        assert not any(each.done() for each in held)
+        for rank in (0, 1, 1):  # also twice: the second changes nothing
+            utility(pair, "resume", rank)
+        assert [each.result() for each in held] == [
+            complete(pair, f"While {i}", 5) for i in range(4)
+        ]
+        busy.result()
+    wave_when_paused(pair)
+    assert not any(info["is_paused"] for info in utility(pair, "info").values())
+
+
+def test_a_group_that_sleeps_wakes_up_together(pair: RunningStack) -> None:
+    with watched(pair, 40), ThreadPoolExecutor() as clients:
+        told = complete(pair, "A dream", 20)
+        busy = clients.submit(complete, pair, "A dream", 20)
+        utility(pair, "sleep")
+        assert all(info["is_sleeping"] for info in utility(pair, "info").values())
+        waits = clients.submit(complete, pair, "A dream", 20, 0)
+        utility(pair, "wake_up", 1)
+        assert busy.result() == waits.result() == told
+        wave_when_paused(pair)
+        assert not any(info["is_sleeping"] for info in utility(pair, "info").values())
+
+
+def test_a_new_coordinator_takes_the_group_over_as_it_is(pair: RunningStack) -> None:
+    before = wave_when_paused(pair)
+    topology = {info["topology"] for info in utility(pair, "info").values()}
+    with watched(pair, 60), ThreadPoolExecutor() as clients:
+        running = clients.submit(complete, pair, "Without a head", 60, 0)
+        until(lambda: not is_paused(pair), "it runs")
+        kill(pair, "coordinator")
+        running.result()
+        sent = clients.submit(complete, pair, "Nobody to be asked", 5, 1)
+        assert sent.result(), "a request needs no coordinator for long"
+        until(lambda: "coordinator" in pair.processes(), "the coordinator is back")
+        until(lambda: metric(pair, "engines_ready")[""] == 2, "the engines have registered")
+        complete(pair, "With a new one", 5, 0)
+        until(lambda: wave_when_paused(pair) > before, "the wave goes on")
+    assert {info["topology"] for info in utility(pair, "info").values()} == topology
+
+
+def test_requests_of_many_kinds_at_once(pair: RunningStack) -> None:
+    """What one engine answers with all experts of its own, two answer with half of them each."""
+    prompts = [f"{name}: what say you of" for name in ("ROMEO", "JULIET", "HENRY", "KING")] * 3
+    alone = [complete(pair, prompt, 16, i % 2) for i, prompt in enumerate(prompts)]
+    gate = threading.Barrier(len(prompts))
+
+    def ask(i: int) -> str:
+        gate.wait()
+        return complete(pair, prompts[i], 16, i % 2)
+
+    with watched(pair, 60), ThreadPoolExecutor(len(prompts)) as clients:
+        assert list(clients.map(ask, range(len(prompts)))) == alone
+    assert call(f"{pair.url}/admin/engines")["engines"][0]["restarts"] == 0
