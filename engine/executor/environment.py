@@ -5,8 +5,8 @@ What the environment says already is left alone.
 
 import os
 
-SPIN_COUNT = 2000
-"""Iterations of libgomp's wait loop, of about 0.05 us each: some 0.1 ms."""
+SPIN_COUNT = 20_000
+"""Iterations of libgomp's wait loop, of about 0.05 us each: some 1 ms."""
 
 CACHED_PRIMITIVES = 64
 """Compiled oneDNN operations kept, in each of its two caches; a step of a model uses about ten."""
@@ -15,11 +15,11 @@ CACHED_PRIMITIVES = 64
 def settle_environment() -> None:
     """Have compute threads sleep soon, bound what oneDNN keeps, and use huge pages.
 
-    Between two parallel regions of a step threads wait for some microseconds, so a short spin
-    spares them the way through the kernel. The library's default of 300,000 iterations is for
-    machines that do nothing else: when front ends, other engines or anything at all share the
-    processors, a thread that waits for one that is not running burns its whole time slice, and
-    steps get many times slower.
+    Between two parallel regions of a step threads wait for some 0.2 ms, so a spin of that length
+    spares them the way through the kernel, which in a virtual machine takes as long again. The
+    library's default of 300,000 iterations is for machines that do nothing else: when front ends,
+    other engines or anything at all share the processors, a thread that waits for one that is not
+    running burns its whole time slice, and steps get many times slower.
 
     oneDNN compiles every operation anew for every number of rows and keeps 1,024 of them with
     their buffers: more than a gigabyte for a model of ten megabytes.

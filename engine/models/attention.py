@@ -105,6 +105,7 @@ class PagedAttention:
         self._group = num_heads // num_kv_heads
         self._head_dim = head_dim
         self._dtype = dtype
+        self._long_dtype = _fastest_for_long_rows(dtype, device)
         self._device = device
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
@@ -246,7 +247,7 @@ class PagedAttention:
         if start > 0 or (window is not None and window < count):
             queries = start + np.arange(count)
             keys = first_key + np.arange(num_keys)
-            mask = self._mask(queries[None], keys[None], window)[0]
+            mask = self._mask(queries[None], keys[None], window)[0].to(self._long_dtype)
         first = int(rows.first_token[row])
         return LongRow(
             first=first,
@@ -331,18 +332,30 @@ class PagedAttention:
         """KV heads become the batch axis, over which keys are expanded without a copy."""
         count, kv_heads, dim = row.end - row.first, self._kv_heads, self._head_dim
         kv = flat.index_select(0, row.blocks).view(-1, 2, kv_heads, dim)[: row.num_keys]
+        kv = kv.to(self._long_dtype)
         shape = (kv_heads, self._group, row.num_keys, dim)
         keys = kv[:, 0].permute(1, 0, 2).unsqueeze(1).expand(shape)
         values = kv[:, 1].permute(1, 0, 2).unsqueeze(1).expand(shape)
         spread = queries[row.first : row.end].view(count, kv_heads, self._group, dim)
         out = F.scaled_dot_product_attention(
-            spread.permute(1, 2, 0, 3),
+            spread.to(self._long_dtype).permute(1, 2, 0, 3),
             keys,
             values,
             attn_mask=row.mask,
             is_causal=row.mask is None,
         )
-        return out.permute(2, 0, 1, 3).reshape(count, -1)
+        return out.permute(2, 0, 1, 3).reshape(count, -1).to(queries.dtype)
+
+
+def _fastest_for_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type that rows of many tokens are attended in.
+
+    On processors without a unit for matrices of 16-bit floats torch converts tile by tile, which
+    takes a third longer than to convert once and compute in float32.
+    """
+    if device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
+        return torch.float32
+    return dtype
 
 
 def _key_blocks(

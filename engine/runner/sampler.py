@@ -1,9 +1,11 @@
 """From logits to tokens, for all rows of a batch at once.
 
-The draw is the inverse of the cumulative distribution at one uniform number per row, which is a
-function of (seed, position) alone. Every operation treats rows independently, so a row's token
-does not depend on its neighbours or on its place in the batch.
+A draw takes one uniform number per row, which is a function of (seed, position) alone. Every
+operation treats rows independently, so a row's token does not depend on its neighbours or on its
+place in the batch.
 """
+
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -14,15 +16,15 @@ from torch import Tensor
 
 from engine.grammar.masks import TokenMasks
 from engine.messages import TokenLogprob
+from engine.runner.categorical import draw_from_logits, draw_from_weights
 from engine.runner.draws import uniform
 from engine.runner.logprobs import token_logprobs
 from engine.runner.penalties import adjust, adjusted_rows, forbid_others
 from engine.runner.slots import NO_LOGPROBS, FloatArray, SamplingTable, SlotTable
 
 IntArray = npt.NDArray[np.int64]
+_Way = Callable[[Tensor, SamplingTable, IntArray, IntArray], IntArray]
 
-_CHUNK = 128
-"""Tokens per chunk of the two-level search; divides the vocabularies of most models."""
 _CANDIDATES = (256, 4096)
 """How many of the largest probabilities are looked at before a whole row is sorted."""
 _COLDEST = 1e-6
@@ -89,38 +91,39 @@ def most_likely(logits: Tensor) -> IntArray:
 def _choose(
     logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray
 ) -> IntArray:
-    temperature = params.temperature[slots]
-    drawn = np.flatnonzero(temperature > 0)
-    if len(drawn) == len(slots):
-        return _draw(logits, params, slots, positions)
-    token_ids = most_likely(logits)
-    if len(drawn):
-        index = torch.from_numpy(drawn).to(logits.device)
-        some = logits.index_select(0, index)
-        token_ids[drawn] = _draw(some, params, slots[drawn], positions[drawn])
+    """Take each row the cheapest way that its parameters allow."""
+    drawn, filtered = params.temperature[slots] > 0, params.filtered[slots]
+    ways: tuple[tuple[npt.NDArray[np.bool_], _Way], ...] = (
+        (~drawn, lambda some, *_: most_likely(some)),
+        (drawn & ~filtered, _draw),
+        (drawn & filtered, _draw_filtered),
+    )
+    token_ids = np.empty(len(slots), np.int64)
+    for members, choose in ways:
+        rows = np.flatnonzero(members)
+        if len(rows) == len(slots):
+            return choose(logits, params, slots, positions)
+        if len(rows):
+            some = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+            token_ids[rows] = choose(some, params, slots[rows], positions[rows])
     return token_ids
 
 
 def _draw(logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
-    weights = _probabilities(logits, params.temperature[slots])
-    filtered = np.flatnonzero(params.filtered[slots])
-    if len(filtered):
-        which = slots[filtered]
-        cut = np.full(len(slots), _SMALLEST)
-        some = weights
-        if len(filtered) < len(slots):
-            some = weights.index_select(0, torch.from_numpy(filtered).to(weights.device))
-        cut[filtered] = smallest_kept(
-            some,
-            params.top_k[which],
-            params.top_p[which],
-            params.min_p[which],
-        )
-        # A threshold at one is a single pass without a mask, and x / x is exactly one. The
-        # scale that is left on the row does not matter to the draw.
-        weights /= _column(np.maximum(cut, _SMALLEST), weights)
-        weights = F.threshold(weights, _BELOW_ONE, 0.0, inplace=True)
-    return _on_host(invert_cumulative(weights, uniform(params.seed[slots], positions)))
+    uniforms = uniform(params.seed[slots], positions)
+    return _on_host(draw_from_logits(logits, _temperature(params, slots), uniforms))
+
+
+def _draw_filtered(
+    logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray
+) -> IntArray:
+    weights = _probabilities(logits, _temperature(params, slots))
+    cut = smallest_kept(weights, params.top_k[slots], params.top_p[slots], params.min_p[slots])
+    # A threshold at one is a single pass without a mask, and x / x is exactly one. The scale
+    # that is left on the row does not matter to the draw.
+    weights /= _column(np.maximum(cut, _SMALLEST), weights)
+    weights = F.threshold(weights, _BELOW_ONE, 0.0, inplace=True)
+    return _on_host(draw_from_weights(weights, uniform(params.seed[slots], positions)))
 
 
 def _probabilities(logits: Tensor, temperature: FloatArray) -> Tensor:
@@ -128,8 +131,12 @@ def _probabilities(logits: Tensor, temperature: FloatArray) -> Tensor:
     if bool((temperature == 1.0).all()):
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
     scaled = logits.to(torch.float32, copy=True)
-    scaled /= _column(np.maximum(temperature, _COLDEST), logits)
+    scaled /= _column(temperature, logits)
     return torch.softmax(scaled, dim=-1, out=scaled)
+
+
+def _temperature(params: SamplingTable, slots: IntArray) -> FloatArray:
+    return np.maximum(params.temperature[slots], _COLDEST)
 
 
 def smallest_kept(
@@ -198,36 +205,6 @@ def _descending(values: Tensor, count: int) -> npt.NDArray[np.float32]:
     if count < array.shape[1]:
         array = np.partition(array, array.shape[1] - count, axis=1)[:, -count:]
     return np.ascontiguousarray(np.sort(array, axis=1)[:, ::-1])
-
-
-def invert_cumulative(weights: Tensor, uniforms: FloatArray) -> Tensor:
-    """Return for each row the token where the cumulative weight passes u times the total.
-
-    Args:
-        weights: [rows, vocab] float32, not negative, any positive sum
-        uniforms: [rows] in [0, 1)
-
-    First the chunk, then the token in it, both with sums in float64.
-    """
-    if weights.shape[1] % _CHUNK:
-        weights = F.pad(weights, (0, _CHUNK - weights.shape[1] % _CHUNK))
-    chunks = weights.view(len(weights), -1, _CHUNK)
-    mass = chunks.sum(dim=-1).double()
-    upto = mass.cumsum(dim=-1)
-    target = upto[:, -1:] * torch.from_numpy(uniforms).to(weights.device).unsqueeze(1)
-    chunk = _first_above(upto, target, mass)
-    before = (upto - mass).gather(1, chunk)
-    rows = torch.arange(len(weights), device=weights.device)
-    inner = chunks[rows, chunk[:, 0]].double()
-    token = _first_above(inner.cumsum(dim=-1), target - before, inner)
-    return (chunk * _CHUNK + token)[:, 0]
-
-
-def _first_above(upto: Tensor, target: Tensor, mass: Tensor) -> Tensor:
-    """Return [rows, 1]: the first index whose sum is above, else the last one with any mass."""
-    columns = torch.arange(mass.shape[1], device=mass.device)
-    last = torch.where(mass > 0, columns, 0).amax(dim=-1, keepdim=True)
-    return torch.minimum((upto <= target).sum(dim=-1, keepdim=True), last)
 
 
 def _logprobs(

@@ -1,0 +1,106 @@
+"""Draws one token per row by inverting the cumulative distribution at one uniform number.
+
+The search has two levels, chunks of the vocabulary first, so that only sums of chunks are kept of a
+row, and sums are added up in float64. Every operation treats rows independently, so a row's token
+does not depend on its neighbours.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FloatArray = npt.NDArray[np.float64]
+
+_CHUNK = 128
+"""Tokens per chunk; divides the vocabularies of most models."""
+_CACHED_BYTES = 1 << 20
+"""Weights that are held at once on a CPU: what fits into a core's second-level cache."""
+
+
+def draw_from_logits(logits: Tensor, temperature: FloatArray, uniforms: FloatArray) -> Tensor:
+    """Draw from softmax(logits / temperature), which is never written to memory as a whole.
+
+    Args:
+        logits: [rows, vocab], of which some may be -inf
+        temperature: [rows] above 0
+        uniforms: [rows] in [0, 1)
+
+    Returns:
+        [rows] token ids
+    """
+    rows, vocab = logits.shape
+    at_once = rows
+    if logits.device.type == "cpu":
+        at_once = max(1, min(rows, _CACHED_BYTES // (4 * vocab)))
+    largest = logits.new_empty(rows, 1, dtype=torch.float32)
+    scale = _on_device(temperature.astype(np.float32), logits).unsqueeze(1)
+    is_scaled = bool((temperature != 1.0).any())
+    num_chunks = -(-vocab // _CHUNK)
+    mass = logits.new_empty(rows, num_chunks, dtype=torch.float32)
+    # What is beyond the vocabulary stays zero.
+    held = logits.new_zeros(at_once, num_chunks * _CHUNK, dtype=torch.float32)
+    for first in range(0, rows, at_once):
+        part = slice(first, min(first + at_once, rows))
+        some = held[: part.stop - first]
+        weights = some[:, :vocab]
+        weights.copy_(logits[part])
+        torch.amax(weights, dim=1, keepdim=True, out=largest[part])
+        weights -= largest[part]
+        if is_scaled:
+            weights /= scale[part]
+        weights.exp_()
+        torch.sum(some.view(-1, num_chunks, _CHUNK), dim=2, out=mass[part])
+
+    def weights_of(chunk: Tensor) -> Tensor:
+        columns = chunk * _CHUNK + torch.arange(_CHUNK, device=logits.device)
+        inner = logits.gather(1, columns.clamp(max=vocab - 1)).to(torch.float32, copy=True)
+        inner -= largest
+        if is_scaled:
+            inner /= scale
+        return inner.exp_().masked_fill_(columns >= vocab, 0.0)
+
+    return _search(mass, weights_of, uniforms)
+
+
+def draw_from_weights(weights: Tensor, uniforms: FloatArray) -> Tensor:
+    """Return for each row the token where the cumulative weight passes u times the total.
+
+    Args:
+        weights: [rows, vocab] float32, not negative, any positive sum
+        uniforms: [rows] in [0, 1)
+
+    Returns:
+        [rows] token ids
+    """
+    if weights.shape[1] % _CHUNK:
+        weights = F.pad(weights, (0, _CHUNK - weights.shape[1] % _CHUNK))
+    chunks = weights.view(len(weights), -1, _CHUNK)
+    rows = torch.arange(len(weights), device=weights.device)
+    return _search(chunks.sum(dim=-1), lambda chunk: chunks[rows, chunk[:, 0]], uniforms)
+
+
+def _search(mass: Tensor, weights_of: Callable[[Tensor], Tensor], uniforms: FloatArray) -> Tensor:
+    """Find the chunk, then the token in it; `weights_of` returns [rows, chunk] for [rows, 1]."""
+    mass = mass.double()
+    upto = mass.cumsum(dim=-1)
+    target = upto[:, -1:] * _on_device(uniforms, mass).unsqueeze(1)
+    chunk = _first_above(upto, target, mass)
+    before = (upto - mass).gather(1, chunk)
+    inner = weights_of(chunk).double()
+    token = _first_above(inner.cumsum(dim=-1), target - before, inner)
+    return (chunk * _CHUNK + token)[:, 0]
+
+
+def _first_above(upto: Tensor, target: Tensor, mass: Tensor) -> Tensor:
+    """Return [rows, 1]: the first index whose sum is above, else the last one with any mass."""
+    columns = torch.arange(mass.shape[1], device=mass.device)
+    last = torch.where(mass > 0, columns, 0).amax(dim=-1, keepdim=True)
+    return torch.minimum((upto <= target).sum(dim=-1, keepdim=True), last)
+
+
+def _on_device(values: npt.NDArray[np.floating], like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)

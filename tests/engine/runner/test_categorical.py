@@ -1,0 +1,53 @@
+"""Draws from logits agree with draws from probabilities, whatever shares the batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.runner import categorical
+from engine.runner.categorical import draw_from_logits, draw_from_weights
+
+
+def random_rows(rows, vocab, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rows * vocab)
+    logits = (torch.randn(rows, vocab, generator=generator) * 4).to(dtype)
+    uniforms = np.random.default_rng(rows).random(rows)
+    temperature = np.random.default_rng(vocab).choice([0.3, 1.0, 2.5], rows)
+    return logits, temperature, uniforms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000, 32_000])
+def test_logits_and_their_probabilities_draw_the_same(vocab, dtype):
+    logits, temperature, uniforms = random_rows(40, vocab, dtype)
+    scaled = logits.double() / torch.from_numpy(temperature).unsqueeze(1)
+    expected = draw_from_weights(torch.softmax(scaled, dim=-1).float(), uniforms)
+    drawn = draw_from_logits(logits, temperature, uniforms)
+    # A draw may fall on the rounded boundary between two tokens.
+    assert (drawn == expected).sum() >= 39
+
+
+@pytest.mark.parametrize("cached_bytes", [1, 3 * 4 * 1000, 1 << 20])
+def test_a_rows_token_does_not_depend_on_the_rows_beside_it(cached_bytes, monkeypatch):
+    logits, temperature, uniforms = random_rows(10, 1000)
+    monkeypatch.setattr(categorical, "_CACHED_BYTES", cached_bytes)
+    together = draw_from_logits(logits, temperature, uniforms).tolist()
+    alone = [
+        draw_from_logits(logits[i : i + 1], temperature[i : i + 1], uniforms[i : i + 1]).item()
+        for i in range(10)
+    ]
+    assert together == alone
+
+
+def test_forbidden_tokens_are_never_drawn():
+    logits = torch.full((200, 300), float("-inf"))
+    logits[:, [17, 131, 299]] = torch.tensor([0.0, 1.0, -1.0])
+    drawn = draw_from_logits(logits, np.ones(200), np.linspace(0, np.nextafter(1, 0), 200))
+    assert set(drawn.tolist()) == {17, 131, 299}
+
+
+def test_logits_are_left_as_they_were():
+    logits, temperature, uniforms = random_rows(4, 300)
+    before = logits.clone()
+    draw_from_logits(logits, temperature, uniforms)
+    assert torch.equal(logits, before)
