@@ -32,6 +32,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.running_stack import RunningStack
+from benchmarks.streamed import streamed_choices, text_of
 
 MODEL = "swell-shakespeare"
 STOP_SECONDS = 8.0
@@ -98,30 +99,15 @@ async def ask(client: httpx.AsyncClient, task: Task, tally: Tally) -> str:
             for c in body["choices"]
         ]
         return json.dumps([told, body["usage"]["completion_tokens"]])
-    texts: Counter[int] = Counter()
     pieces: dict[int, str] = {}
-    done = False
     last = time.monotonic()
-    async with client.stream("POST", task.path, json={**task.body, "stream": True}) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            now = time.monotonic()
-            tally.longest_gap = max(tally.longest_gap, now - last)
-            last = now
-            if line == "data: [DONE]":
-                done = True
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise ValueError(chunk["error"]["message"])
-            for choice in chunk["choices"]:
-                text = choice["text"] if "text" in choice else choice["delta"].get("content")
-                pieces[choice["index"]] = pieces.get(choice["index"], "") + (text or "")
-                texts[choice["index"]] += 1
-    if not done:
-        raise ConnectionError("the stream ended without [DONE]")
+    async for choices in streamed_choices(client, task.path, task.body):
+        now = time.monotonic()
+        tally.longest_gap = max(tally.longest_gap, now - last)
+        last = now
+        for choice in choices:
+            index = choice["index"]
+            pieces[index] = pieces.get(index, "") + text_of(choice)
     return json.dumps(sorted(pieces.items()))
 
 

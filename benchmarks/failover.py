@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.running_stack import RunningStack
+from benchmarks.streamed import streamed_choices, text_of
 
 MODEL = "swell-shakespeare"
 SPEAKERS = ["ROMEO", "JULIET", "KING HENRY", "First Citizen", "GLOUCESTER", "LADY ANNE", "WARWICK"]
@@ -118,35 +119,20 @@ async def _streamed(client: httpx.AsyncClient, ask: Ask, progress: Progress, res
     scores: dict[int, list[Any]] = {}
     reasons: dict[int, str] = {}
     last: float | None = None
-    done = False
-    async with client.stream("POST", ask.path, json=ask.body) as response:
-        if response.status_code != 200:
-            raise ValueError(f"{response.status_code}: {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            now = time.monotonic()
-            result.longest_pause = max(result.longest_pause, now - (last or now))
-            last = now
-            progress.pieces += 1
-            if line == "data: [DONE]":
-                done = True
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise ValueError(chunk["error"]["message"])
-            for choice in chunk["choices"]:
-                index = choice["index"]
-                text = choice["text"] if "text" in choice else choice["delta"].get("content")
-                pieces.setdefault(index, []).append(text or "")
-                if logprobs := choice.get("logprobs"):
-                    scores.setdefault(index, []).extend(
-                        zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
-                    )
-                if choice.get("finish_reason"):
-                    reasons[index] = choice["finish_reason"]
-    if not done:
-        raise ConnectionError("the stream ended without [DONE]")
+    async for choices in streamed_choices(client, ask.path, ask.body):
+        now = time.monotonic()
+        result.longest_pause = max(result.longest_pause, now - (last or now))
+        last = now
+        progress.pieces += 1
+        for choice in choices:
+            index = choice["index"]
+            pieces.setdefault(index, []).append(text_of(choice))
+            if logprobs := choice.get("logprobs"):
+                scores.setdefault(index, []).extend(
+                    zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+                )
+            if choice.get("finish_reason"):
+                reasons[index] = choice["finish_reason"]
     return json.dumps(
         [[i, "".join(pieces[i]), scores.get(i), reasons.get(i)] for i in sorted(pieces)]
     )

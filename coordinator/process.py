@@ -10,10 +10,8 @@ from collections.abc import Iterator
 import zmq
 
 from coordinator.config import CoordinatorConfig
-from coordinator.state import (
+from coordinator.events import (
     Action,
-    CoordinatorParameters,
-    CoordinatorState,
     Event,
     FromMember,
     Notice,
@@ -23,6 +21,7 @@ from coordinator.state import (
     Subscribed,
     Tick,
 )
+from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.health import Health, serve_health
 from engine.lifeline import CANNOT_START, Lifeline
 from engine.logs import name_process

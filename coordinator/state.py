@@ -8,21 +8,29 @@ told again by its peers: after a restart they notice the new epoch and register 
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from coordinator.events import (
+    Action,
+    Event,
+    FromMember,
+    Notice,
+    PublishOrder,
+    PublishView,
+    Reply,
+    Subscribed,
+    Tick,
+)
 from coordinator.formation import GroupFormation, Standing
 from coordinator.wave import NEVER, GroupWave, IndependentWave, LockstepWave
 from engine.messages import (
     ClusterView,
-    CoordinatorReply,
     Draining,
     EngineEntry,
-    EngineReport,
     EngineSetup,
     EngineStats,
     FrontEndAddresses,
     FrontEndEntry,
     FrontEnds,
     Goodbye,
-    GroupOrder,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -39,61 +47,6 @@ from engine.messages import (
 from engine.reach import EVERYTHING, Reach
 
 SIZE_KEY = "data_parallel_size"
-
-
-@dataclass(frozen=True)
-class FromMember:
-    """A message on the registration socket; `sender` is where the answer goes."""
-
-    sender: bytes
-    message: MemberMessage
-
-
-@dataclass(frozen=True)
-class Subscribed:
-    """A peer subscribed to one of the publish sockets and needs the present state."""
-
-    kind: MemberKind
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = FromMember | EngineReport | WakeUp | Subscribed | Tick
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Send to one member on the registration socket."""
-
-    to: bytes
-    message: CoordinatorReply
-
-
-@dataclass(frozen=True)
-class PublishView:
-    """Send to all front ends."""
-
-    view: ClusterView
-
-
-@dataclass(frozen=True)
-class PublishOrder:
-    """Send to all engines."""
-
-    order: GroupOrder
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Something that people should see in the log."""
-
-    text: str
-
-
-Action = Reply | PublishView | PublishOrder | Notice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 from engine.config import EngineConfig, SchedulerConfig
 from engine.distributed.spec import GroupBroken
 from engine.executor.interface import CannotDo, Executor, PendingResult
+from engine.front_end_books import FrontEndBooks
 from engine.messages import (
     AbortRequests,
     AddRequest,
     EngineInput,
     EngineSetup,
     EngineStats,
-    Received,
     RequestOutput,
     UtilityCall,
     UtilityResult,
@@ -76,17 +76,6 @@ class OwnClock:
     running: bool = False
 
 
-@dataclass(slots=True)
-class _FrontEnd:
-    """One front-end process, and what was received from it."""
-
-    incarnation: int
-    present: bool = True
-    requests: int = 0
-    prompt_tokens: int = 0
-    outputs: int = 0
-
-
 class _Launched(NamedTuple):
     """A step that was planned and whose result is not taken yet."""
 
@@ -132,7 +121,7 @@ class EngineCore:
         )
         self._max_in_flight = _steps_in_flight(config.scheduler)
         self._in_flight: deque[_Launched] = deque()
-        self._front_ends: dict[int, _FrontEnd] = {}
+        self._front_ends = FrontEndBooks()
         self._outputs: Outputs = {}
         self._utility_results: list[tuple[int, UtilityResult]] = []
         self._step = 0
@@ -174,24 +163,19 @@ class EngineCore:
     @property
     def has_front_ends(self) -> bool:
         """Whether anybody is there who could send requests."""
-        return any(front_end.present for front_end in self._front_ends.values())
+        return self._front_ends.any_present
 
     def front_end_joined(self, index: int, incarnation: int) -> None:
         """A front end is there (again); a new incarnation replaces its predecessor."""
-        known = self._front_ends.get(index)
-        if known is not None and known.incarnation == incarnation:
-            known.present = True
-            return
-        self.front_end_left(index)
-        self._front_ends[index] = _FrontEnd(incarnation)
+        if self._front_ends.joined(index, incarnation):
+            self._drop_requests(index)
 
     def front_end_left(self, index: int) -> None:
         """A front end is gone: nobody waits for its requests any more."""
-        known = self._front_ends.get(index)
-        if known is None:
-            return
-        # The counts stay: the same process may turn out to be alive, and counts only grow.
-        known.present = False
+        if self._front_ends.left(index):
+            self._drop_requests(index)
+
+    def _drop_requests(self, index: int) -> None:
         self._scheduler.abort_front_end(index)
         self._outputs.pop(index, None)
         self._utility_results = [entry for entry in self._utility_results if entry[0] != index]
@@ -208,7 +192,7 @@ class EngineCore:
             case AbortRequests():
                 self._scheduler.abort(message.ids)
             case UtilityCall():
-                if self._present(message.front_end, message.name) is not None:
+                if self._is_present(message.front_end, message.name):
                     result = call_utility(self, message, fatal=StepFailed)
                     self._utility_results.append((message.front_end, result))
 
@@ -247,13 +231,7 @@ class EngineCore:
             running=gauges.running,
             kv_usage=gauges.kv_usage,
             queued_prefill_tokens=gauges.queued_prefill_tokens,
-            received=[
-                Received(
-                    index, entry.incarnation, entry.requests, entry.prompt_tokens, entry.outputs
-                )
-                for index, entry in self._front_ends.items()
-                if entry.present
-            ],
+            received=self._front_ends.received(),
             prefix_cache_queries_total=counters.prefix_cache_queries,
             prefix_cache_hits_total=counters.prefix_cache_hits,
             preemptions_total=counters.preemptions,
@@ -431,18 +409,16 @@ class EngineCore:
 
     def _take(self) -> CoreStep:
         for front_end in self._outputs:
-            self._front_ends[front_end].outputs += 1
+            self._front_ends.count_outputs(front_end)
         step = CoreStep(self._outputs, self._utility_results, self.stats())
         self._outputs = {}
         self._utility_results = []
         return step
 
     def _add(self, message: AddRequest) -> None:
-        front_end = self._present(message.front_end, message.request_id)
-        if front_end is None:
+        if not self._is_present(message.front_end, message.request_id):
             return
-        front_end.requests += 1
-        front_end.prompt_tokens += message.num_tokens
+        self._front_ends.count_request(message)
         if logger.isEnabledFor(logging.DEBUG):
             name = message.request_id
             logger.debug("request %s arrived", name, extra={"request_id": name})
@@ -455,13 +431,12 @@ class EngineCore:
         if answer is not None:
             self._outputs.setdefault(message.front_end, []).append(answer)
 
-    def _present(self, index: int, what: str) -> _FrontEnd | None:
-        """Return the front end, or None (and a line in the log) if nobody waits for an answer."""
-        front_end = self._front_ends.get(index)
-        if front_end is None or not front_end.present:
+    def _is_present(self, index: int, what: str) -> bool:
+        """Return whether somebody waits for an answer; say what is dropped if nobody does."""
+        present = self._front_ends.is_present(index)
+        if not present:
             logger.warning("%s dropped: front end %d is not there", what, index)
-            return None
-        return front_end
+        return present
 
 
 def _steps_in_flight(scheduling: SchedulerConfig) -> int:

@@ -78,6 +78,7 @@ def test_scheduling_knows_no_tensors_sockets_or_clocks(path: Path) -> None:
      ROOT / "coordinator/formation.py", ROOT / "engine/lockstep/seat.py",
      ROOT / "server/cluster/state.py", ROOT / "server/cluster/routing.py",
      ROOT / "server/cluster/dispatch.py", ROOT / "engine/front_end_lines.py",
+     ROOT / "engine/front_end_books.py", ROOT / "coordinator/events.py",
      ROOT / "engine/membership.py", ROOT / "engine/roster.py"],
     ids=str,
 )  # fmt: skip

@@ -14,14 +14,8 @@ from benchmarks.simulation.costs import CostModel
 from benchmarks.simulation.records import Recorder
 from benchmarks.simulation.replica import EngineShape, Replica, message
 from benchmarks.simulation.workload import NS, Workload, first_arrivals
-from coordinator.state import (
-    Action,
-    CoordinatorParameters,
-    CoordinatorState,
-    FromMember,
-    PublishView,
-    Tick,
-)
+from coordinator.events import Action, FromMember, PublishView, Tick
+from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.messages import (
     AddRequest,
     ClusterView,

@@ -33,7 +33,7 @@ from engine.executor.team_messages import (
 )
 from engine.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
 from engine.logs import name_process
-from engine.models.attention import AttentionRows
+from engine.models.attention_plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.loader import Shard
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory

@@ -7,7 +7,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.models.attention import AttentionRows, write_keys_values
+from engine.models.attention import write_keys_values
+from engine.models.attention_plan import AttentionRows
 from engine.models.expert_parallel import ExpertGroup
 from engine.models.hf_config import ModelSpec
 from engine.models.layers import Linear, rms_norm, rms_norm_heads

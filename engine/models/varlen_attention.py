@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.attention import AttentionRows, PagedAttention
+from engine.models.attention import PagedAttention
+from engine.models.attention_plan import AttentionRows
 
 logger = logging.getLogger(__name__)
 

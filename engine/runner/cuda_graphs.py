@@ -6,7 +6,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.models.attention import AttentionRows
+from engine.models.attention_plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.varlen_attention import (
     CudaAttention,

@@ -23,12 +23,12 @@ from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
 from engine.scheduler.preemption import Room, choose_victims
 from engine.scheduler.refusal import refusal
 from engine.scheduler.request import (
-    NO_SLOT,
     Request,
     RequestStatus,
     precedence,
     request_from_message,
 )
+from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
 from engine.scheduler.waiting import FcfsQueue, PriorityQueue, WaitingQueue
 
@@ -72,14 +72,12 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._running: dict[int, Request] = {}  # in order of admission
         self._num_slots = scheduling.max_num_seqs
-        self._free_slots = list(range(self._num_slots - 1, -1, -1))
+        self._slots = Slots(self._num_slots, self._kv, grammars)
         self._in_flight: deque[InFlight] = deque()
         self._num_plans = 0
         self._num_arrivals = 0
         self._queued_tokens = 0
         self._num_passed_over = 0
-        # Blocks of requests that left but still have rows in flight: free as soon as these end.
-        self._num_leaving_blocks = 0
 
     # -- what is there ---------------------------------------------------------------------------
 
@@ -124,7 +122,7 @@ class Scheduler:
         """Return how many prefill tokens, of how many requests, the next step has room for."""
         room = max(0, self._max_batched_tokens - decodes)
         tokens, requests = sum(partials), len(partials)
-        slots = len(self._free_slots)
+        slots = self._slots.num_free
         blocks = self._kv.num_free_blocks - (self._headroom if self._running else 0)
         for request in self._waiting:
             if tokens >= room or slots == 0 or request.num_steps_in_flight:
@@ -284,7 +282,7 @@ class Scheduler:
                     if output.finish_reason is not None:
                         self._retire(request)
             if request.status is not running:
-                self._release_when_idle(request)
+                self._slots.release_when_idle(request)
         self._in_flight.popleft()
         return outputs
 
@@ -296,17 +294,10 @@ class Scheduler:
         """
         known = {id(r): r for r in self._requests.values()}
         known |= {id(r): r for entry in self._in_flight for r in entry.requests}
-        holders = [r for r in known.values() if r.slot != NO_SLOT]
-        self._kv.check_integrity([r.table for r in known.values()])
-        assert all(r in holders or not r.table.block_ids for r in known.values())
-        slots = sorted([r.slot for r in holders] + self._free_slots)
-        assert slots == list(range(len(slots))), "slots are leaked or shared"
+        self._slots.check_integrity(known.values())
         assert self._queued_tokens == sum(r.queued_tokens for r in known.values())
         queued = len(self._waiting) + len(self._compiling)
         assert len(self._requests) == len(self._running) + queued
-        leaving = [r for r in holders if r.status is not RequestStatus.RUNNING]
-        assert self._num_leaving_blocks == sum(len(r.table.block_ids) for r in leaving)
-        assert all(r.num_steps_in_flight > 0 for r in leaving)
         assert all(r.num_steps_in_flight > 0 for r in known.values() if r.num_proposed_tokens)
         if self._speculator is not None:
             assert self._speculator.num_tracked <= len(self._running)
@@ -324,7 +315,7 @@ class Scheduler:
         """Preempt requests for waiting ones of higher priority that have no slot or blocks."""
         room = Room(
             slots=self._num_slots - len(self._running),
-            blocks=self._kv.num_free_blocks + self._num_leaving_blocks,
+            blocks=self._kv.num_free_blocks + self._slots.num_leaving_blocks,
             headroom=self._headroom,
             tokens=self._max_batched_tokens,
         )
@@ -367,7 +358,7 @@ class Scheduler:
         self, draft: Draft, budget: StepBudget, before: Request | None = None
     ) -> None:
         """Start waiting requests, or only those that go before a running one."""
-        while budget.can_admit and self._free_slots and self._waiting:
+        while budget.can_admit and self._slots.num_free and self._waiting:
             request = self._waiting.first()
             if draft.short_of_blocks or request.num_steps_in_flight:
                 return
@@ -394,7 +385,7 @@ class Scheduler:
         self._waiting.remove(request)
         self._running[request.id] = request
         request.status = RequestStatus.RUNNING
-        request.slot = self._free_slots.pop()
+        self._slots.take(request)
         request.num_computed_tokens = cached
         request.queued_tokens -= cached
         self._queued_tokens -= cached
@@ -411,7 +402,7 @@ class Scheduler:
         first = len(table.block_ids)
         while (new := self._kv.try_grow(table, table.capacity + 1)) is None:
             draft.short_of_blocks = True
-            if self._num_leaving_blocks:
+            if self._slots.num_leaving_blocks:
                 return False  # there will be blocks when the plans in flight are done
             # Those that come after `request` are not in the draft yet, nor is it itself.
             victim = max(self._running.values(), key=precedence)
@@ -476,19 +467,7 @@ class Scheduler:
             self._waiting.remove(request)
 
     def _vacate(self, request: Request) -> None:
-        """Release slot and blocks of a request that runs no longer, at once or when it is idle."""
-        self._num_leaving_blocks += len(request.table.block_ids)
+        """Take back what a request holds that runs no longer."""
         if self._speculator is not None:
             self._speculator.forget(request)
-        self._release_when_idle(request)
-
-    def _release_when_idle(self, request: Request) -> None:
-        """Release slot and blocks of a vacated request unless a plan in flight uses them."""
-        if request.num_steps_in_flight or request.slot == NO_SLOT:
-            return
-        self._num_leaving_blocks -= len(request.table.block_ids)
-        self._kv.free(request.table)
-        if request.grammar is not None and self._grammars is not None:
-            self._grammars.release(request.slot)
-        self._free_slots.append(request.slot)
-        request.slot = NO_SLOT
+        self._slots.vacate(request)

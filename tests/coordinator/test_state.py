@@ -2,10 +2,8 @@
 
 import pytest
 
-from coordinator.state import (
+from coordinator.events import (
     Action,
-    CoordinatorParameters,
-    CoordinatorState,
     FromMember,
     PublishOrder,
     PublishView,
@@ -13,6 +11,7 @@ from coordinator.state import (
     Subscribed,
     Tick,
 )
+from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.messages import (
     Draining,
     EngineSetup,

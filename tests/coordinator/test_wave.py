@@ -2,14 +2,8 @@
 
 import pytest
 
-from coordinator.state import (
-    CoordinatorParameters,
-    CoordinatorState,
-    FromMember,
-    PublishOrder,
-    PublishView,
-    Tick,
-)
+from coordinator.events import FromMember, PublishOrder, PublishView, Tick
+from coordinator.state import CoordinatorParameters, CoordinatorState
 from coordinator.wave import NEVER, ORDER_INTERVAL, IndependentWave, LockstepWave
 from engine.messages import (
     EngineSetup,

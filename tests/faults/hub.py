@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.state import (
-    CoordinatorParameters,
-    Event,
-    FromMember,
-    PublishOrder,
-    PublishView,
-    Reply,
-    Subscribed,
-    Tick,
-)
+from coordinator.events import Event, FromMember, PublishOrder, PublishView, Reply, Subscribed, Tick
+from coordinator.state import CoordinatorParameters
 from engine.messages import MemberKind, MemberMessage
 from tests.faults.network import Process
 from tests.faults.parts import TIMEOUT

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.state import Action, CoordinatorState
+from coordinator.events import Action
+from coordinator.state import CoordinatorState
 from engine.core import EngineCore
 from engine.front_end_lines import FrontEndLines, LineChanges
 from engine.membership import Membership, MembershipEvent

@@ -309,7 +309,7 @@ class World:
         """Nothing may be computed for a front end that has gone."""
         fronts = engine.core._front_ends
         for request in engine.core._scheduler._requests.values():
-            assert fronts[request.front_end].present, f"{request.request_id} runs for nobody"
+            assert fronts.is_present(request.front_end), f"{request.request_id} runs for nobody"
 
     def _check_answers(self) -> None:
         for client in self.clients:

@@ -9,15 +9,8 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from coordinator.state import (
-    Action,
-    CoordinatorParameters,
-    CoordinatorState,
-    Event,
-    FromMember,
-    PublishOrder,
-    Tick,
-)
+from coordinator.events import Action, Event, FromMember, PublishOrder, Tick
+from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.lockstep.wave import Action as Next
 from engine.lockstep.wave import EngineWave, Gather, Leave, Park, Step
 from engine.messages import (

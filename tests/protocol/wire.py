@@ -3,7 +3,8 @@
 from itertools import count
 from typing import Any
 
-from coordinator.state import CoordinatorState, Event, FromMember
+from coordinator.events import Event, FromMember
+from coordinator.state import CoordinatorState
 from engine.lockstep.wave import EngineWave
 from engine.messages import (
     EngineSetup,

@@ -20,15 +20,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from coordinator.state import (
-    CoordinatorParameters,
-    CoordinatorState,
-    Event,
-    FromMember,
-    PublishOrder,
-    PublishView,
-    Tick,
-)
+from coordinator.events import Event, FromMember, PublishOrder, PublishView, Tick
+from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.lockstep.wave import EngineWave, Gather, Leave, LockstepError, Park, Phase, Step
 from engine.messages import ClusterView, StartDpWave, WakeUp
 from engine.scheduler.admission import RankState

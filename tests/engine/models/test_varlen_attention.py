@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.attention import AttentionRows, PagedAttention
+from engine.models.attention import PagedAttention
+from engine.models.attention_plan import AttentionRows
 from engine.models.varlen_attention import CudaAttention, VarlenAttention, kernel_window
 from tests.engine.plain_kernel import plain_kernel
 

@@ -1,0 +1,68 @@
+"""What happens to a coordinator, and what it does about it."""
+
+from dataclasses import dataclass
+
+from engine.messages import (
+    ClusterView,
+    CoordinatorReply,
+    EngineReport,
+    GroupOrder,
+    MemberKind,
+    MemberMessage,
+    WakeUp,
+)
+
+
+@dataclass(frozen=True)
+class FromMember:
+    """A message on the registration socket; `sender` is where the answer goes."""
+
+    sender: bytes
+    message: MemberMessage
+
+
+@dataclass(frozen=True)
+class Subscribed:
+    """A peer subscribed to one of the publish sockets and needs the present state."""
+
+    kind: MemberKind
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = FromMember | EngineReport | WakeUp | Subscribed | Tick
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Send to one member on the registration socket."""
+
+    to: bytes
+    message: CoordinatorReply
+
+
+@dataclass(frozen=True)
+class PublishView:
+    """Send to all front ends."""
+
+    view: ClusterView
+
+
+@dataclass(frozen=True)
+class PublishOrder:
+    """Send to all engines."""
+
+    order: GroupOrder
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that people should see in the log."""
+
+    text: str
+
+
+Action = Reply | PublishView | PublishOrder | Notice
