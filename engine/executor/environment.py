@@ -5,11 +5,11 @@ What the environment says already is left alone.
 
 import os
 
-SPIN_COUNT = 20_000
-"""Iterations of libgomp's wait loop, of about 0.05 us each: some 1 ms."""
+SPIN_COUNT = 10_000
+"""Iterations of libgomp's wait loop, of about 0.05 us each: some 0.5 ms."""
 
-CACHED_PRIMITIVES = 64
-"""Compiled oneDNN operations kept, in each of its two caches; a step of a model uses about ten."""
+CACHED_PRIMITIVES = 256
+"""Compiled oneDNN operations kept, in each of its two caches; a model's step uses about ten."""
 
 
 def settle_environment() -> None:
@@ -21,8 +21,8 @@ def settle_environment() -> None:
     other engines or anything at all share the processors, a thread that waits for one that is not
     running burns its whole time slice, and steps get many times slower.
 
-    oneDNN compiles every operation anew for every number of rows and keeps 1,024 of them with
-    their buffers: more than a gigabyte for a model of ten megabytes.
+    oneDNN compiles every operation anew for every number of rows (see `engine.models.row_padding`)
+    and keeps 1,024 of them with their buffers: more than a gigabyte for a model of ten megabytes.
 
     Tensors of 2 MB and more are asked for in huge pages, which Linux gives where it may: weights
     are read through once a step, and with small pages a tenth of that time is looking up pages.

@@ -9,6 +9,8 @@ takes away again.
 import torch
 from torch import Tensor
 
+from engine.models.row_padding import pad_rows
+
 _LARGEST = 127.0
 _ZERO_POINT = 128
 _SMALLEST_RANGE = 1e-30
@@ -24,7 +26,7 @@ class Int8Unsupported(ValueError):
 class Int8Linear:
     """A matrix product with 8-bit weights; activations come and go in their own type."""
 
-    __slots__ = ("_bias", "_product", "_scales", "_weight", "_zero_points")
+    __slots__ = ("_bias", "_num_weights", "_product", "_scales", "_weight", "_zero_points")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Quantize and pack a dense [out, in] weight; the caller drops the original.
@@ -35,6 +37,7 @@ class Int8Linear:
         scales = weight.abs().amax(dim=1).float().clamp_min_(_SMALLEST_RANGE) / _LARGEST
         integers = (weight / scales.unsqueeze(1)).round_().to(torch.int8)
         self._weight = torch.ops.onednn.qlinear_prepack(integers, None)
+        self._num_weights = weight.numel()
         self._scales = scales
         self._zero_points = torch.zeros(weight.shape[0], dtype=torch.int64)
         self._bias = bias
@@ -44,8 +47,10 @@ class Int8Linear:
         """Map [rows, in] to [rows, out]."""
         largest = x.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_SMALLEST_RANGE)
         shifted = x.to(torch.float32, copy=True).mul_(_LARGEST / largest).add_(_ZERO_POINT + 0.5)
+        # Cutting off the half that was added rounds to the nearest.
+        rows = pad_rows(shifted.to(torch.uint8), self._num_weights)
         product: Tensor = self._product(
-            shifted.to(torch.uint8),  # cutting off the half that was added rounds to the nearest
+            rows,
             1.0,
             _ZERO_POINT,
             self._weight,
@@ -58,7 +63,7 @@ class Int8Linear:
             "none",
             [],
             "",
-        )
+        )[: len(x)]
         product.mul_(largest.mul_(1.0 / _LARGEST))
         if self._bias is not None:
             product.add_(self._bias)

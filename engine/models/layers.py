@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.row_padding import pad_rows
+
 logger = logging.getLogger(__name__)
 
 _PACKED_ROWS = 16
@@ -24,20 +26,24 @@ class Linear(Protocol):
 class DenseLinear:
     """Weights as stored, [out, in]."""
 
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ("_bias", "_is_compiled", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
+        # In 16 bits a CPU's product comes from oneDNN.
+        self._is_compiled = weight.device.type == "cpu" and weight.dtype.itemsize == 2
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        if not self._is_compiled:
+            return F.linear(x, self._weight, self._bias)
+        return F.linear(pad_rows(x, self._weight.numel()), self._weight, self._bias)[: len(x)]
 
 
 class PackedLinear:
     """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
 
-    __slots__ = ("_bias", "_product", "_weight")
+    __slots__ = ("_bias", "_num_weights", "_product", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Pack a dense [out, in] weight; the caller drops the original.
@@ -46,12 +52,14 @@ class PackedLinear:
             RuntimeError: this processor cannot pack this type.
         """
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+        self._num_weights = weight.numel()
         self._bias = bias
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self._product(x, self._weight, self._bias, "none", [], "")
-        return product
+        rows = pad_rows(x, self._num_weights)
+        product: Tensor = self._product(rows, self._weight, self._bias, "none", [], "")
+        return product[: len(x)]
 
 
 _packable: dict[tuple[torch.dtype, int, int], bool] = {}

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.layers import DenseLinear, Linear, swiglu
@@ -87,7 +86,8 @@ class StackedExperts:
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
         self._gate_up = gate_up
-        self._down = down
+        self._all_gate_up = DenseLinear(gate_up.flatten(0, 1), None)
+        self._all_down = DenseLinear(down.flatten(0, 1).T, None)
         self._experts = [
             Expert(DenseLinear(up, None), DenseLinear(back.T, None))
             for up, back in zip(gate_up, down, strict=True)
@@ -102,9 +102,9 @@ class StackedExperts:
         if len(x) > _FEW_TOKENS:
             return _expert_by_expert(x, chosen, weights, self._experts)
         shares = x.new_zeros(len(x), len(self._gate_up)).scatter_(1, chosen, weights.to(x.dtype))
-        gate_up = F.linear(x, self._gate_up.flatten(0, 1))
+        gate_up = self._all_gate_up(x)
         inner = swiglu(gate_up.view(len(x), len(self._gate_up), -1)).mul_(shares.unsqueeze(-1))
-        return inner.view(len(x), -1) @ self._down.flatten(0, 1)
+        return self._all_down(inner.view(len(x), -1))
 
 
 def _expert_by_expert(
