@@ -168,7 +168,7 @@ class AttentionPlanner:
             tokens=None if whole else self._tensor(rows.first_token[members]),
             valid=None,
             blocks=self._tensor(rows.block_tables[members[:, None], logical].ravel()),
-            mask=self._mask(rows.starts[members][:, None], keys, window).unsqueeze(1),
+            mask=self._mask(rows.starts[members][:, None], keys, window, self._dtype).unsqueeze(1),
         )
 
     def _tokens(
@@ -183,7 +183,7 @@ class AttentionPlanner:
         logical = np.minimum(first + np.arange(width), rows.block_tables.shape[1] - 1)
         keys = first * rows.block_size + np.arange(width * rows.block_size)
         positions = rows.starts[row] + tokens
-        mask = self._mask(positions[:, None], keys[None], window)
+        mask = self._mask(positions[:, None], keys[None], window, self._dtype)
         at = int(rows.first_token[row])
         return TokensOfRow(
             first=at + int(tokens[0]),
@@ -214,7 +214,7 @@ class AttentionPlanner:
         keys = (first_block[members] * rows.block_size)[:, None] + np.arange(
             width * rows.block_size
         )
-        mask = self._mask(queries, keys, window)
+        mask = self._mask(queries, keys, window, self._dtype)
         if num_queries > 1:
             mask = mask.repeat(1, self._group, 1)
         valid = np.flatnonzero((np.arange(num_queries) < counts[:, None]).ravel())
@@ -242,7 +242,7 @@ class AttentionPlanner:
         if start > 0 or (window is not None and window < count):
             queries = start + np.arange(count)
             keys = first_key + np.arange(num_keys)
-            mask = self._mask(queries[None], keys[None], window)[0].to(self._long_dtype)
+            mask = self._mask(queries[None], keys[None], window, self._long_dtype)[0]
         first = int(rows.first_token[row])
         return LongRow(
             first=first,
@@ -252,13 +252,15 @@ class AttentionPlanner:
             mask=mask,
         )
 
-    def _mask(self, queries: IntArray, keys: IntArray, window: int | None) -> Tensor:
+    def _mask(
+        self, queries: IntArray, keys: IntArray, window: int | None, dtype: torch.dtype
+    ) -> Tensor:
         """Return [rows, queries, keys] from the positions [rows, queries] and [rows, keys]."""
         query, key = self._tensor(queries).unsqueeze(2), self._tensor(keys).unsqueeze(1)
         hidden = key > query
         if window is not None:
             hidden |= key <= query - window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
         return mask.masked_fill_(hidden, float("-inf"))
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:

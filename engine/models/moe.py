@@ -85,7 +85,6 @@ class StackedExperts:
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
-        self._gate_up = gate_up
         self._all_gate_up = DenseLinear(gate_up.flatten(0, 1), None)
         self._all_down = DenseLinear(down.flatten(0, 1).T, None)
         self._experts = [
@@ -101,9 +100,10 @@ class StackedExperts:
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if len(x) > _FEW_TOKENS:
             return _expert_by_expert(x, chosen, weights, self._experts)
-        shares = x.new_zeros(len(x), len(self._gate_up)).scatter_(1, chosen, weights.to(x.dtype))
+        num_experts = len(self._experts)
+        shares = x.new_zeros(len(x), num_experts).scatter_(1, chosen, weights.to(x.dtype))
         gate_up = self._all_gate_up(x)
-        inner = swiglu(gate_up.view(len(x), len(self._gate_up), -1)).mul_(shares.unsqueeze(-1))
+        inner = swiglu(gate_up.view(len(x), num_experts, -1)).mul_(shares.unsqueeze(-1))
         return self._all_down(inner.view(len(x), -1))
 
 

@@ -37,8 +37,9 @@ def draw_from_logits(logits: Tensor, temperature: FloatArray, uniforms: FloatArr
     if logits.device.type == "cpu":
         at_once = max(1, min(rows, _CACHED_BYTES // (4 * vocab)))
     largest = logits.new_empty(rows, 1, dtype=torch.float32)
-    scale = _on_device(temperature.astype(np.float32), logits).unsqueeze(1)
-    is_scaled = bool((temperature != 1.0).any())
+    scale: Tensor | None = None
+    if (temperature != 1.0).any():
+        scale = _on_device(temperature.astype(np.float32), logits).unsqueeze(1)
     num_chunks = -(-vocab // _CHUNK)
     mass = logits.new_empty(rows, num_chunks, dtype=torch.float32)
     # What is beyond the vocabulary stays zero.
@@ -49,21 +50,23 @@ def draw_from_logits(logits: Tensor, temperature: FloatArray, uniforms: FloatArr
         weights = some[:, :vocab]
         weights.copy_(logits[part])
         torch.amax(weights, dim=1, keepdim=True, out=largest[part])
-        weights -= largest[part]
-        if is_scaled:
-            weights /= scale[part]
-        weights.exp_()
+        _exponentiate(weights, largest[part], None if scale is None else scale[part])
         torch.sum(some.view(-1, num_chunks, _CHUNK), dim=2, out=mass[part])
 
     def weights_of(chunk: Tensor) -> Tensor:
         columns = chunk * _CHUNK + torch.arange(_CHUNK, device=logits.device)
         inner = logits.gather(1, columns.clamp(max=vocab - 1)).to(torch.float32, copy=True)
-        inner -= largest
-        if is_scaled:
-            inner /= scale
-        return inner.exp_().masked_fill_(columns >= vocab, 0.0)
+        return _exponentiate(inner, largest, scale).masked_fill_(columns >= vocab, 0.0)
 
     return _search(mass, weights_of, uniforms)
+
+
+def _exponentiate(logits: Tensor, largest: Tensor, scale: Tensor | None) -> Tensor:
+    """Turn float32 logits into weights of which the largest is one, in place."""
+    logits -= largest
+    if scale is not None:
+        logits /= scale
+    return logits.exp_()
 
 
 def draw_from_weights(weights: Tensor, uniforms: FloatArray) -> Tensor:

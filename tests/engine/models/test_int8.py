@@ -5,12 +5,7 @@ import torch
 
 from engine.models.int8 import Int8Unsupported, prepare_int8
 
-
-@pytest.fixture(autouse=True)
-def _inference():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

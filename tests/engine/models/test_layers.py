@@ -14,11 +14,7 @@ from engine.models.rotary import rotary_table, rotate, rotation
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _inference():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
