@@ -41,7 +41,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     ] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        Meta(description="Type of weights and activations; auto takes the checkpoint's."),
+        Meta(
+            description="Type of weights and activations; auto takes the checkpoint's, or float32 "
+            "for a small model on a processor that multiplies it faster."
+        ),
     ] = "auto"
     quantization: Annotated[
         Literal["int8"] | None,
@@ -186,7 +189,10 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
     ] = "model"
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Compute threads per engine; default: cores / engines on this node."),
+        Meta(
+            description="Compute threads per engine; default: cores / engines on this node, with "
+            "one core left to front ends if the model is small."
+        ),
     ] = None
     step_timeout: Annotated[
         float,

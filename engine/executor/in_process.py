@@ -304,7 +304,7 @@ def _num_blocks(
 ) -> int:
     return count_blocks(
         config.cache,
-        block_bytes=bytes_per_block(model.spec, config.cache.block_size, model.dtype),
+        block_bytes=bytes_per_block(model.spec, config.cache.block_size, model.cache_dtype),
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         available_bytes=available_bytes,

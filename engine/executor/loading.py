@@ -15,7 +15,8 @@ from engine.models.loader import (
     DecoderLoader,
     GroupPlace,
     Shard,
-    compute_dtype,
+    compute_types,
+    fits_caches,
     model_length,
     open_checkpoint,
 )
@@ -52,13 +53,17 @@ def load_model(
     spec = read_spec(directory)
     report(f"loading weights of {directory.name}")
     checkpoint = open_checkpoint(directory, spec, settings)
+    place = None if spec.moe is None else place
+    types = compute_types(
+        spec, settings, checkpoint, device=device, is_alone=place is None and shard is None
+    )
     loader = DecoderLoader(
         spec,
         checkpoint,
-        dtype=compute_dtype(spec, settings, checkpoint),
+        types=types,
         device=device,
         max_model_len=model_length(spec, settings),
-        place=None if spec.moe is None else place,
+        place=place,
         shard=shard,
         quantization=settings.quantization,
         batch_invariant=config.executor.batch_invariant,
@@ -68,9 +73,19 @@ def load_model(
 
 
 def set_threads(config: EngineConfig, engines_on_node: int) -> None:
-    """Have this process compute with its share of the cores, or of the threads that are set."""
+    """Have this process compute with its share of the cores, or of the threads that are set.
+
+    A small model makes so many tokens a second that front ends and clients need a core, and gains
+    little from one more: its engines leave them one.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        UnsupportedModel: the model's config asks for something that is not implemented.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    of_engine = config.executor.threads or (cores or 1) // engines_on_node
+    spec = read_spec(model_directory(config.model, weights=False))
+    free = (cores or 1) - fits_caches(spec)
+    of_engine = config.executor.threads or free // engines_on_node
     torch.set_num_threads(max(1, of_engine // config.parallel.tensor_parallel_size))
     if torch.get_num_interop_threads() == 1:
         return

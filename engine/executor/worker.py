@@ -107,7 +107,7 @@ class Worker:
             self._model.spec,
             num_blocks,
             self._config.cache.block_size,
-            self._model.dtype,
+            self._model.cache_dtype,
             self._model.device,
         )
 

@@ -16,6 +16,7 @@ from engine.models.attention_plan import (
     PaddedGroup,
     TokensOfRow,
 )
+from engine.models.processor import has_matrix_unit
 
 
 class PagedAttention:
@@ -134,9 +135,7 @@ def _fastest_for_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dt
     On processors without a unit for matrices of 16-bit floats torch converts tile by tile, which
     takes a third longer than to convert once and compute in float32.
     """
-    if device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
-        return torch.float32
-    return dtype
+    return torch.float32 if device.type == "cpu" and not has_matrix_unit() else dtype
 
 
 def write_keys_values(cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -87,11 +87,14 @@ class Decoder:
         attention: Attention,
         expert_group: ExpertGroup | None = None,
         followers: Followers | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """Take the weights, with an expert group only those experts that this engine has.
 
-        Followers hold the other parts of a model that is cut over several processes.
+        Followers hold the other parts of a model that is cut over several processes. Keys and
+        values are of the same type as the activations unless they are said to be of another.
         """
+        self._cache_dtype = cache_dtype or weights.embedding.dtype
         self._followers = followers
         self.spec = spec
         self.attention = attention
@@ -118,8 +121,13 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of activations and of the KV cache."""
+        """Type of activations."""
         return self._weights.embedding.dtype
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Type of the KV cache."""
+        return self._cache_dtype
 
     @property
     def device(self) -> torch.device:
@@ -178,8 +186,10 @@ class Decoder:
         heads = qkv[:, : self._qk_size].view(tokens, self._qk_heads, spec.head_dim)
         if weights.qk_norm is not None:
             heads = rms_norm_heads(heads, weights.qk_norm, spec.rms_norm_eps)
-        heads = rotate(heads, cos, sin)
-        values = qkv[:, self._qk_size :].view(tokens, spec.num_kv_heads, spec.head_dim)
+        heads = rotate(heads, cos, sin).to(cache.dtype)
+        values = qkv[:, self._qk_size :].to(cache.dtype)
+        values = values.view(tokens, spec.num_kv_heads, spec.head_dim)
         write_keys_values(cache, step.slots, heads[:, spec.num_heads :], values)
         queries = heads[:, : spec.num_heads]
-        return weights.output(self.attention.attend(queries, cache, step.plans[layer.window]))
+        attended = self.attention.attend(queries, cache, step.plans[layer.window])
+        return weights.output(attended.to(x.dtype))

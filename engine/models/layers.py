@@ -1,18 +1,26 @@
 """The building blocks of a decoder that hold no state between steps."""
 
 import logging
+import sys
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.processor import float32_is_faster
 from engine.models.row_padding import pad_rows
 
 logger = logging.getLogger(__name__)
 
 _PACKED_ROWS = 16
 """Rows that packed weights are laid out for; measured to serve 1 to 512 rows well."""
+_CONVERTED_ROWS = 192
+"""Rows whose product is worth converting 16-bit weights, where float32 is faster."""
+_MOST_CONVERTED = 1 << 26
+"""Most weights that are converted at once, which bounds the memory that takes (256 MB)."""
+_UNPACKED_WEIGHTS = 1 << 18
+"""Weights up to which float32 products are faster from the plain layout."""
 
 
 class Linear(Protocol):
@@ -43,10 +51,14 @@ class DenseLinear:
 class PackedLinear:
     """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
 
-    __slots__ = ("_bias", "_num_weights", "_product", "_weight")
+    __slots__ = ("_bias", "_float32_rows", "_num_weights", "_product", "_weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, float32_rows: int | None = None
+    ) -> None:
         """Pack a dense [out, in] weight; the caller drops the original.
+
+        Products of at least `float32_rows` rows are computed in float32.
 
         Raises:
             RuntimeError: this processor cannot pack this type.
@@ -54,12 +66,26 @@ class PackedLinear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         self._num_weights = weight.numel()
         self._bias = bias
+        self._float32_rows = sys.maxsize if float32_rows is None else float32_rows
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
+        if len(x) >= self._float32_rows:
+            return self._in_float32(x)
         rows = pad_rows(x, self._num_weights)
         product: Tensor = self._product(rows, self._weight, self._bias, "none", [], "")
         return product[: len(x)]
+
+    def _in_float32(self, x: Tensor) -> Tensor:
+        bias = None if self._bias is None else self._bias.float()
+        return F.linear(x.float(), self._weight.to_dense(torch.float32), bias).to(x.dtype)
+
+
+def _float32_rows(weight: Tensor) -> int | None:
+    """Return from how many rows on it pays to convert these weights for one product."""
+    if weight.dtype.itemsize != 2 or weight.numel() > _MOST_CONVERTED or not float32_is_faster():
+        return None
+    return _CONVERTED_ROWS
 
 
 _packable: dict[tuple[torch.dtype, int, int], bool] = {}
@@ -72,13 +98,14 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     one is missing or differs. A packed weight is a copy: it replaces the original in memory if the
     caller keeps no reference to that.
     """
-    if weight.device.type != "cpu":
+    is_small = weight.dtype == torch.float32 and weight.numel() <= _UNPACKED_WEIGHTS
+    if weight.device.type != "cpu" or is_small:
         return DenseLinear(weight, bias)
     key = (weight.dtype, weight.shape[0], weight.shape[1])
     if _packable.get(key) is False:
         return DenseLinear(weight, bias)
     try:
-        packed = PackedLinear(weight, bias)
+        packed = PackedLinear(weight, bias, _float32_rows(weight))
         if key not in _packable:
             _packable[key] = _agree(packed, DenseLinear(weight, bias), weight)
     except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type

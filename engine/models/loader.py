@@ -7,6 +7,7 @@ is packed and dropped before the next is made, so that memory stays near the mod
 import logging
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from engine.models.checkpoint import (
     DummyCheckpoint,
     ExpertNames,
     SafetensorsCheckpoint,
+    expected_tensors,
     expert_names,
 )
 from engine.models.decoder import AttentionWeights, Decoder, DecoderWeights, Followers, LayerWeights
@@ -36,6 +38,7 @@ from engine.models.moe import (
     SparseMlp,
     StackedExperts,
 )
+from engine.models.processor import float32_is_faster
 from engine.models.rotary import rotary_table
 from engine.models.row_blocks import RowBlocks, probe_rows
 from engine.models.tensor_parallel import (
@@ -51,6 +54,8 @@ from engine.models.varlen_attention import Attention, CudaAttention
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_CACHED_WEIGHTS = 1 << 24
 
 
 def open_checkpoint(directory: Path, spec: ModelSpec, config: ModelConfig) -> Checkpoint:
@@ -68,11 +73,44 @@ def _dummy_dtype(spec: ModelSpec, config: ModelConfig) -> torch.dtype:
     return _DTYPES[spec.dtype or "float32" if config.dtype == "auto" else config.dtype]
 
 
-def compute_dtype(spec: ModelSpec, config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the type of weights and activations: as set, else the config's, else as stored."""
+def fits_caches(spec: ModelSpec) -> bool:
+    """Whether a processor's caches hold the weights even in float32, some 64 MB."""
+    return sum(prod(shape) for shape in expected_tensors(spec).values()) <= _CACHED_WEIGHTS
+
+
+class ComputeTypes(NamedTuple):
+    """What a model computes in."""
+
+    activations: torch.dtype
+    """Also of the weights."""
+    cache: torch.dtype
+    """Of keys and values."""
+
+
+def compute_types(
+    spec: ModelSpec,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    is_alone: bool = True,
+) -> ComputeTypes:
+    """Return the types that are set; else the config's, else as stored.
+
+    A small model is computed in float32 where that is faster, but for its KV cache. Processes that
+    compute one model together (not `is_alone`) exchange activations and may run on different
+    processors, so they keep the model's own type.
+    """
     if config.dtype != "auto":
-        return _DTYPES[config.dtype]
-    return _DTYPES[spec.dtype] if spec.dtype else checkpoint.dtype
+        dtype = _DTYPES[config.dtype]
+        return ComputeTypes(dtype, dtype)
+    dtype = _DTYPES[spec.dtype] if spec.dtype else checkpoint.dtype
+    own = ComputeTypes(dtype, dtype)
+    if dtype.itemsize != 2 or not is_alone or config.quantization is not None:
+        return own
+    if device.type == "cpu" and float32_is_faster() and fits_caches(spec):
+        return own._replace(activations=torch.float32)
+    return own
 
 
 def model_length(spec: ModelSpec, config: ModelConfig) -> int:
@@ -115,7 +153,7 @@ class DecoderLoader:
         spec: ModelSpec,
         checkpoint: Checkpoint,
         *,
-        dtype: torch.dtype,
+        types: ComputeTypes,
         device: torch.device,
         max_model_len: int,
         place: GroupPlace | None = None,
@@ -141,7 +179,8 @@ class DecoderLoader:
         self._cut = None if shard is None else Cut(spec, shard.group.rank, shard.group.size)
         self._spec = spec if self._cut is None else self._cut.spec
         self._checkpoint = checkpoint if self._cut is None else CutCheckpoint(checkpoint, self._cut)
-        self._dtype = dtype
+        self._types = types
+        self._dtype = types.activations
         self._device = device
         self._max_model_len = max_model_len
         self._quantization = quantization
@@ -173,10 +212,12 @@ class DecoderLoader:
             ),
         )
         followers = None if self._shard is None else self._shard.followers
-        return Decoder(spec, weights, self._attend(), self._expert_group, followers)
+        return Decoder(
+            spec, weights, self._attend(), self._expert_group, followers, self._types.cache
+        )
 
     def _attend(self) -> Attention:
-        spec, dtype, device = self._spec, self._dtype, self._device
+        spec, dtype, device = self._spec, self._types.cache, self._device
         stock = PagedAttention(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,

@@ -48,22 +48,24 @@ def draw_from_logits(logits: Tensor, temperature: FloatArray, uniforms: FloatArr
         part = slice(first, min(first + at_once, rows))
         some = held[: part.stop - first]
         weights = some[:, :vocab]
-        weights.copy_(logits[part])
-        torch.amax(weights, dim=1, keepdim=True, out=largest[part])
-        _exponentiate(weights, largest[part], None if scale is None else scale[part])
+        of_part = logits[part]
+        if logits.dtype != torch.float32:
+            of_part = weights.copy_(of_part)
+        torch.amax(of_part, dim=1, keepdim=True, out=largest[part])
+        torch.sub(of_part, largest[part], out=weights)
+        _exponentiate(weights, None if scale is None else scale[part])
         torch.sum(some.view(-1, num_chunks, _CHUNK), dim=2, out=mass[part])
 
     def weights_of(chunk: Tensor) -> Tensor:
         columns = chunk * _CHUNK + torch.arange(_CHUNK, device=logits.device)
-        inner = logits.gather(1, columns.clamp(max=vocab - 1)).to(torch.float32, copy=True)
-        return _exponentiate(inner, largest, scale).masked_fill_(columns >= vocab, 0.0)
+        inner = logits.gather(1, columns.clamp(max=vocab - 1)).float() - largest
+        return _exponentiate(inner, scale).masked_fill_(columns >= vocab, 0.0)
 
     return _search(mass, weights_of, uniforms)
 
 
-def _exponentiate(logits: Tensor, largest: Tensor, scale: Tensor | None) -> Tensor:
-    """Turn float32 logits into weights of which the largest is one, in place."""
-    logits -= largest
+def _exponentiate(logits: Tensor, scale: Tensor | None) -> Tensor:
+    """Turn float32 logits of at most zero into weights, in place."""
     if scale is not None:
         logits /= scale
     return logits.exp_()

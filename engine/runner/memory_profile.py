@@ -72,7 +72,7 @@ def profiled_memory(
     )
     runner.run(plan)
     torch.cuda.synchronize(device)
-    own_cache = (num_blocks + 1) * bytes_per_block(model.spec, cache.block_size, model.dtype)
+    own_cache = (num_blocks + 1) * bytes_per_block(model.spec, cache.block_size, model.cache_dtype)
     peak = torch.cuda.max_memory_allocated(device) - own_cache
     del runner
     torch.cuda.empty_cache()

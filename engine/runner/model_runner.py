@@ -42,7 +42,7 @@ class ModelRunner:
         on_cuda = model.device.type == "cuda"
         # Padding of recorded steps gets a block of its own, behind those of sequences.
         self._cache = allocate_cache(
-            model.spec, num_kv_blocks + on_cuda, block_size, model.dtype, model.device
+            model.spec, num_kv_blocks + on_cuda, block_size, model.cache_dtype, model.device
         )
         self._table = SlotTable(
             max_num_seqs=max_num_seqs,

@@ -9,7 +9,7 @@ import torch
 from engine.config import ModelConfig
 from engine.messages import SamplingParams
 from engine.models.hf_config import read_spec
-from engine.models.loader import DecoderLoader, compute_dtype, model_length, open_checkpoint
+from engine.models.loader import DecoderLoader, compute_types, model_length, open_checkpoint
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks, SlotStart
 
@@ -106,13 +106,14 @@ class Driver:
 def load_driver(directory: Path, *, batch_invariant: bool = False, **settings: Any) -> Driver:
     """Load a model directory into a fresh runner."""
     config = ModelConfig(model=str(directory), **settings)
+    device = torch.device("cpu")
     spec = read_spec(directory)
     weights = open_checkpoint(directory, spec, config)
     loader = DecoderLoader(
         spec,
         weights,
-        dtype=compute_dtype(spec, config, weights),
-        device=torch.device("cpu"),
+        types=compute_types(spec, config, weights, device=device),
+        device=device,
         max_model_len=model_length(spec, config),
         quantization=config.quantization,
         batch_invariant=batch_invariant,

@@ -1,0 +1,34 @@
+"""What the processor multiplies fast; docs/performance.md has the measurements."""
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def has_matrix_unit() -> bool:
+    """Whether this processor multiplies tiles of 16-bit floats (AMX)."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+@cache
+def float32_is_faster() -> bool:
+    """Whether this processor multiplies float32 faster than 16-bit floats, once both are cached.
+
+    Intel's cores without AMX have half as many units for pairs of bfloat16 as for float32, so that
+    the two are equal but for the conversions; AMD's since Zen 4 have as many. Other x86 processors
+    convert every number. What others do was not measured.
+    """
+    if platform.machine() not in ("x86_64", "AMD64") or has_matrix_unit():
+        return False
+    return not (torch.cpu._is_avx512_bf16_supported() and _is_amd())
+
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in _CPU_INFO.read_text()
+    except OSError:
+        return False
