@@ -23,6 +23,7 @@ from coordinator.events import (
 )
 from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.health import Health, serve_health
+from engine.heap import settle_heap
 from engine.lifeline import CANNOT_START, Lifeline
 from engine.logs import name_process
 from engine.messages import EngineReport, FrontEndNotice, MemberMessage, encode
@@ -165,6 +166,7 @@ def run(config: CoordinatorConfig, lifeline: Lifeline) -> int:
     except (InsecureCluster, OSError, ValueError) as error:
         lifeline.failed(f"cannot listen on {config.cluster.coordinator_address}: {error}")
         return CANNOT_START
+    settle_heap()
     try:
         lifeline.ready(f"listening on {config.cluster.coordinator_address}")
         health.ready()

@@ -19,6 +19,7 @@ from engine.executor.environment import settle_environment
 from engine.executor.interface import Executor, GroupExecutor
 from engine.executor.team import Team
 from engine.health import Health, serve_health
+from engine.heap import settle_heap
 from engine.intake import Intake
 from engine.lifeline import CANNOT_START, Lifeline
 from engine.lockstep.group_connection import GroupConnection
@@ -238,6 +239,7 @@ class EngineProcess:
         if self._serving:
             return
         self._serving = True
+        settle_heap()
         self._receiver.ready(core.setup)
         self._health.ready()
         info = executor.info

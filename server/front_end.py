@@ -18,6 +18,7 @@ import zmq
 from fastapi import FastAPI
 
 from engine.config import private_directory
+from engine.heap import settle_heap
 from engine.lifeline import CANNOT_START, Lifeline
 from engine.logs import name_process
 from engine.membership import Identity
@@ -216,6 +217,7 @@ class FrontEnd:
         self._lifeline.progress("waiting for an engine")
         await asyncio.wait([serving, stopping, ready], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
+            settle_heap()
             link.ready()
             self._lifeline.ready(f"serving on {guards.scheme}://{http.host}:{http.port}")
         ready.cancel()

@@ -16,6 +16,7 @@ import uvloop
 from benchmarks.load.client import StreamResult, complete
 from benchmarks.load.connection import HttpClient
 from benchmarks.load.summary import ClientCost, Record, percentile
+from engine.heap import settle_heap
 
 _REPORT_SECONDS = 0.25
 _TICK_SECONDS = 0.02
@@ -254,5 +255,6 @@ def main(plan: WorkerPlan, counter: "Synchronized[int]", pipe: Connection) -> No
     """Body of a sending process; its parent ends it through the pipe."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
+    settle_heap()
     with contextlib.suppress(BrokenPipeError, EOFError), pipe:
         uvloop.run(_measure(plan, counter, pipe))
