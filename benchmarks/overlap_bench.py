@@ -85,7 +85,7 @@ class Engine:
         self.core = EngineCore(config, self._executor, rank=0, incarnation=1)
         self.core.front_end_joined(0, 1)
         self.sender = Sender(Transport(config.cluster, zmq.Context()))
-        self.sender.outbox.put(ConnectFrontEnd(0, options.address))
+        self.sender.put(ConnectFrontEnd(0, options.address))
         self.sender.start()
 
     def run(self, streams: int, prompt: int, tokens: int) -> Run:
@@ -99,7 +99,7 @@ class Engine:
         began, cpu_began = time.perf_counter(), time.process_time()
         while self.core.has_work:
             step = self.core.step()
-            self.sender.outbox.put(StepDone(step.stats, step.outputs))
+            self.sender.put(StepDone(step.stats, step.outputs))
         seconds = time.perf_counter() - began
         outside = 1.0 - self._executor.seconds / seconds
         cpu = (time.process_time() - cpu_began) / (streams * tokens)

@@ -1,13 +1,12 @@
 """The main thread of an engine that steps alone: take what came, step, hand the outputs on."""
 
 import time
-from queue import SimpleQueue
 
 from engine.core import EngineCore
 from engine.intake import Intake
 from engine.messages import StartDpWave
 from engine.receiver import InboxItem, Rejoined, Stop
-from engine.sender import SenderItem, StepDone, UtilityDone
+from engine.sender import Outbox, StepDone, UtilityDone
 from engine.watchdog import StepWatch
 
 IDLE_STATS_INTERVAL = 2.0
@@ -21,7 +20,7 @@ class EngineLoop:
         self,
         core: EngineCore,
         intake: Intake,
-        outbox: "SimpleQueue[SenderItem]",
+        outbox: Outbox,
         watch: StepWatch,
     ) -> None:
         self._core = core

@@ -135,7 +135,7 @@ class EngineProcess:
             transport,
             self._context,
             inbox=self._inbox,
-            outbox=self._sender.outbox,
+            outbox=self._sender,
             lockstep=self._steps_together,
             connection=self._connection,
         )
@@ -186,7 +186,7 @@ class EngineProcess:
         )
         self._ready(core, executor)
         return self._loop_until_stopped(
-            EngineLoop(core, self._intake(core), self._sender.outbox, self._watch), welcome.rank
+            EngineLoop(core, self._intake(core), self._sender, self._watch), welcome.rank
         )
 
     def _serve_together(self, executor: Executor, welcome: Welcomed) -> int:
@@ -209,7 +209,7 @@ class EngineProcess:
             wave,
             grouping,
             self._intake(core),
-            self._sender.outbox,
+            self._sender,
             self._watch,
             on_wave=self._receiver.note_wave,
             on_joined=lambda: self._ready(core, executor),
@@ -248,7 +248,7 @@ class EngineProcess:
 
     def _loop_until_stopped(self, loop: EngineLoop | LockstepLoop, rank: int) -> int:
         def tell(reason: str) -> None:
-            self._sender.outbox.put(Dying(EngineDead(rank, self._incarnation, reason)))
+            self._sender.put(Dying(EngineDead(rank, self._incarnation, reason)))
 
         watchdog = Watchdog(self._watch, self._config.executor.step_timeout, tell)
         watchdog.start()
@@ -263,7 +263,7 @@ class EngineProcess:
             watchdog.stop()
         if stop.error is not None:
             logger.error("%s", stop.error)
-            self._sender.outbox.put(Dying(EngineDead(rank, self._incarnation, stop.error)))
+            self._sender.put(Dying(EngineDead(rank, self._incarnation, stop.error)))
             return 1
         return 0
 

@@ -32,7 +32,7 @@ from engine.messages import (
     encode,
 )
 from engine.reach import node_name
-from engine.sender import ConnectCoordinator, ConnectFrontEnd, DisconnectFrontEnd, SenderItem
+from engine.sender import ConnectCoordinator, ConnectFrontEnd, DisconnectFrontEnd, Outbox
 from engine.transport import Inbox, Transport
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Receiver:
         context: "zmq.Context[zmq.Socket[bytes]]",
         *,
         inbox: "SimpleQueue[InboxItem]",
-        outbox: "SimpleQueue[SenderItem]",
+        outbox: Outbox,
         lockstep: bool,
         connection: GroupConnection,
     ) -> None:

@@ -1,14 +1,15 @@
-"""The engine's writing thread: one message per step and front end, and stats to the coordinator.
+"""What the engine writes: one message per step and front end, and stats to the coordinator.
 
-It owns every socket that the engine writes results to, so that encoding and sending never hold
-up the next step for longer than the GIL demands.
+The thread that steps writes by itself. To have another one do it costs more than the writing: the
+two take the interpreter's lock from each other a dozen times a step, and a kernel that lets
+whoever was woken run next can keep everything else from their processor for a tenth of a second.
 """
 
 import logging
 import threading
 import time
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import zmq
 
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.025
 """Least seconds between two stats to the coordinator while an engine keeps running."""
+
+LATE_INTERVAL = 0.1
+"""Seconds between two looks for stats that are due and were not sent, because a step is long."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,6 @@ class Dying:
     message: EngineDead
 
 
-@dataclass(frozen=True)
-class Flush:
-    """Send what is queued, then end the thread."""
-
-
 SenderItem = (
     ConnectCoordinator
     | ConnectFrontEnd
@@ -89,8 +88,15 @@ SenderItem = (
     | UtilityDone
     | Dying
     | EngineReport
-    | Flush
 )
+
+
+class Outbox(Protocol):
+    """Where everything goes that the engine has to say."""
+
+    def put(self, item: SenderItem) -> None:
+        """Take an item, from any thread, without waiting for anybody."""
+        ...
 
 
 class StatsThrottle:
@@ -129,43 +135,50 @@ class StatsThrottle:
 
 
 class Sender:
-    """Runs the writing thread from `start` to `stop`."""
+    """Writes whatever it is given, at once; what stats are held back, a thread of its own later.
+
+    Nothing here waits for a reader: sockets queue without a limit, and a front end that goes takes
+    its queue with it.
+    """
 
     def __init__(self, transport: Transport) -> None:
-        self.outbox: SimpleQueue[SenderItem] = SimpleQueue()
         self._transport = transport
+        self._lock = threading.Lock()  # sockets may change threads, but serve one at a time
         self._coordinator: zmq.Socket[bytes] | None = None
         self._front_ends: dict[int, zmq.Socket[bytes]] = {}
         self._throttle = StatsThrottle(STATS_INTERVAL)
-        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._send_late, name="late-stats", daemon=True)
 
     def start(self) -> None:
-        """Start writing."""
+        """Start the thread that sends stats which a long step keeps from being replaced."""
         self._thread.start()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Send what is queued and wait for the thread."""
-        self.outbox.put(Flush())
+        """Send what is held back and close all sockets, each once its queue is empty."""
+        self._stopped.set()
         self._thread.join(timeout)
+        with self._lock:
+            self._report(self._throttle.take(time.monotonic()))
+            for each in [*self._front_ends.values(), self._coordinator]:
+                if each is not None:
+                    each.close(linger=500)
+            self._front_ends, self._coordinator = {}, None
 
-    def _run(self) -> None:
-        while True:
-            try:
-                item = self.outbox.get(timeout=self._throttle.wait(time.monotonic()))
-            except Empty:
-                self._report(self._throttle.take(time.monotonic()))
-                continue
-            if isinstance(item, Flush):
-                break
+    def put(self, item: SenderItem) -> None:
+        """Write an item, or open or close the way that it names; may be called by any thread."""
+        with self._lock:
             try:
                 self._handle(item)
             except Exception:
                 # One item that cannot be sent must not silence the engine.
                 logger.exception("could not send %s", type(item).__name__)
-        self._report(self._throttle.take(time.monotonic()))
-        for each in [*self._front_ends.values(), self._coordinator]:
-            if each is not None:
-                each.close(linger=500)
+
+    def _send_late(self) -> None:
+        while not self._stopped.wait(LATE_INTERVAL):
+            if self._throttle.wait(time.monotonic()) == 0:
+                with self._lock:
+                    self._report(self._throttle.take(time.monotonic()))
 
     def _handle(self, item: SenderItem) -> None:
         match item:
@@ -186,8 +199,6 @@ class Sender:
                     each.send(encode(message))
             case EngineStats() | WaveComplete() | StartWave():
                 self._report(item)
-            case Flush():
-                pass  # ends the loop before it gets here
 
     def _send(self, index: int, frame: bytes) -> None:
         front_end = self._front_ends.get(index)

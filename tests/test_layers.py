@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SHARED = {
     "engine", "engine.config", "engine.settings", "engine.messages", "engine.transport",
     "engine.handshakes", "engine.lifeline", "engine.logs", "engine.membership", "engine.reach",
-    "engine.roster", "engine.model_files", "engine.health", "engine.grammar_spec",
+    "engine.roster", "engine.model_files", "engine.health", "engine.heap", "engine.grammar_spec",
 }  # fmt: skip
 """The torch-free modules of `engine` that the other packages build on."""
 

@@ -13,7 +13,6 @@ planned.
 import logging
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from engine.core import CoreStep, EngineCore
@@ -25,7 +24,7 @@ from engine.lockstep.wave import EngineWave, Gather, GatherRow, Leave, Park, Ste
 from engine.messages import AddRequest, FormGroup, StartDpWave, UtilityCall
 from engine.receiver import InboxItem, Rejoined, Stop
 from engine.scheduler.admission import RankState
-from engine.sender import SenderItem, StepDone, UtilityDone
+from engine.sender import Outbox, StepDone, UtilityDone
 from engine.watchdog import StepWatch
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class LockstepLoop:
         wave: EngineWave,
         grouping: Grouping,
         intake: Intake,
-        outbox: "SimpleQueue[SenderItem]",
+        outbox: Outbox,
         watch: StepWatch,
         *,
         on_wave: Callable[[int], None],

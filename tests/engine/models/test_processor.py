@@ -1,0 +1,134 @@
+"""Which types are computed in, by what the processor multiplies fast."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, ExecutorConfig, ModelConfig
+from engine.executor.loading import set_threads
+from engine.model_files import BUNDLED_MODEL
+from engine.models import loader, processor
+from engine.models.hf_config import read_spec
+from engine.models.layers import PackedLinear
+from engine.models.loader import ComputeTypes, compute_types, fits_caches, open_checkpoint
+
+BF16, F32 = torch.bfloat16, torch.float32
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, vendor: str, amx: bool, avx512_bf16: bool
+) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"vendor_id : {vendor}\n")
+    monkeypatch.setattr(processor, "_CPU_INFO", info)
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "amx", "avx512_bf16", "faster"),
+    [
+        ("GenuineIntel", True, True, False),
+        ("GenuineIntel", False, True, True),
+        ("GenuineIntel", False, False, True),
+        ("AuthenticAMD", False, True, False),
+        ("AuthenticAMD", False, False, True),
+    ],
+)
+def test_float32_is_faster_without_units_for_16_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    vendor: str,
+    amx: bool,
+    avx512_bf16: bool,
+    faster: bool,
+) -> None:
+    pretend(monkeypatch, tmp_path, vendor=vendor, amx=amx, avx512_bf16=avx512_bf16)
+    assert processor.float32_is_faster.__wrapped__() is faster
+
+
+def test_of_other_architectures_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
+    assert processor.float32_is_faster.__wrapped__() is False
+
+
+def types(device: torch.device = CPU, is_alone: bool = True, **settings: str) -> ComputeTypes:
+    config = ModelConfig(**settings)
+    spec = read_spec(BUNDLED_MODEL)
+    checkpoint = open_checkpoint(BUNDLED_MODEL, spec, config)
+    return compute_types(spec, config, checkpoint, device=device, is_alone=is_alone)
+
+
+def test_a_small_model_is_computed_in_the_faster_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "float32_is_faster", lambda: True)
+    assert types() == (F32, BF16)
+    assert types(dtype="bfloat16") == (BF16, BF16)
+    assert types(dtype="float32") == (F32, F32)
+    assert types(CUDA) == types(is_alone=False) == types(quantization="int8") == (BF16, BF16)
+    monkeypatch.setattr(loader, "float32_is_faster", lambda: False)
+    assert types() == (BF16, BF16)
+
+
+def test_a_large_model_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "float32_is_faster", lambda: True)
+    assert fits_caches(read_spec(BUNDLED_MODEL))
+    monkeypatch.setattr(loader, "_CACHED_WEIGHTS", 4_000_000)
+    assert not fits_caches(read_spec(BUNDLED_MODEL))
+    assert types() == (BF16, BF16)
+
+
+def test_a_16_bit_cache_changes_the_logits_of_float32_little(monkeypatch, driver, prompt) -> None:
+    monkeypatch.setattr(loader, "float32_is_faster", lambda: True)
+    logits = []
+    for dtype in ("auto", "float32"):
+        engine = driver(BUNDLED_MODEL, dtype=dtype)
+        assert engine.runner.model.dtype == F32
+        assert engine.runner.model.cache_dtype == (BF16 if dtype == "auto" else F32)
+        for slot, length in enumerate((5, 90)):
+            engine.start(slot, prompt(length))
+        logits.append(engine.logits({0: 5, 1: 90}))
+    mixed, exact = logits
+    assert mixed.dtype == F32
+    assert (mixed - exact).norm() <= 0.01 * exact.norm()
+    assert not torch.equal(mixed, exact)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_long_products_in_float32_are_closer_than_16_bits(biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 640, generator=generator).to(BF16)
+    bias = torch.randn(48, generator=generator).to(BF16) if biased else None
+    product = PackedLinear(weight, bias, float32_rows=32)
+    for rows in (31, 32, 100):
+        x = torch.randn(rows, 640, generator=generator).to(BF16)
+        exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+        result = product(x)
+        assert result.dtype == BF16
+        assert result.shape == exact.shape
+        if rows >= 32:
+            assert (
+                torch.equal(result, exact.to(BF16))
+                or ((result.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
+            )
+
+
+@pytest.mark.parametrize(
+    ("cores", "engines", "is_small", "expected"),
+    [(2, 1, False, 2), (2, 1, True, 1), (2, 2, True, 1), (8, 2, True, 3), (1, 1, True, 1)],
+)
+def test_a_small_model_leaves_a_core_to_front_ends(
+    monkeypatch: pytest.MonkeyPatch, cores: int, engines: int, is_small: bool, expected: int
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("engine.executor.loading.fits_caches", lambda _: is_small)
+    try:
+        set_threads(EngineConfig(), engines)
+        assert torch.get_num_threads() == expected
+        set_threads(EngineConfig(executor=ExecutorConfig(threads=2)), engines)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
