@@ -84,7 +84,7 @@ def set_threads(config: EngineConfig, engines_on_node: int) -> None:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     spec = read_spec(model_directory(config.model, weights=False))
-    free = (cores or 1) - fits_caches(spec)
+    free = (cores or 1) - (1 if fits_caches(spec) else 0)
     of_engine = config.executor.threads or free // engines_on_node
     torch.set_num_threads(max(1, of_engine // config.parallel.tensor_parallel_size))
     if torch.get_num_interop_threads() == 1:

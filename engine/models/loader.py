@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _CACHED_WEIGHTS = 1 << 24
+"""Parameters of the largest model that counts as small: 64 MB in float32."""
 
 
 def open_checkpoint(directory: Path, spec: ModelSpec, config: ModelConfig) -> Checkpoint:
@@ -74,7 +75,7 @@ def _dummy_dtype(spec: ModelSpec, config: ModelConfig) -> torch.dtype:
 
 
 def fits_caches(spec: ModelSpec) -> bool:
-    """Whether a processor's caches hold the weights even in float32, some 64 MB."""
+    """Whether a processor's caches hold the weights, even in float32."""
     return sum(prod(shape) for shape in expected_tensors(spec).values()) <= _CACHED_WEIGHTS
 
 
