@@ -1,10 +1,13 @@
 """One run of `swell bench`: prepare, start the sending processes, watch them, sum up."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import multiprocessing.connection
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -224,11 +227,8 @@ def run(config: BenchConfig, watch: Watcher) -> Progress:
         cpu = time.process_time()
         progress.started_at = time.monotonic() + _START_SECONDS
         workers.tell(progress.started_at)
-        try:
-            _collect(workers, progress, watch)
-        except KeyboardInterrupt:
-            workers.tell(None)
-            _collect(workers, progress, watch)
+        with _noted_interrupt() as interrupted:
+            _collect(workers, progress, watch, interrupted)
         progress.parent_cpu_seconds = time.process_time() - cpu
     finally:
         workers.close()
@@ -251,8 +251,39 @@ def _wait_for_warm_up(workers: _Workers, progress: Progress, watch: Watcher) -> 
         raise BenchError(f"every request of the warm-up failed: {told}")
 
 
-def _collect(workers: _Workers, progress: Progress, watch: Watcher) -> None:
+@contextlib.contextmanager
+def _noted_interrupt() -> Iterator[threading.Event]:
+    """Note the first interrupt, where one would raise: within a read it would split a message."""
+    noted = threading.Event()
+
+    def note(*_: object) -> None:
+        if noted.is_set():
+            raise KeyboardInterrupt
+        noted.set()
+
+    raising = [
+        signum
+        for signum in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(signum) is signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
+    ]
+    for signum in raising:
+        signal.signal(signum, note)
+    try:
+        yield noted
+    finally:
+        for signum in raising:
+            signal.signal(signum, signal.default_int_handler)
+
+
+def _collect(
+    workers: _Workers, progress: Progress, watch: Watcher, interrupted: threading.Event
+) -> None:
+    was_told = False
     while workers.pipes:
+        if interrupted.is_set() and not was_told:
+            workers.tell(None)
+            was_told = True
         for index, message in workers.receive(_REFRESH_SECONDS):
             if isinstance(message, Report):
                 progress.records += message.records
