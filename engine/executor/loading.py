@@ -75,17 +75,11 @@ def load_model(
 def set_threads(config: EngineConfig, engines_on_node: int) -> None:
     """Have this process compute with its share of the cores, or of the threads that are set.
 
-    A small model makes so many tokens a second that front ends and clients need a core, and gains
-    little from one more: its engines leave them one.
-
     Raises:
         ModelNotFound: there is no such model.
         UnsupportedModel: the model's config asks for something that is not implemented.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    spec = read_spec(model_directory(config.model, weights=False))
-    free = (cores or 1) - (1 if fits_caches(spec) else 0)
-    of_engine = config.executor.threads or free // engines_on_node
+    of_engine = config.executor.threads or _free_cores(config) // engines_on_node
     torch.set_num_threads(max(1, of_engine // config.parallel.tensor_parallel_size))
     if torch.get_num_interop_threads() == 1:
         return
@@ -93,6 +87,17 @@ def set_threads(config: EngineConfig, engines_on_node: int) -> None:
         torch.set_num_interop_threads(1)
     except RuntimeError:  # only possible before the first parallel work of a process
         logger.debug("the inter-operator thread pool was started already")
+
+
+def _free_cores(config: EngineConfig) -> int:
+    """Return how many cores the node's engines compute with.
+
+    A small model makes so many tokens a second that front ends and clients need a core, and gains
+    little from one more: its engines leave them one.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    spec = read_spec(model_directory(config.model, weights=False))
+    return (cores or 1) - (1 if fits_caches(spec) else 0)
 
 
 def device_for(config: EngineConfig, number: int) -> torch.device:

@@ -85,16 +85,16 @@ class Decoder:
         spec: ModelSpec,
         weights: DecoderWeights,
         attention: Attention,
+        cache_dtype: torch.dtype,
         expert_group: ExpertGroup | None = None,
         followers: Followers | None = None,
-        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """Take the weights, with an expert group only those experts that this engine has.
 
-        Followers hold the other parts of a model that is cut over several processes. Keys and
-        values are of the same type as the activations unless they are said to be of another.
+        Followers hold the other parts of a model that is cut over several processes.
         """
-        self._cache_dtype = cache_dtype or weights.embedding.dtype
+        self.cache_dtype = cache_dtype
+        """Type of keys and values."""
         self._followers = followers
         self.spec = spec
         self.attention = attention
@@ -123,11 +123,6 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """Type of activations."""
         return self._weights.embedding.dtype
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """Type of the KV cache."""
-        return self._cache_dtype
 
     @property
     def device(self) -> torch.device:

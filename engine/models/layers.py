@@ -54,7 +54,7 @@ class PackedLinear:
     __slots__ = ("_bias", "_float32_rows", "_num_weights", "_product", "_weight")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, float32_rows: int | None = None
+        self, weight: Tensor, bias: Tensor | None, float32_rows: int = sys.maxsize
     ) -> None:
         """Pack a dense [out, in] weight; the caller drops the original.
 
@@ -66,7 +66,7 @@ class PackedLinear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         self._num_weights = weight.numel()
         self._bias = bias
-        self._float32_rows = sys.maxsize if float32_rows is None else float32_rows
+        self._float32_rows = float32_rows
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -81,10 +81,10 @@ class PackedLinear:
         return F.linear(x.float(), self._weight.to_dense(torch.float32), bias).to(x.dtype)
 
 
-def _float32_rows(weight: Tensor) -> int | None:
-    """Return from how many rows on it pays to convert these weights for one product."""
+def _float32_rows(weight: Tensor) -> int:
+    """Return from how many rows on it pays to convert these weights for one product, if ever."""
     if weight.dtype.itemsize != 2 or weight.numel() > _MOST_CONVERTED or not float32_is_faster():
-        return None
+        return sys.maxsize
     return _CONVERTED_ROWS
 
 

@@ -181,7 +181,6 @@ class DecoderLoader:
         self._spec = spec if self._cut is None else self._cut.spec
         self._checkpoint = checkpoint if self._cut is None else CutCheckpoint(checkpoint, self._cut)
         self._types = types
-        self._dtype = types.activations
         self._device = device
         self._max_model_len = max_model_len
         self._quantization = quantization
@@ -209,12 +208,12 @@ class DecoderLoader:
                 )
             ),
             rotary=rotary_table(
-                spec.rope, spec.head_dim, self._max_model_len, self._dtype, self._device
+                spec.rope, spec.head_dim, self._max_model_len, self._types.activations, self._device
             ),
         )
         followers = None if self._shard is None else self._shard.followers
         return Decoder(
-            spec, weights, self._attend(), self._expert_group, followers, self._types.cache
+            spec, weights, self._attend(), self._types.cache, self._expert_group, followers
         )
 
     def _attend(self) -> Attention:
@@ -337,11 +336,11 @@ class DecoderLoader:
         """Return a function of rows [rows, width] that computes each by itself, if so wished."""
         if not self._batch_invariant:
             return function
-        return RowBlocks(function, probe_rows(width, self._dtype))
+        return RowBlocks(function, probe_rows(width, self._types.activations))
 
     def _experts(self, moe: MoeSpec, layer: str, names: ExpertNames) -> Experts:
         hidden, inner = self._spec.hidden_size, moe.intermediate_size
-        num_bytes = 3 * moe.num_experts * hidden * inner * self._dtype.itemsize
+        num_bytes = 3 * moe.num_experts * hidden * inner * self._types.activations.itemsize
         if not StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes):
             return GroupedExperts([self._expert(layer, names, i) for i in range(moe.num_experts)])
         prefixes = [f"{layer}{names.block}.experts.{i}." for i in range(moe.num_experts)]
@@ -363,7 +362,9 @@ class DecoderLoader:
         """Return the tensors one below the other in new memory."""
         parts = [self._checkpoint.tensor(name) for name in names]
         rows = sum(part.shape[0] for part in parts)
-        fused = torch.empty(rows, *parts[0].shape[1:], dtype=self._dtype, device=self._device)
+        fused = torch.empty(
+            rows, *parts[0].shape[1:], dtype=self._types.activations, device=self._device
+        )
         first = 0
         for part in parts:
             fused[first : first + part.shape[0]].copy_(part)
