@@ -82,11 +82,15 @@ def build_executor(
         if config.parallel.enable_expert_parallel:
             raise CannotStart("--enable-expert-parallel needs --tensor-parallel-size 1")
         team = Team(config, rank, engines_on_node)
-        from engine.executor.tensor_parallel import TensorParallelExecutor  # imports torch
+        try:  # asked to stop while torch is imported, workers have to end as well
+            from engine.executor.tensor_parallel import TensorParallelExecutor
 
-        return TensorParallelExecutor(
-            config, team, rank, engines_on_node, lifeline.progress, on_failure
-        )
+            return TensorParallelExecutor(
+                config, team, rank, engines_on_node, lifeline.progress, on_failure
+            )
+        except BaseException:
+            team.close()
+            raise
     from engine.executor.in_process import InProcessExecutor  # imports torch
 
     return InProcessExecutor(config, rank, engines_on_node, lifeline.progress)

@@ -2,11 +2,14 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +17,8 @@ import pytest
 from benchmarks.running_stack import RunningStack
 
 pytestmark = pytest.mark.stack
+
+SWELL = str(Path(sys.executable).with_name("swell"))
 
 FLAGS = (
     "--data-parallel-size",
@@ -89,3 +94,22 @@ def test_requests_outlive_a_killed_worker_and_nothing_outlives_the_stack() -> No
         assert not alive
         until(lambda: "engine 0 worker 1" in stack.processes())
         stack.stop(timeout=20)
+
+
+def test_a_stack_stopped_while_its_workers_start_leaves_none() -> None:
+    process = subprocess.Popen([SWELL, "serve", "--port", "0", *FLAGS], stdout=subprocess.DEVNULL)
+    supervisor = psutil.Process(process.pid)
+    workers: list[psutil.Process] = []
+
+    def worker_starts() -> bool:
+        workers[:] = [
+            each
+            for each in supervisor.children(recursive=True)
+            if "engine.executor.worker" in each.cmdline()
+        ]
+        return bool(workers)
+
+    until(worker_starts)
+    process.terminate()
+    process.wait(20)
+    assert not any(each.is_running() for each in workers)  # and none was left to init
