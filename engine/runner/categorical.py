@@ -21,18 +21,23 @@ _CACHED_BYTES = 1 << 20
 """Weights that are held at once on a CPU: what fits into a core's second-level cache."""
 
 
-def draw_from_logits(logits: Tensor, temperature: FloatArray, uniforms: FloatArray) -> Tensor:
-    """Draw from softmax(logits / temperature), which is never written to memory as a whole.
+def draw_from_logits(
+    logits: Tensor, temperature: FloatArray, uniforms: FloatArray, *, consume: bool = False
+) -> Tensor:
+    """Draw from softmax(logits / temperature).
 
     Args:
         logits: [rows, vocab], of which some may be -inf
         temperature: [rows] above 0
         uniforms: [rows] in [0, 1)
+        consume: whether the logits may be overwritten, which saves time in float32
 
     Returns:
         [rows] token ids
     """
     rows, vocab = logits.shape
+    num_chunks = -(-vocab // _CHUNK)
+    in_place = consume and logits.dtype == torch.float32 and vocab == num_chunks * _CHUNK
     at_once = rows
     if logits.device.type == "cpu":
         at_once = max(1, min(rows, _CACHED_BYTES // (4 * vocab)))
@@ -40,32 +45,32 @@ def draw_from_logits(logits: Tensor, temperature: FloatArray, uniforms: FloatArr
     scale: Tensor | None = None
     if (temperature != 1.0).any():
         scale = _on_device(temperature.astype(np.float32), logits).unsqueeze(1)
-    num_chunks = -(-vocab // _CHUNK)
     mass = logits.new_empty(rows, num_chunks, dtype=torch.float32)
-    # What is beyond the vocabulary stays zero.
-    held = logits.new_zeros(at_once, num_chunks * _CHUNK, dtype=torch.float32)
+    if not in_place:  # what is beyond the vocabulary stays zero
+        held = logits.new_zeros(at_once, num_chunks * _CHUNK, dtype=torch.float32)
     for first in range(0, rows, at_once):
         part = slice(first, min(first + at_once, rows))
-        some = held[: part.stop - first]
+        some = logits[part] if in_place else held[: part.stop - first]
         weights = some[:, :vocab]
-        of_part = logits[part]
-        if logits.dtype != torch.float32:
-            of_part = weights.copy_(of_part)
-        torch.amax(of_part, dim=1, keepdim=True, out=largest[part])
-        torch.sub(of_part, largest[part], out=weights)
-        _exponentiate(weights, None if scale is None else scale[part])
+        if not in_place:
+            weights.copy_(logits[part])
+        torch.amax(weights, dim=1, keepdim=True, out=largest[part])
+        _exponentiate(weights, largest[part], None if scale is None else scale[part])
         torch.sum(some.view(-1, num_chunks, _CHUNK), dim=2, out=mass[part])
 
     def weights_of(chunk: Tensor) -> Tensor:
         columns = chunk * _CHUNK + torch.arange(_CHUNK, device=logits.device)
-        inner = logits.gather(1, columns.clamp(max=vocab - 1)).float() - largest
-        return _exponentiate(inner, scale).masked_fill_(columns >= vocab, 0.0)
+        if in_place:
+            return logits.gather(1, columns)
+        inner = logits.gather(1, columns.clamp(max=vocab - 1)).float()
+        return _exponentiate(inner, largest, scale).masked_fill_(columns >= vocab, 0.0)
 
     return _search(mass, weights_of, uniforms)
 
 
-def _exponentiate(logits: Tensor, scale: Tensor | None) -> Tensor:
-    """Turn float32 logits of at most zero into weights, in place."""
+def _exponentiate(logits: Tensor, largest: Tensor, scale: Tensor | None) -> Tensor:
+    """Turn float32 logits into weights of at most one, in place."""
+    logits -= largest
     if scale is not None:
         logits /= scale
     return logits.exp_()
@@ -90,21 +95,21 @@ def draw_from_weights(weights: Tensor, uniforms: FloatArray) -> Tensor:
 
 def _search(mass: Tensor, weights_of: Callable[[Tensor], Tensor], uniforms: FloatArray) -> Tensor:
     """Find the chunk, then the token in it; `weights_of` returns [rows, chunk] for [rows, 1]."""
-    mass = mass.double()
-    upto = mass.cumsum(dim=-1)
+    upto = mass.cumsum(dim=-1, dtype=torch.float64)
     target = upto[:, -1:] * _on_device(uniforms, mass).unsqueeze(1)
-    chunk = _first_above(upto, target, mass)
-    before = (upto - mass).gather(1, chunk)
-    inner = weights_of(chunk).double()
-    token = _first_above(inner.cumsum(dim=-1), target - before, inner)
-    return (chunk * _CHUNK + token)[:, 0]
+    chunk = _first_above(upto, target)
+    before = upto.gather(1, chunk) - mass.gather(1, chunk)
+    inner = weights_of(chunk).cumsum(dim=-1, dtype=torch.float64)
+    return (chunk * _CHUNK + _first_above(inner, target - before))[:, 0]
 
 
-def _first_above(upto: Tensor, target: Tensor, mass: Tensor) -> Tensor:
-    """Return [rows, 1]: the first index whose sum is above, else the last one with any mass."""
-    columns = torch.arange(mass.shape[1], device=mass.device)
-    last = torch.where(mass > 0, columns, 0).amax(dim=-1, keepdim=True)
-    return torch.minimum((upto <= target).sum(dim=-1, keepdim=True), last)
+def _first_above(upto: Tensor, target: Tensor) -> Tensor:
+    """Return [rows, 1]: the first index whose sum is above, else the last that adds anything.
+
+    A row of which nothing may be drawn has no sums; any index is as good there.
+    """
+    last = torch.searchsorted(upto, upto[:, -1:].contiguous()).clamp_(max=upto.shape[1] - 1)
+    return torch.minimum(torch.searchsorted(upto, target, right=True), last)
 
 
 def _on_device(values: npt.NDArray[np.floating], like: Tensor) -> Tensor:

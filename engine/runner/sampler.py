@@ -24,6 +24,7 @@ from engine.runner.slots import NO_LOGPROBS, FloatArray, SamplingTable, SlotTabl
 
 IntArray = npt.NDArray[np.int64]
 _Way = Callable[[Tensor, SamplingTable, IntArray, IntArray], IntArray]
+"""How some rows are drawn, from logits that may be overwritten."""
 
 _CANDIDATES = (256, 4096)
 """How many of the largest probabilities are looked at before a whole row is sorted."""
@@ -50,7 +51,7 @@ def sample(
     """Draw one token per row.
 
     Args:
-        logits: [rows, vocab]
+        logits: [rows, vocab], of no use to the caller afterwards
         slots: [rows] whose parameters apply
         positions: [rows] position in its sequence of the token to draw
         masks: the tokens that rows with a grammar may draw
@@ -67,8 +68,11 @@ def sample(
         adjust(adjusted, table, slots, positions, rows, masks)
     if masks is not None:
         forbid_others(adjusted, masks)
+    reported = np.flatnonzero(params.logprobs[slots] != NO_LOGPROBS)
+    if adjusted is logits and len(reported):
+        adjusted = logits.clone()
     token_ids = _choose(adjusted, params, slots, positions)
-    return Sampled(token_ids, _logprobs(logits, params, slots, token_ids))
+    return Sampled(token_ids, _logprobs(logits, params, slots, token_ids, reported))
 
 
 def most_likely(logits: Tensor) -> IntArray:
@@ -111,7 +115,9 @@ def _choose(
 
 def _draw(logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
     uniforms = uniform(params.seed[slots], positions)
-    return _on_host(draw_from_logits(logits, _temperature(params, slots), uniforms))
+    return _on_host(
+        draw_from_logits(logits, _temperature(params, slots), uniforms, consume=True)
+    )
 
 
 def _draw_filtered(
@@ -208,14 +214,14 @@ def _descending(values: Tensor, count: int) -> npt.NDArray[np.float32]:
 
 
 def _logprobs(
-    logits: Tensor, params: SamplingTable, slots: IntArray, token_ids: IntArray
+    logits: Tensor, params: SamplingTable, slots: IntArray, token_ids: IntArray, rows: IntArray
 ) -> list[TokenLogprob | None] | None:
-    wanted = params.logprobs[slots]
-    rows = np.flatnonzero(wanted != NO_LOGPROBS)
+    """Report the rows that asked for it."""
     if not len(rows):
         return None
     index = torch.from_numpy(rows).to(logits.device)
-    entries = token_logprobs(logits.index_select(0, index), token_ids[rows], wanted[rows])
+    wanted = params.logprobs[slots[rows]]
+    entries = token_logprobs(logits.index_select(0, index), token_ids[rows], wanted)
     result: list[TokenLogprob | None] = [None] * len(slots)
     for row, entry in zip(rows.tolist(), entries, strict=True):
         result[row] = entry
