@@ -123,7 +123,12 @@ def _agree(packed: Linear, dense: Linear, weight: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to a root mean square of one, then by the weights (computed in float32)."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    # The same in half as many operations, which is half of the time: docs/performance.md
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul(x, weight).mul_(scale)
 
 
 def rms_norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
