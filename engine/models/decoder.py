@@ -50,6 +50,15 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     """[max_model_len, 2, head_dim / 2], see `engine.models.rotary.rotary_table`."""
 
 
+class FinalTokens(msgspec.Struct, frozen=True):
+    """Those tokens of a step whose states anyone looks at after the last layer."""
+
+    tokens: Tensor
+    """[final] int64: index among the tokens of the step."""
+    plan: Any
+    """How they attend in the last layer, each as a row of its own."""
+
+
 class StepTokens(msgspec.Struct, frozen=True):
     """The tokens of one step, rows one after the other."""
 
@@ -63,6 +72,8 @@ class StepTokens(msgspec.Struct, frozen=True):
     """What the plans were made for."""
     plans: dict[int | None, Any]
     """How to attend, per sliding window that some layer has; made by the model's attention."""
+    final: FinalTokens | None = None
+    """None if all states are needed."""
 
 
 class Followers(Protocol):
@@ -129,8 +140,16 @@ class Decoder:
         """Where the weights are."""
         return self._weights.embedding.device
 
+    @property
+    def last_window(self) -> int | None:
+        """The sliding window of the last layer."""
+        return self.spec.windows[-1]
+
     def hidden_states(self, step: StepTokens, cache: list[Tensor]) -> Tensor:
-        """Run all layers, filling the cache, and return the normalized states [tokens, hidden].
+        """Run all layers, filling the cache, and return normalized states [tokens, hidden].
+
+        If the step names final tokens these are their states only: what comes after the keys and
+        values of the last layer is not computed of the others.
 
         Raises:
             GroupBroken: an engine that holds some of the experts has failed.
@@ -142,10 +161,19 @@ class Decoder:
         x = self._weights.embed(step.token_ids)
         cos, sin = rotation(self._weights.rotary, step.positions)
         eps = self.spec.rms_norm_eps
+        last = self._weights.layers[-1]
         for layer, layer_cache in zip(self._weights.layers, cache, strict=True):
+            final = step.final if layer is last else None
             normed = rms_norm(x, layer.input_norm, eps)
-            x += self._attend(layer, normed, layer_cache, step, cos, sin)
-            x += layer.mlp(rms_norm(x, layer.mlp_norm, eps))
+            queries = self._write_and_query(layer, normed, layer_cache, step, cos, sin)
+            plan = step.plans[layer.window]
+            if final is not None:
+                x, queries = (each.index_select(0, final.tokens) for each in (x, queries))
+                plan = final.plan
+            if len(x):
+                attended = self.attention.attend(queries, layer_cache, plan)
+                x += layer.attention.output(attended.to(x.dtype))
+                x += layer.mlp(rms_norm(x, layer.mlp_norm, eps))
         return rms_norm(x, self._weights.norm, eps)
 
     def dummy_step(self) -> None:
@@ -166,7 +194,7 @@ class Decoder:
             self._followers.logits(hidden)
         return self._weights.lm_head(hidden)
 
-    def _attend(
+    def _write_and_query(
         self,
         layer: LayerWeights,
         x: Tensor,
@@ -175,6 +203,8 @@ class Decoder:
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor:
+        """Store the keys and values of normalized states; return the queries, as `attend` takes
+        them."""
         spec, weights = self.spec, layer.attention
         tokens = x.shape[0]
         qkv = weights.qkv(x)
@@ -185,6 +215,4 @@ class Decoder:
         values = qkv[:, self._qk_size :].to(cache.dtype)
         values = values.view(tokens, spec.num_kv_heads, spec.head_dim)
         write_keys_values(cache, step.slots, heads[:, spec.num_heads :], values)
-        queries = heads[:, : spec.num_heads]
-        attended = self.attention.attend(queries, cache, step.plans[layer.window])
-        return weights.output(attended.to(x.dtype))
+        return heads[:, : spec.num_heads]

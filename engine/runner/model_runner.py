@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.grammar.masks import GrammarTable
 from engine.messages import TokenLogprob
-from engine.models.decoder import Decoder, StepTokens
+from engine.models.decoder import Decoder, FinalTokens, StepTokens
 from engine.models.varlen_attention import to_device
 from engine.runner.cuda_graphs import DecodeGraphs, can_record
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
@@ -15,7 +15,13 @@ from engine.runner.kv_memory import allocate_cache
 from engine.runner.logprobs import token_logprobs
 from engine.runner.sampler import sample
 from engine.runner.slots import NO_LOGPROBS, SlotTable
-from engine.runner.verification import draws_of, verified, write_proposed
+from engine.runner.verification import (
+    Draws,
+    draw_rows,
+    draws_of,
+    verified,
+    write_proposed,
+)
 from engine.scheduler.batch import BatchPlan, BatchResult
 
 _PROMPT_LOGPROB_ROWS = 256
@@ -73,12 +79,11 @@ class ModelRunner:
             self.model.dummy_step()
             return BatchResult(token_ids=[])
         rows = batch_rows(plan, self._table)
-        hidden = self._compute(rows)
-        prompt_logprobs = self._prompt_logprobs(rows, hidden)
+        draws, grammars = draws_of(plan, rows), self._grammars
+        hidden, prompt_logprobs = self._states(rows, draws)
         if not len(rows.samples):
             return BatchResult(token_ids=[], prompt_logprobs=prompt_logprobs)
-        draws, grammars = draws_of(plan, rows), self._grammars
-        logits = self._logits(hidden, draws.tokens)
+        logits = self.model.logits(hidden)
         masks = None
         if grammars is not None:
             proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
@@ -101,7 +106,7 @@ class ModelRunner:
     def hidden_states(self, plan: BatchPlan) -> Tensor:
         """Do all of a step but the sampling; return the final states [tokens, hidden]."""
         self._update(plan)
-        return self._compute(batch_rows(plan, self._table))
+        return self._compute(batch_rows(plan, self._table), None)
 
     def _update(self, plan: BatchPlan) -> None:
         for start in plan.starting:
@@ -112,30 +117,47 @@ class ModelRunner:
             self._table.append_blocks(blocks)
         write_proposed(plan, self._table)
 
-    def _compute(self, rows: BatchRows) -> Tensor:
+    def _states(
+        self, rows: BatchRows, draws: Draws
+    ) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
+        """Return the final states [draws, hidden], and what is to be reported of prompts."""
+        reporting = np.flatnonzero(self._table.sampling.prompt_logprobs[rows.slots] != NO_LOGPROBS)
+        if not len(reporting) and len(draws.tokens) < len(rows.token_ids) and self.model.is_alone:
+            return self._compute(rows, draws), {}
+        hidden = self._compute(rows, None)
+        prompt_logprobs = self._prompt_logprobs(rows, reporting, hidden)
+        if len(draws.tokens) < len(hidden):
+            hidden = hidden.index_select(0, self._tensor(draws.tokens))
+        return hidden, prompt_logprobs
+
+    def _compute(self, rows: BatchRows, draws: Draws | None) -> Tensor:
+        """Return the states of the tokens that are drawn after, or without `draws` of all."""
         model = self.model
         shape = attention_rows(rows, self._table)
         if self._graphs is not None and (hidden := self._graphs.run(rows, shape)) is not None:
-            return hidden
+            return hidden if draws is None else hidden.index_select(0, self._tensor(draws.tokens))
+        final = None
+        if draws is not None:
+            ends = draw_rows(draws, self._table)
+            plan = model.attention.plan(ends, model.last_window) if len(draws.tokens) else None
+            final = FinalTokens(self._tensor(draws.tokens), plan)
         step = StepTokens(
             token_ids=self._tensor(rows.token_ids),
             positions=self._tensor(rows.positions),
             slots=self._tensor(rows.cache_slots),
             rows=shape,
             plans={window: model.attention.plan(shape, window) for window in model.windows},
+            final=final,
         )
         return model.hidden_states(step, self._cache)
 
-    def _logits(self, hidden: Tensor, tokens: npt.NDArray[np.int64]) -> Tensor:
-        if len(tokens) != len(hidden):
-            hidden = hidden.index_select(0, self._tensor(tokens))
-        return self.model.logits(hidden)
-
-    def _prompt_logprobs(self, rows: BatchRows, hidden: Tensor) -> dict[int, list[TokenLogprob]]:
+    def _prompt_logprobs(
+        self, rows: BatchRows, reporting: npt.NDArray[np.int64], hidden: Tensor
+    ) -> dict[int, list[TokenLogprob]]:
         """Report each prompt token that follows a computed one."""
         wanted = self._table.sampling.prompt_logprobs[rows.slots]
         result: dict[int, list[TokenLogprob]] = {}
-        for row in np.flatnonzero(wanted != NO_LOGPROBS).tolist():
+        for row in reporting.tolist():
             slot, start = int(rows.slots[row]), int(rows.starts[row])
             end = min(start + int(rows.counts[row]) + 1, int(self._table.num_prompt_tokens[slot]))
             following = self._table.token_ids[slot, start + 1 : end].astype(np.int64)

@@ -115,9 +115,7 @@ def _choose(
 
 def _draw(logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
     uniforms = uniform(params.seed[slots], positions)
-    return _on_host(
-        draw_from_logits(logits, _temperature(params, slots), uniforms, consume=True)
-    )
+    return _on_host(draw_from_logits(logits, _temperature(params, slots), uniforms, consume=True))
 
 
 def _draw_filtered(

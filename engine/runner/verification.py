@@ -6,6 +6,7 @@ import numpy.typing as npt
 
 from engine.grammar.masks import Ends, GrammarTable
 from engine.messages import TokenLogprob
+from engine.models.attention_plan import AttentionRows
 from engine.runner.inputs import BatchRows
 from engine.runner.sampler import Sampled
 from engine.runner.slots import SlotTable
@@ -57,6 +58,18 @@ def draws_of(plan: BatchPlan, rows: BatchRows) -> Draws:
             for row, first in zip(samples.tolist(), (ends - counts).tolist(), strict=True)
             if row in plan.proposed
         },
+    )
+
+
+def draw_rows(draws: Draws, table: SlotTable) -> AttentionRows:
+    """Return each token that is drawn after as a row of its own."""
+    width = -(-int(draws.positions.max(initial=1)) // table.block_size)
+    return AttentionRows(
+        starts=draws.positions - 1,
+        counts=np.ones_like(draws.positions),
+        first_token=np.arange(len(draws.positions)),
+        block_tables=table.block_tables[draws.slots, :width],
+        block_size=table.block_size,
     )
 
 

@@ -48,8 +48,17 @@ def test_rms_norm_and_swiglu():
     x, weight = torch.randn(5, 32), torch.randn(32)
     expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * weight
     assert torch.allclose(rms_norm(x, weight, 1e-6), expected, atol=1e-5)
+    both = x.bfloat16(), weight.bfloat16()
+    assert torch.allclose(rms_norm(*both, 1e-6).float(), expected, atol=0.05, rtol=0.02)
     gate, up = x[:, :16], x[:, 16:]
     assert torch.allclose(swiglu(x), gate * torch.sigmoid(gate) * up, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-4, 1.0, 1e15])
+def test_rms_norm_of_small_and_large_states(scale):
+    x, weight = torch.randn(3, 64, dtype=torch.float64) * scale, torch.ones(64)
+    expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6)
+    assert torch.allclose(rms_norm(x.float(), weight, 1e-6), expected.float(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine.config import BUNDLED_MODEL
+from engine.messages import SamplingParams
 from engine.models.row_blocks import SIZES, RowBlocks, probe_rows
 
 LENGTH = 140
@@ -46,6 +47,22 @@ def test_a_token_is_computed_in_the_same_way_in_any_company(
     assert torch.equal(first, alone[:60]), "beside decodes and another prompt"
     one = engine.logits({**dict.fromkeys(range(3, 16), 1), 2: 1, 17: 50})[13]
     assert torch.equal(one, alone[60]), "as one of many decodes"
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_draw_after_a_prompt_is_that_of_a_decode(name, settings, checkpoint, driver, prompt):
+    directory = BUNDLED_MODEL if name == "bundled" else checkpoint(name).directory
+    engine = driver(directory, batch_invariant=True, **settings)
+    reported = SamplingParams(max_tokens=1, seed=1, temperature=0.0, logprobs=3)
+    for slot in (0, 1, 2):
+        engine.start(slot, prompt(LENGTH), reported)
+    for _ in range(LENGTH):
+        decoded = engine.step({0: 1})
+    assert engine.prefill(1).logprobs == decoded.logprobs
+    engine.start(3, prompt(60))
+    engine.prefill(3)
+    beside = engine.step({3: 1, 2: LENGTH})
+    assert beside.logprobs[1:] == decoded.logprobs
 
 
 def test_rows_beside_each_other_do_not_matter_to_a_product() -> None:

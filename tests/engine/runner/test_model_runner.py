@@ -59,6 +59,28 @@ def test_unfinished_prompt_draws_nothing(engine, prompt):
     assert len(engine.step({0: 1}).token_ids) == 1
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-moe"])
+def test_draws_are_the_same_whether_all_states_of_a_step_are_computed_or_only_theirs(
+    name, checkpoint, driver, prompt
+):
+    def step(prompt_logprobs):
+        engine = driver(checkpoint(name).directory)
+        for slot, length in enumerate((40, 90, 25, 70)):
+            engine.start(slot, prompt(length), sampling(logprobs=2))
+        engine.prefill(0, 1)
+        engine.start(9, prompt(30), sampling(prompt_logprobs=prompt_logprobs))
+        computed = {0: 1, 1: 1, 2: 25, 3: 69, 9: 12}  # of which 3 and 9 draw nothing
+        return engine.step(computed), engine.step({3: 1, 9: 18})
+
+    # To report a prompt takes the states of all its tokens.
+    for those, everything in zip(step(None), step(0), strict=True):
+        assert everything.prompt_logprobs
+        assert those.token_ids == everything.token_ids
+        for one, other in zip(those.logprobs, everything.logprobs, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
 def test_seeded_tokens_do_not_depend_on_batch_or_restart(engine, prompt):
     drawn = sampling(temperature=1.0, top_p=0.95, seed=99, presence_penalty=0.4)
     engine.start(0, prompt(15), drawn)
