@@ -37,6 +37,7 @@ from server.cluster.load_table import LoadTable
 from server.cluster.routing import POLICIES
 from server.cluster.state import ClusterState
 from server.config import FrontEndConfig
+from server.descriptors import make_room_for_descriptors
 from server.observe.metrics import FrontEndMetrics
 from server.observe.stats_log import log_stats
 from server.observe.tracing import TracingUnavailable, request_tracer
@@ -241,6 +242,7 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
     """Run one front end until a signal and return the exit code."""
     name = f"api {launch.index}" if launch.index >= 0 else "api"
     name_process(name, launch.config.log.log_level, launch.config.log.log_format)
+    make_room_for_descriptors()
     lifeline.watch()
     try:
         uvloop.run(FrontEnd(launch, lifeline).run())
