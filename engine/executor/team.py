@@ -49,8 +49,8 @@ class _Worker:
         self.lifeline.sendall(pack_frame(launch))
         self.statuses = FrameReader(ChildStatus)
         self.answers = FrameReader(Answer)
-        self.obeys = False
-        """Whether it has answered yet; before, it imports libraries and hears of nothing."""
+        self.has_answered = False
+        """Before it has, it imports libraries and hears of nothing."""
 
 
 class Team:
@@ -119,7 +119,7 @@ class Team:
         for worker in self._workers:
             for connection in (worker.lifeline, worker.commands):
                 _shut(connection)
-            if not worker.obeys:
+            if not worker.has_answered:
                 worker.process.kill()
         self._thread.join()
         for worker in self._workers:
@@ -151,7 +151,7 @@ class Team:
     def _read_answers(self, worker: _Worker) -> bool:
         data = _received(worker.commands)
         for answer in worker.answers.feed(data):
-            worker.obeys = True
+            worker.has_answered = True
             self._answers.put(answer)
         return bool(data)
 

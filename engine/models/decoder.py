@@ -203,8 +203,7 @@ class Decoder:
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor:
-        """Store the keys and values of normalized states; return the queries, as `attend` takes
-        them."""
+        """Store keys and values of normalized states; return queries [tokens, heads, head_dim]."""
         spec, weights = self.spec, layer.attention
         tokens = x.shape[0]
         qkv = weights.qkv(x)

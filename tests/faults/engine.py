@@ -26,7 +26,7 @@ from engine.messages import (
     StepOutputs,
 )
 from engine.scheduler.batch import BatchPlan
-from engine.sender import STATS_INTERVAL, StatsThrottle
+from engine.sender import LATE_INTERVAL, STATS_INTERVAL, StatsThrottle
 from engine.watchdog import StepWatch
 from tests.faults.front import Front, Line
 from tests.faults.network import Process
@@ -236,7 +236,7 @@ class Engine(Process):
         if due is not None:
             self._world.stats_to_hub(self, due)
         elif self._throttle.wait(self.clock.now) is not None:
-            self.after(STATS_INTERVAL, self._report_held)
+            self.after(LATE_INTERVAL, self._report_held)
 
     def _report_held(self) -> None:
         held = self._throttle.take(self.clock.now)
