@@ -122,20 +122,20 @@ class ModelRunner:
     ) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
         """Return the final states [draws, hidden], and what is to be reported of prompts."""
         reporting = np.flatnonzero(self._table.sampling.prompt_logprobs[rows.slots] != NO_LOGPROBS)
-        if not len(reporting) and len(draws.tokens) < len(rows.token_ids) and self.model.is_alone:
-            return self._compute(rows, draws), {}
-        hidden = self._compute(rows, None)
+        others = len(draws.tokens) < len(rows.token_ids)
+        only_draws = others and not len(reporting) and self.model.is_alone
+        hidden = self._compute(rows, draws if only_draws else None)
         prompt_logprobs = self._prompt_logprobs(rows, reporting, hidden)
         if len(draws.tokens) < len(hidden):
             hidden = hidden.index_select(0, self._tensor(draws.tokens))
         return hidden, prompt_logprobs
 
     def _compute(self, rows: BatchRows, draws: Draws | None) -> Tensor:
-        """Return the states of the tokens that are drawn after, or without `draws` of all."""
+        """Return the states of all tokens; with `draws`, where they can be told apart, of those."""
         model = self.model
         shape = attention_rows(rows, self._table)
         if self._graphs is not None and (hidden := self._graphs.run(rows, shape)) is not None:
-            return hidden if draws is None else hidden.index_select(0, self._tensor(draws.tokens))
+            return hidden
         final = None
         if draws is not None:
             ends = draw_rows(draws, self._table)
