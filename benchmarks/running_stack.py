@@ -102,7 +102,7 @@ class RunningStack:
             self.kill()
             raise StackFailed(f"still running {timeout} s after SIGTERM:\n{self.output}") from None
         took = time.monotonic() - began
-        left = [each for each in processes if is_alive(each)]
+        left = [each for each in processes if each.is_running()]
         if left:
             raise StackFailed(f"left behind: {left}\n{self.output}")
         self._close()
@@ -128,11 +128,3 @@ class RunningStack:
         if self.process.poll() is None:
             self.stop()
         self._close()
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether the process still runs; what only waits for init to collect it does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -24,7 +24,7 @@ from tests.together import (
 
 pytestmark = pytest.mark.stack
 
-CPU_SECONDS_IDLE = 3
+CPU_SECONDS_IDLE = 10
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,7 @@ def test_paused_engines_use_no_processor(pair: RunningStack) -> None:
     before, began = pair.cpu_seconds(), time.monotonic()
     time.sleep(CPU_SECONDS_IDLE)
     share = (pair.cpu_seconds() - before) / (time.monotonic() - began)
-    # Engines that went on stepping would use both cores; 3 s are 300 ticks of the clock.
-    assert share < 0.1, f"{100 * share:.1f} % of a core"
+    assert share < 0.03, f"{100 * share:.1f} % of a core"
 
 
 def test_a_request_wakes_the_group_whichever_engine_and_front_end_it_hits(

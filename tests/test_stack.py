@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from benchmarks.load.client import stream_completion, stream_many
-from benchmarks.running_stack import RunningStack, is_alive
+from benchmarks.running_stack import RunningStack
 
 pytestmark = pytest.mark.stack
 
@@ -178,7 +178,7 @@ def test_stopping_leaves_no_process_no_socket_and_no_file(tmp_path: Path) -> Non
         assert len(processes) == 6
         took = running.stop()
     assert took < 5
-    assert not any(is_alive(each) for each in processes)
+    assert not any(each.is_running() for each in processes)
     assert list(directory.iterdir()) == []
 
 
@@ -296,7 +296,7 @@ def test_a_second_signal_ends_at_once() -> None:
         until(lambda: "stopping" in running.output, "it drains")
         running.process.terminate()
         running.process.wait(5)
-        assert not any(is_alive(each) for each in processes)
+        assert not any(each.is_running() for each in processes)
         assert answer.exception(timeout=5) is not None
 
 
@@ -323,7 +323,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing(flags: list[str], expecte
     process.stdout.close()
     assert process.returncode != 0
     assert re.search(expected, output), output
-    assert not [child for child in children if is_alive(child)]
+    assert not [child for child in children if child.is_running()]
 
 
 def test_a_taken_port_is_named(stack: RunningStack) -> None:

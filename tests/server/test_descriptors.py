@@ -30,8 +30,8 @@ def table_size(limit: int) -> int:
 
 
 def test_the_table_of_descriptors_has_room_for_thousands_from_the_start() -> None:
-    hard_limit = os.sysconf("SC_OPEN_MAX")
-    assert table_size(hard_limit) >= min(hard_limit, 8192)
+    limit = os.sysconf("SC_OPEN_MAX")
+    assert table_size(limit) >= min(limit, 8192)
 
 
 def test_a_low_limit_is_respected() -> None:
