@@ -15,7 +15,7 @@ from engine.front_end_books import FrontEndBooks
 from engine.messages import (
     AbortRequests,
     AddRequest,
-    EngineInput,
+    CoreInput,
     EngineSetup,
     EngineStats,
     RequestOutput,
@@ -180,7 +180,7 @@ class EngineCore:
         self._outputs.pop(index, None)
         self._utility_results = [entry for entry in self._utility_results if entry[0] != index]
 
-    def handle(self, message: EngineInput) -> None:
+    def handle(self, message: CoreInput) -> None:
         """Take one message of a front end. Whatever is wrong with it, only its sender is told.
 
         Raises:

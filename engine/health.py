@@ -36,7 +36,8 @@ class Health:
     def ready(self) -> None:
         """The process serves from now on, and its loop says so at every turn."""
         self.turn()
-        self.phase = "ready"
+        if self.phase == "starting":  # it may be asked to end before all know that it serves
+            self.phase = "ready"
 
     def drain(self) -> None:
         """The process takes nothing new from now on."""

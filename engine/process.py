@@ -127,6 +127,7 @@ class EngineProcess:
         serve_health(config.health, self._health)
         self._watch = StepWatch(config.executor.step_timeout)
         self._serving = False
+        self._summary = ""
         self._asked_to_end = False
         self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -142,6 +143,7 @@ class EngineProcess:
             outbox=self._sender,
             lockstep=self._steps_together,
             connection=self._connection,
+            on_routed=self._routed,
         )
 
     def request_stop(self) -> None:
@@ -239,16 +241,20 @@ class EngineProcess:
         self._receiver.drain()
 
     def _ready(self, core: EngineCore, executor: Executor) -> None:
-        """Tell everybody that the engine serves, the first time."""
+        """Tell the cluster that the engine serves, the first time."""
         if self._serving:
             return
         self._serving = True
         settle_heap()
-        self._receiver.ready(core.setup)
-        self._health.ready()
         info = executor.info
         tokens = info.num_kv_blocks * self._config.cache.block_size
-        self._lifeline.ready(f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)")
+        self._summary = f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)"
+        self._receiver.ready(core.setup)
+
+    def _routed(self) -> None:
+        """Tell whoever started the engine that it can be counted on; called by the receiver."""
+        self._health.ready()
+        self._lifeline.ready(self._summary)
 
     def _loop_until_stopped(self, loop: EngineLoop | LockstepLoop, rank: int) -> int:
         def tell(reason: str) -> None:

@@ -21,12 +21,14 @@ from engine.lockstep.group_connection import GroupConnection
 from engine.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
 from engine.messages import (
     CoordinatorReply,
+    CoreInput,
     EngineInput,
     EngineSetup,
     FormGroup,
     FrontEndEntry,
     FrontEnds,
     GroupOrder,
+    RouteTaken,
     Seat,
     StartDpWave,
     encode,
@@ -90,7 +92,7 @@ class Stop:
 
 
 InboxItem = (
-    EngineInput
+    CoreInput
     | Welcomed
     | Rejoined
     | FrontEndJoined
@@ -117,8 +119,11 @@ class Receiver:
         outbox: Outbox,
         lockstep: bool,
         connection: GroupConnection,
+        on_routed: Callable[[], None],
     ) -> None:
+        """Wire the thread; it calls `on_routed` once, when front ends route to a ready engine."""
         self._connection = connection
+        self._on_routed = on_routed
         self._cluster = config.cluster
         self._incarnation = incarnation
         self._transport = transport
@@ -211,7 +216,7 @@ class Receiver:
                 for readable, _ in self._poller.poll(self._poll_timeout_ms()):
                     if readable in self._handlers:
                         self._handlers[readable]()
-                self._change_lines(self._lines.tick(self._membership.index, time.monotonic()))
+                self._tend_lines(time.monotonic())
             registration.send(encode(self._membership.goodbye()))
         except Exception as error:
             logger.exception("the receiver failed")
@@ -230,12 +235,13 @@ class Receiver:
 
     def _poll_timeout_ms(self) -> int:
         joining = self._membership.epoch is None
-        return int(1000 * (HELLO_INTERVAL if joining else self._cluster.heartbeat_interval))
+        return int(1000 * (HELLO_INTERVAL if joining else self._lines.wait))
 
     def _command(self) -> None:
         match self._commands.recv():
             case b"ready":
                 self._membership.ready(self._setup)
+                self._lines.serve(time.monotonic())
             case b"drain":
                 self._membership.drain()
             case b"sit" if self._seat is not None:
@@ -292,7 +298,23 @@ class Receiver:
         identity = f"{self._membership.index}-{self._incarnation:x}".encode()
         requests = self._transport.connect(zmq.DEALER, entry.addresses.requests, identity=identity)
         self._requests[entry.index] = requests
-        self._serve(Inbox(requests, EngineInput, "requests"), self._inbox.put)
+        self._serve(Inbox(requests, EngineInput, "requests"), self._request)
+
+    def _request(self, message: EngineInput) -> None:
+        if isinstance(message, RouteTaken):
+            self._lines.answered(message)
+        else:
+            self._inbox.put(message)
+
+    def _tend_lines(self, now: float) -> None:
+        self._change_lines(self._lines.tick(self._membership.index, now))
+        strangers = self._lines.take_strangers(now)
+        if strangers is None:
+            return
+        if strangers:
+            names = ", ".join(map(str, strangers))
+            logger.warning("ready, but front ends %s have not said that they route here", names)
+        self._on_routed()
 
     def _drop_front_ends(self, indices: list[int]) -> None:
         for index in indices:

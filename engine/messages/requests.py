@@ -123,16 +123,28 @@ class UtilityCall(Message, frozen=True):
     arguments: dict[str, UtilityValue] = {}
 
 
-EngineInput = AddRequest | AbortRequests | UtilityCall
+CoreInput = AddRequest | AbortRequests | UtilityCall
+
+
+class RouteTaken(Message, frozen=True):
+    """A front end routes requests to the engine that asked on this connection."""
+
+    session: int
+    """That of the greeting."""
+
+
+EngineInput = CoreInput | RouteTaken
 
 
 class EngineGreeting(Message, frozen=True):
     """First message of an engine on a front end's request socket: the route is open.
 
     Repeated as a sign of life. `session` counts the engine's connections to front ends: a
-    new one says that everything that was sent on the one before has been dropped.
+    new one says that everything that was sent on the one before has been dropped. One that `asks`
+    is answered with `RouteTaken` by a front end that can send requests to the engine already.
     """
 
     rank: int
     incarnation: int
     session: int = 0
+    asks: bool = False

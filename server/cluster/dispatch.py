@@ -22,6 +22,7 @@ from engine.messages import (
     EngineGreeting,
     EngineInput,
     RequestOutput,
+    RouteTaken,
     SamplingParams,
     StepOutputs,
     WakeUp,
@@ -142,6 +143,8 @@ class Dispatcher:
                 stream.in_doubt.discard((rank, incarnation))
                 stream.died_on.discard((rank, incarnation))
                 stream.silent_on.discard((rank, incarnation))
+        if greeting.asks and self.state.routes_to(rank, incarnation):
+            self._transmit(sender, RouteTaken(greeting.session))
         self._find_homes(now)
         self._settle(now)
 

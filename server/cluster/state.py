@@ -337,6 +337,11 @@ class ClusterState:
             return None
         return route.entry.incarnation, route.identity
 
+    def routes_to(self, rank: int, incarnation: int) -> bool:
+        """Whether an engine process can be sent requests."""
+        route = self._routes.get(rank)
+        return route is not None and route.entry.incarnation == incarnation and _open(route)
+
     def greeted_from(self, rank: int, incarnation: int) -> bytes | None:
         """Return the socket identity that an engine process greeted with last, if it ever did."""
         greeting = self._greetings.get((rank, incarnation))
@@ -348,7 +353,7 @@ class ClusterState:
         cacheable = self._table is None
         loads = []
         for rank, route in sorted(self._routes.items()):
-            if route.entry.ready and route.identity is not None and accept(rank):
+            if _open(route) and accept(rank):
                 load = route.load if cacheable else None
                 if load is None:
                     load = route.load = self._load(rank, route)
@@ -395,9 +400,13 @@ def _received(stats: EngineStats | None, position: int, incarnation: int) -> Rec
     return None
 
 
+def _open(route: _Route) -> bool:
+    return route.entry.ready and route.identity is not None
+
+
 def _usable(route: _Route) -> bool:
     halted = route.stats is not None and route.stats.halted
-    return route.entry.ready and route.identity is not None and not halted
+    return _open(route) and not halted
 
 
 def _slots(route: _Route) -> int:

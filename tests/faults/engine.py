@@ -23,6 +23,7 @@ from engine.messages import (
     FrontEndEntry,
     FrontEnds,
     GroupOrder,
+    RouteTaken,
     StepOutputs,
 )
 from engine.scheduler.batch import BatchPlan
@@ -59,6 +60,8 @@ class Engine(Process):
         self.rank = rank
         self.is_subscribed = False
         self.serves = False
+        self.is_announced = False
+        """Whether it was said to be ready to whoever started it."""
         self.slowness = 1.0
         self.hung = False
         """Steps never end, while the other threads go on."""
@@ -134,8 +137,18 @@ class Engine(Process):
         self.serves = True
         self._membership.ready(self.core.setup)
         self._send_due()
+        self._lines.serve(self.clock.now)
+        self._ask_front_ends()
         self.after(IDLE_STATS_INTERVAL, self._idle_stats)
         self._turn()
+
+    def _ask_front_ends(self) -> None:
+        self._change_lines(self._lines.tick(self.rank, self.clock.now))
+        strangers = self._lines.take_strangers(self.clock.now)
+        if strangers is None:
+            self.after(self._lines.wait, self._ask_front_ends)
+            return
+        self.is_announced = True
 
     def order_arrived(self, order: GroupOrder) -> None:
         """An order of the coordinator."""
@@ -179,7 +192,10 @@ class Engine(Process):
     def input_arrived(self, line: Line, message: EngineInput) -> None:
         """A message of a front end, on one of the connections of this engine to it."""
         if any(line is each for _, each in self.lines.values()):
-            self._put(lambda: self.core.handle(message))
+            if isinstance(message, RouteTaken):
+                self._lines.answered(message)
+            else:
+                self._put(lambda: self.core.handle(message))
 
     def _adopt(self, wave: int) -> None:
         self.core.clock.wave = max(self.core.clock.wave, wave)

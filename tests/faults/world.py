@@ -360,6 +360,7 @@ class World:
     def _check_engine(self, engine: Engine) -> None:
         core = engine.core
         assert not core.has_work, f"{engine.name} still has work"
+        assert engine.is_announced, f"{engine.name} was never said to be ready"
         core._scheduler.check_integrity()
         gauges = core._scheduler.gauges()
         assert tuple(gauges) == (0, 0, 0.0, 0), f"{engine.name} leaks: {gauges}"

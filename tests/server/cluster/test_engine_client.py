@@ -23,6 +23,7 @@ from engine.messages import (
     EngineStats,
     FrontEndNotice,
     RequestOutput,
+    RouteTaken,
     SamplingParams,
     StepOutputs,
     UtilityCall,
@@ -459,5 +460,26 @@ def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
             engine.send(RequestOutput(request.id, [5], "stop"))  # type: ignore[union-attr]
             assert (await stream.next()).token_ids == [5]
             assert w.client._outputs.dropped == 4
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_asks_is_told_as_soon_as_requests_go_to_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engine = w.engine(0, 10)
+            engine.requests.send(encode(EngineGreeting(0, 10, 1, asks=True)))
+            await w.until(lambda: w.client._state.greeted_from(0, 10) is not None)
+            assert engine.silent(), "the coordinator has not listed it"
+            w.publish(engine)
+            assert engine.silent(), "it does not ask all the time"
+            engine.requests.send(encode(EngineGreeting(0, 9, 1, asks=True)))
+            engine.requests.send(encode(EngineGreeting(0, 10, 4, asks=True)))
+            async with asyncio.timeout(GUARD):
+                while not engine.requests.poll(0):
+                    await asyncio.sleep(0)
+            answer = msgspec.msgpack.decode(engine.requests.recv(), type=EngineInput)
+            assert answer == RouteTaken(session=4)
+            assert engine.silent(), "another incarnation is not routed to"
 
     asyncio.run(scenario())
