@@ -107,7 +107,8 @@ def test_processes_find_each_other_and_say_how_they_are(cluster: Cluster) -> Non
     )
     wait_for(lambda: get(ready)[0] == 200, "an engine is found")
     health = f"http://127.0.0.1:{cluster.engine_health}"
-    assert get(f"{health}/health") == get(f"{health}/ready") == (200, "ready\n")
+    wait_for(lambda: get(f"{health}/ready") == (200, "ready\n"), "both front ends route to it")
+    assert get(f"{health}/health") == (200, "ready\n")
     wait_for(lambda: cluster.metric("front_ends") == 2, "both front ends are there")
 
     body = json.dumps({"model": MODEL, "prompt": "Act", "max_tokens": 4, "ignore_eos": True})
