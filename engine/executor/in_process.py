@@ -13,7 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.distributed.group import Group
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
-from engine.executor.loading import device_for, load_model, set_threads
+from engine.executor.loading import device_for, load_model, most_head_threads, set_threads
 from engine.grammar.masks import GrammarTable, grammar_table
 from engine.model_files import model_directory
 from engine.models.decoder import Decoder, Followers
@@ -93,6 +93,9 @@ class InProcessExecutor:
         self._device = device_for(config, rank * processes)
         self._leader = leader
         self._shard = None if leader is None else Shard(leader.group, leader)
+        self._most_head_threads = 1
+        if leader is None and not config.parallel.enable_expert_parallel:
+            self._most_head_threads = most_head_threads(config, engines_on_node)
         self._place: GroupPlace | None = None
         if config.parallel.enable_expert_parallel:
             size = config.parallel.data_parallel_size
@@ -271,6 +274,7 @@ class InProcessExecutor:
             block_size=self._config.cache.block_size,
             grammars=self._grammars,
             record_decodes=not self._config.executor.enforce_eager,
+            most_head_threads=self._most_head_threads,
         )
 
     def _memory_for_cache(self, model: Decoder, max_model_len: int, processes: int) -> int:

@@ -23,6 +23,9 @@ from engine.models.loader import (
 
 logger = logging.getLogger(__name__)
 
+_MOST_HEAD_THREADS = 4
+"""More were not measured; each reads its share of a few dozen megabytes."""
+
 
 class LoadedModel(msgspec.Struct, frozen=True):
     """A model, and what is needed to change its parts later."""
@@ -75,11 +78,15 @@ def load_model(
 def set_threads(config: EngineConfig, engines_on_node: int) -> None:
     """Have this process compute with its share of the cores, or of the threads that are set.
 
+    A small model makes so many tokens a second that front ends and clients need a core, and gains
+    little from one more: its engines leave them one.
+
     Raises:
         ModelNotFound: there is no such model.
         UnsupportedModel: the model's config asks for something that is not implemented.
     """
-    of_engine = config.executor.threads or _free_cores(config) // engines_on_node
+    left = 1 if _is_small(config) else 0
+    of_engine = config.executor.threads or (_num_cores() - left) // engines_on_node
     torch.set_num_threads(max(1, of_engine // config.parallel.tensor_parallel_size))
     if torch.get_num_interop_threads() == 1:
         return
@@ -89,15 +96,25 @@ def set_threads(config: EngineConfig, engines_on_node: int) -> None:
         logger.debug("the inter-operator thread pool was started already")
 
 
-def _free_cores(config: EngineConfig) -> int:
-    """Return how many cores the node's engines compute with.
+def most_head_threads(config: EngineConfig, engines_on_node: int) -> int:
+    """Return how many threads the LM head of a large batch may have, whatever the layers have.
 
-    A small model makes so many tokens a second that front ends and clients need a core, and gains
-    little from one more: its engines leave them one.
+    Raises:
+        ModelNotFound: there is no such model.
+        UnsupportedModel: the model's config asks for something that is not implemented.
     """
+    if config.executor.threads or config.executor.batch_invariant or not _is_small(config):
+        return 1
+    return min(_MOST_HEAD_THREADS, _num_cores() // engines_on_node)
+
+
+def _num_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    spec = read_spec(model_directory(config.model, weights=False))
-    return (cores or 1) - (1 if fits_caches(spec) else 0)
+    return cores or 1
+
+
+def _is_small(config: EngineConfig) -> bool:
+    return fits_caches(read_spec(model_directory(config.model, weights=False)))
 
 
 def device_for(config: EngineConfig, number: int) -> torch.device:

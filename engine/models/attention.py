@@ -18,6 +18,10 @@ from engine.models.attention_plan import (
 )
 from engine.models.processor import has_matrix_unit
 
+_GATHERED_BYTES = 1 << 20
+"""Keys and values that each thread of a CPU gathers at once: half of a core's second-level cache,
+so that they are still there when they are attended to."""
+
 
 class PagedAttention:
     """Plans and computes attention for one shape of heads."""
@@ -82,22 +86,26 @@ class PagedAttention:
 
     def _attend_padded(self, queries: Tensor, flat: Tensor, group: PaddedGroup) -> Tensor:
         """Heads that share a KV head are folded into the query axis, so no key is repeated."""
-        rows, count, kv_heads, dim = (
-            group.num_rows,
-            group.num_queries,
-            self._kv_heads,
-            self._head_dim,
-        )
-        kv = flat.index_select(0, group.blocks).view(rows, -1, 2, kv_heads, dim)
-        keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-        if count == 1:
-            folded = queries.view(rows, kv_heads, self._group, dim)
-            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
-            return out.reshape(rows, -1)
-        spread = queries.view(rows, count, kv_heads, self._group, dim).permute(0, 2, 3, 1, 4)
-        folded = spread.reshape(rows, kv_heads, self._group * count, dim)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
-        out = out.view(rows, kv_heads, self._group, count, dim).permute(0, 3, 1, 2, 4)
+        rows, count, dim = group.num_rows, group.num_queries, self._head_dim
+        spread = queries.view(rows, count, self._kv_heads, self._group, dim)
+        folded = spread.permute(0, 2, 3, 1, 4).reshape(rows, self._kv_heads, -1, dim)
+        blocks = group.blocks.view(rows, -1)
+        at_once = _rows_at_once(flat, blocks)
+        held = flat.new_empty(at_once * blocks.shape[1], flat.shape[1])
+        parts = []
+        for first in range(0, rows, at_once):
+            wanted = blocks[first : first + at_once]
+            kv = torch.index_select(flat, 0, wanted.view(-1), out=held[: wanted.numel()])
+            kv = kv.view(len(wanted), -1, 2, self._kv_heads, dim)
+            part = F.scaled_dot_product_attention(
+                folded[first : first + at_once],
+                kv[:, :, 0].transpose(1, 2),
+                kv[:, :, 1].transpose(1, 2),
+                attn_mask=group.mask[first : first + at_once],
+            )
+            parts.append(part)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = out.view(rows, self._kv_heads, self._group, count, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * count, -1)
 
     def _attend_tokens(self, queries: Tensor, flat: Tensor, part: TokensOfRow) -> Tensor:
@@ -127,6 +135,15 @@ class PagedAttention:
             is_causal=row.mask is None,
         )
         return out.permute(2, 0, 1, 3).reshape(count, -1).to(queries.dtype)
+
+
+def _rows_at_once(flat: Tensor, blocks: Tensor) -> int:
+    """Return how many of the rows' blocks, [rows, blocks], to gather together."""
+    rows = len(blocks)
+    if flat.device.type != "cpu":
+        return rows
+    gathered = blocks.numel() * flat.shape[1] * flat.itemsize
+    return -(-rows // max(1, -(-gathered // (_GATHERED_BYTES * torch.get_num_threads()))))
 
 
 def _fastest_for_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -10,6 +10,7 @@ from engine.messages import TokenLogprob
 from engine.models.decoder import Decoder, FinalTokens, StepTokens
 from engine.models.varlen_attention import to_device
 from engine.runner.cuda_graphs import DecodeGraphs, can_record
+from engine.runner.head_threads import head_threads
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.logprobs import token_logprobs
@@ -41,9 +42,15 @@ class ModelRunner:
         block_size: int,
         grammars: GrammarTable | None = None,
         record_decodes: bool = True,
+        most_head_threads: int = 1,
     ) -> None:
-        """Allocate the KV cache; on CUDA, record decode steps as graphs unless told not to."""
+        """Allocate the KV cache; on CUDA, record decode steps as graphs unless told not to.
+
+        `most_head_threads` is how many the LM head of a large batch may have, should that be more
+        than the layers have.
+        """
         self.model = model
+        self._most_head_threads = most_head_threads
         self._grammars = grammars
         on_cuda = model.device.type == "cuda"
         # Padding of recorded steps gets a block of its own, behind those of sequences.
@@ -83,12 +90,13 @@ class ModelRunner:
         hidden, prompt_logprobs = self._states(rows, draws)
         if not len(rows.samples):
             return BatchResult(token_ids=[], prompt_logprobs=prompt_logprobs)
-        logits = self.model.logits(hidden)
-        masks = None
-        if grammars is not None:
-            proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
-            masks = grammars.masks(draws.slots.tolist(), proposed)
-        sampled = sample(logits, self._table, draws.slots, draws.positions, masks)
+        with head_threads(self._most_head_threads, hidden.numel() * self.model.spec.vocab_size):
+            logits = self.model.logits(hidden)
+            masks = None
+            if grammars is not None:
+                proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
+                masks = grammars.masks(draws.slots.tolist(), proposed)
+            sampled = sample(logits, self._table, draws.slots, draws.positions, masks)
         self._table.token_ids[draws.slots, draws.positions] = sampled.token_ids
         if plan.proposed:
             return verified(plan, draws, sampled, prompt_logprobs, grammars)

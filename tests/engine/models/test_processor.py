@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, ExecutorConfig, ModelConfig
-from engine.executor.loading import set_threads
+from engine.executor.loading import most_head_threads, set_threads
 from engine.model_files import BUNDLED_MODEL
 from engine.models import loader, processor
 from engine.models.hf_config import read_spec
@@ -116,11 +116,23 @@ def test_long_products_in_float32_are_closer_than_16_bits(biased: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "engines", "is_small", "expected"),
-    [(2, 1, False, 2), (2, 1, True, 1), (2, 2, True, 1), (8, 2, True, 3), (1, 1, True, 1)],
+    ("cores", "engines", "is_small", "expected", "of_head"),
+    [
+        (2, 1, False, 2, 1),
+        (2, 1, True, 1, 2),
+        (2, 2, True, 1, 1),
+        (8, 2, True, 3, 4),
+        (16, 1, True, 15, 4),
+        (1, 1, True, 1, 1),
+    ],
 )
-def test_a_small_model_leaves_a_core_to_front_ends(
-    monkeypatch: pytest.MonkeyPatch, cores: int, engines: int, is_small: bool, expected: int
+def test_a_small_model_leaves_a_core_to_front_ends_but_while_its_head_computes(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    engines: int,
+    is_small: bool,
+    expected: int,
+    of_head: int,
 ) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
@@ -128,7 +140,10 @@ def test_a_small_model_leaves_a_core_to_front_ends(
     try:
         set_threads(EngineConfig(), engines)
         assert torch.get_num_threads() == expected
+        assert most_head_threads(EngineConfig(), engines) == of_head
         set_threads(EngineConfig(executor=ExecutorConfig(threads=2)), engines)
         assert torch.get_num_threads() == 2
+        for given in (ExecutorConfig(threads=2), ExecutorConfig(batch_invariant=True)):
+            assert most_head_threads(EngineConfig(executor=given), engines) == 1
     finally:
         torch.set_num_threads(before)
