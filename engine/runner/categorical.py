@@ -18,7 +18,10 @@ FloatArray = npt.NDArray[np.float64]
 _CHUNK = 128
 """Tokens per chunk; divides the vocabularies of most models."""
 _CACHED_BYTES = 1 << 20
-"""Weights that are held at once on a CPU: what fits into a core's second-level cache."""
+"""Weights that each thread of a CPU holds at once: what fits into a core's second-level cache."""
+_SAFE = 32.0
+"""Rows whose largest logit over temperature is no further from zero are exponentiated as they are:
+their sums do not overflow, and every weight that a draw can meet is a normal number."""
 
 
 def draw_from_logits(
@@ -40,8 +43,9 @@ def draw_from_logits(
     in_place = consume and logits.dtype == torch.float32 and vocab == num_chunks * _CHUNK
     at_once = rows
     if logits.device.type == "cpu":
-        at_once = max(1, min(rows, _CACHED_BYTES // (4 * vocab)))
-    largest = logits.new_empty(rows, 1, dtype=torch.float32)
+        at_once = max(1, min(rows, torch.get_num_threads() * _CACHED_BYTES // (4 * vocab)))
+    shift = logits.new_empty(rows, 1, dtype=torch.float32)
+    safe = _on_device((_SAFE * temperature).astype(np.float32), logits).unsqueeze(1)
     scale: Tensor | None = None
     if (temperature != 1.0).any():
         scale = _on_device(temperature.astype(np.float32), logits).unsqueeze(1)
@@ -54,8 +58,9 @@ def draw_from_logits(
         weights = some[:, :vocab]
         if not in_place:
             weights.copy_(logits[part])
-        torch.amax(weights, dim=1, keepdim=True, out=largest[part])
-        _exponentiate(weights, largest[part], None if scale is None else scale[part])
+        largest = torch.amax(weights, dim=1, keepdim=True, out=shift[part])
+        largest.masked_fill_(largest.abs() <= safe[part], 0.0)
+        _exponentiate(weights, shift[part], None if scale is None else scale[part])
         torch.sum(some.view(-1, num_chunks, _CHUNK), dim=2, out=mass[part])
 
     def weights_of(chunk: Tensor) -> Tensor:
@@ -63,14 +68,15 @@ def draw_from_logits(
         if in_place:
             return logits.gather(1, columns)
         inner = logits.gather(1, columns.clamp(max=vocab - 1)).float()
-        return _exponentiate(inner, largest, scale).masked_fill_(columns >= vocab, 0.0)
+        return _exponentiate(inner, shift, scale).masked_fill_(columns >= vocab, 0.0)
 
     return _search(mass, weights_of, uniforms)
 
 
-def _exponentiate(logits: Tensor, largest: Tensor, scale: Tensor | None) -> Tensor:
-    """Turn float32 logits into weights of at most one, in place."""
-    logits -= largest
+def _exponentiate(logits: Tensor, shift: Tensor, scale: Tensor | None) -> Tensor:
+    """Turn float32 logits into weights, in place; rows that need no shift have zero there."""
+    if logits.device.type != "cpu" or bool(shift.any()):  # asking would stall a GPU
+        logits -= shift
     if scale is not None:
         logits /= scale
     return logits.exp_()

@@ -51,3 +51,13 @@ def test_logits_are_left_as_they_were():
     before = logits.clone()
     draw_from_logits(logits, temperature, uniforms)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("offset", [-1e4, -33.0, -24.0, 24.0, 33.0, 1e4])
+def test_draws_are_the_same_however_far_from_zero_the_logits_are(offset):
+    logits, _, uniforms = random_rows(40, 1000)
+    moved = logits + offset
+    ones = np.ones(40)
+    expected = draw_from_weights(torch.softmax(moved.double(), dim=-1).float(), uniforms)
+    drawn = draw_from_logits(moved, ones, uniforms)
+    assert (drawn == expected).sum() >= 39
