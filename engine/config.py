@@ -191,7 +191,8 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="Compute threads per engine; default: cores / engines on this node, with "
-            "one core left to front ends if the model is small."
+            "one core left to front ends if the model is small, but while the LM head of a large "
+            "batch computes."
         ),
     ] = None
     step_timeout: Annotated[
