@@ -43,14 +43,19 @@ class HeldCalls:
         self._core.is_paused = True
         return True
 
-    def release(self) -> None:
-        """The group steps (again)."""
-        if not self._core.is_paused:
+    def gathered(self) -> None:
+        """The ranks have agreed on what to do; if that is not to be held, a hold is over."""
+        if self._wave.held or not self._core.is_paused:
             return
         self._reasons.clear()
         if self._core.is_sleeping:
             self._core.wake_up()
         self._core.resume()
+        # This rank may have been asked as well, after it heard of the end and before it came.
+        granted = [call for call in self._waiting if call.name in _ENDS]
+        self._waiting = [call for call in self._waiting if call.name not in _ENDS]
+        for call in granted:
+            self._core.handle(call)
 
     def _answer(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -122,9 +122,9 @@ class LockstepLoop:
             self._send_reports()
         self._wave.gathered(pending.wait())
         self._on_wave(self._wave.wave)
-        if self._wave.running:
-            self._held_calls.release()
-        else:
+        self._held_calls.gathered()
+        if not self._wave.running:
+            self._send_answers()
             self._send_stats()
 
     def _step(self, action: Step) -> None:

@@ -1,0 +1,108 @@
+"""Pause, resume, sleep and wake_up of a group of two, whichever rank hears what first."""
+
+from engine.config import CacheConfig, EngineConfig, ExecutorConfig
+from engine.core import EngineCore
+from engine.executor.simulated import SimulatedExecutor
+from engine.lockstep.held_calls import HeldCalls
+from engine.lockstep.wave import EngineWave, Gather, Park, Phase
+from engine.messages import StartDpWave, StartWave, UtilityCall
+from engine.scheduler.admission import RankState
+
+IDLE = RankState(*[0] * len(RankState._fields))
+CONFIG = EngineConfig(
+    cache=CacheConfig(num_kv_blocks=8), executor=ExecutorConfig(executor="simulated")
+)
+
+
+class Rank:
+    """One rank's core, wave and calls, without the loop around them."""
+
+    def __init__(self, rank: int) -> None:
+        executor = SimulatedExecutor(CONFIG, vocab_size=100, timing="virtual")
+        self.wave = EngineWave(rank=rank, incarnation=rank + 10)
+        self.core = EngineCore(CONFIG, executor, rank=rank, incarnation=rank + 10, clock=self.wave)
+        self.core.front_end_joined(0, 1)
+        self.calls = HeldCalls(self.core, self.wave)
+        self.has_work = False
+
+    def ask(self, name: str) -> None:
+        assert self.calls.take(UtilityCall(1, 0, name))
+
+    def answers(self) -> list[str | None]:
+        step = self.core.answers()
+        return [] if step is None else [result.error for _, result in step.utility_results]
+
+    def order(self) -> StartDpWave:
+        """What the coordinator makes of this rank's report that it starts."""
+        self.wave.next_action(self.has_work, IDLE)
+        (start,) = [each for each in self.wave.take_reports() if isinstance(each, StartWave)]
+        return StartDpWave(start.wave, start.rank, start.hold_epoch, start.topology)
+
+
+def gather(*ranks: Rank) -> None:
+    rows = []
+    for rank in ranks:
+        action = rank.wave.next_action(rank.has_work, IDLE)
+        assert isinstance(action, Gather), action
+        rows.append(action.row.pack())
+    for rank in ranks:
+        rank.wave.gathered(rows)
+        rank.calls.gathered()
+
+
+def held(call: str) -> tuple[Rank, Rank]:
+    """Two ranks whose group is held because both were asked to `call`."""
+    ranks = Rank(0), Rank(1)
+    gather(*ranks)
+    for rank in ranks:
+        rank.ask(call)
+    gather(*ranks)
+    for rank in ranks:
+        assert isinstance(rank.wave.next_action(False, IDLE), Park)
+        assert rank.calls.settle()
+        assert rank.answers() == [None]
+        assert rank.core.is_paused
+        rank.wave.take_reports()
+    return ranks
+
+
+def test_a_rank_that_heard_of_the_end_of_the_hold_before_it_is_asked_answers_too() -> None:
+    for has_work in (True, False):
+        first, second = held("pause")
+        first.has_work = has_work
+        first.ask("resume")
+        assert first.calls.settle()
+        assert first.answers() == [None]
+        second.wave.start_ordered(first.order())
+        second.ask("resume")
+        gather(first, second)
+        assert second.answers() == [None]
+        assert first.wave.phase is second.wave.phase
+        assert not first.core.is_paused
+        assert not second.core.is_paused
+
+
+def test_a_rank_asked_when_the_hold_is_over_already_answers_at_once() -> None:
+    first, second = held("pause")
+    first.ask("resume")
+    assert first.calls.settle()
+    second.wave.start_ordered(first.order())
+    gather(first, second)
+    assert first.wave.phase is Phase.PAUSED
+    assert not second.core.is_paused
+    second.ask("resume")
+    assert second.answers() == [None]
+
+
+def test_ranks_of_a_group_without_work_wake_up_together() -> None:
+    first, second = held("sleep")
+    assert first.core.is_sleeping
+    assert second.core.is_sleeping
+    first.ask("wake_up")
+    assert first.calls.settle()
+    second.wave.start_ordered(first.order())
+    gather(first, second)
+    assert not first.core.is_sleeping
+    assert not second.core.is_sleeping
+    second.ask("wake_up")
+    assert second.answers() == [None]
