@@ -107,7 +107,6 @@ class FrontEndLines:
     def _greetings(self, rank: int, indices: list[int]) -> list[tuple[int, EngineGreeting]]:
         asks = self._ask_until is not None
         return [
-            (index, EngineGreeting(rank, self._incarnation, session, asks))
+            (index, EngineGreeting(rank, self._incarnation, self._sessions[index], asks))
             for index in indices
-            for session in [self._sessions[index]]
         ]

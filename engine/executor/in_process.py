@@ -93,9 +93,6 @@ class InProcessExecutor:
         self._device = device_for(config, rank * processes)
         self._leader = leader
         self._shard = None if leader is None else Shard(leader.group, leader)
-        self._most_head_threads = 1
-        if leader is None and not config.parallel.enable_expert_parallel:
-            self._most_head_threads = most_head_threads(config, engines_on_node)
         self._place: GroupPlace | None = None
         if config.parallel.enable_expert_parallel:
             size = config.parallel.data_parallel_size
@@ -103,6 +100,7 @@ class InProcessExecutor:
         self._group: Group | None = None
         model, fingerprint = self._load()
         spec = model.spec
+        self._most_head_threads = most_head_threads(spec, config, engines_on_node)
         max_model_len = model_length(spec, config.model)
         self._report("allocating the KV cache")
         available = self._memory_for_cache(model, max_model_len, engines_on_node * processes)

@@ -10,7 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.model_files import model_directory
 from engine.models.decoder import Decoder
-from engine.models.hf_config import read_spec
+from engine.models.hf_config import ModelSpec, read_spec
 from engine.models.loader import (
     DecoderLoader,
     GroupPlace,
@@ -78,15 +78,11 @@ def load_model(
 def set_threads(config: EngineConfig, engines_on_node: int) -> None:
     """Have this process compute with its share of the cores, or of the threads that are set.
 
-    A small model makes so many tokens a second that front ends and clients need a core, and gains
-    little from one more: its engines leave them one.
-
     Raises:
         ModelNotFound: there is no such model.
         UnsupportedModel: the model's config asks for something that is not implemented.
     """
-    left = 1 if _is_small(config) else 0
-    of_engine = config.executor.threads or (_num_cores() - left) // engines_on_node
+    of_engine = config.executor.threads or _free_cores(config) // engines_on_node
     torch.set_num_threads(max(1, of_engine // config.parallel.tensor_parallel_size))
     if torch.get_num_interop_threads() == 1:
         return
@@ -96,25 +92,28 @@ def set_threads(config: EngineConfig, engines_on_node: int) -> None:
         logger.debug("the inter-operator thread pool was started already")
 
 
-def most_head_threads(config: EngineConfig, engines_on_node: int) -> int:
-    """Return how many threads the LM head of a large batch may have, whatever the layers have.
-
-    Raises:
-        ModelNotFound: there is no such model.
-        UnsupportedModel: the model's config asks for something that is not implemented.
-    """
-    if config.executor.threads or config.executor.batch_invariant or not _is_small(config):
+def most_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int) -> int:
+    """Return how many threads the LM head of a large batch may have, whatever the layers have."""
+    parallel, executor = config.parallel, config.executor
+    is_spread = parallel.enable_expert_parallel or parallel.tensor_parallel_size > 1
+    if is_spread or executor.threads or executor.batch_invariant or not fits_caches(spec):
         return 1
     return min(_MOST_HEAD_THREADS, _num_cores() // engines_on_node)
+
+
+def _free_cores(config: EngineConfig) -> int:
+    """Return how many cores the node's engines compute with.
+
+    A small model makes so many tokens a second that front ends and clients need a core, and gains
+    little from one more: its engines leave them one.
+    """
+    spec = read_spec(model_directory(config.model, weights=False))
+    return _num_cores() - (1 if fits_caches(spec) else 0)
 
 
 def _num_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores or 1
-
-
-def _is_small(config: EngineConfig) -> bool:
-    return fits_caches(read_spec(model_directory(config.model, weights=False)))
 
 
 def device_for(config: EngineConfig, number: int) -> torch.device:

@@ -143,7 +143,8 @@ def _rows_at_once(flat: Tensor, blocks: Tensor) -> int:
     if flat.device.type != "cpu":
         return rows
     gathered = blocks.numel() * flat.shape[1] * flat.itemsize
-    return -(-rows // max(1, -(-gathered // (_GATHERED_BYTES * torch.get_num_threads()))))
+    parts = -(-gathered // (_GATHERED_BYTES * torch.get_num_threads()))
+    return -(-rows // parts)
 
 
 def _fastest_for_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:

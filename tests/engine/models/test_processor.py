@@ -134,16 +134,16 @@ def test_a_small_model_leaves_a_core_to_front_ends_but_while_its_head_computes(
     expected: int,
     of_head: int,
 ) -> None:
-    before = torch.get_num_threads()
+    before, spec = torch.get_num_threads(), read_spec(BUNDLED_MODEL)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr("engine.executor.loading.fits_caches", lambda _: is_small)
     try:
         set_threads(EngineConfig(), engines)
         assert torch.get_num_threads() == expected
-        assert most_head_threads(EngineConfig(), engines) == of_head
+        assert most_head_threads(spec, EngineConfig(), engines) == of_head
         set_threads(EngineConfig(executor=ExecutorConfig(threads=2)), engines)
         assert torch.get_num_threads() == 2
         for given in (ExecutorConfig(threads=2), ExecutorConfig(batch_invariant=True)):
-            assert most_head_threads(EngineConfig(executor=given), engines) == 1
+            assert most_head_threads(spec, EngineConfig(executor=given), engines) == 1
     finally:
         torch.set_num_threads(before)
