@@ -32,7 +32,8 @@ STATS_INTERVAL = 0.025
 """Least seconds between two stats to the coordinator while an engine keeps running."""
 
 LATE_INTERVAL = 0.1
-"""Seconds between two looks for stats that are due and were not sent, because a step is long."""
+"""Seconds after which stats are looked at that were held back and that a long step has kept
+from being replaced."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,11 @@ class StatsThrottle:
             self._last_sent = now
         return stats
 
+    @property
+    def holds(self) -> bool:
+        """Whether stats are held back."""
+        return self._held is not None
+
     def wait(self, now: float) -> float | None:
         """Return the seconds until held stats are due; None when nothing is held."""
         if self._held is None:
@@ -148,6 +154,8 @@ class Sender:
         self._front_ends: dict[int, zmq.Socket[bytes]] = {}
         self._throttle = StatsThrottle(STATS_INTERVAL)
         self._stopped = threading.Event()
+        # An idle engine wakes for nothing: its thread sleeps until stats are held back.
+        self._holds = threading.Event()
         self._thread = threading.Thread(target=self._send_late, name="late-stats", daemon=True)
 
     def start(self) -> None:
@@ -157,6 +165,7 @@ class Sender:
     def stop(self, timeout: float = 2.0) -> None:
         """Send what is held back and close all sockets, each once its queue is empty."""
         self._stopped.set()
+        self._holds.set()
         self._thread.join(timeout)
         with self._lock:
             self._report(self._throttle.take(time.monotonic()))
@@ -175,10 +184,13 @@ class Sender:
                 logger.exception("could not send %s", type(item).__name__)
 
     def _send_late(self) -> None:
-        while not self._stopped.wait(LATE_INTERVAL):
-            if self._throttle.wait(time.monotonic()) == 0:
-                with self._lock:
-                    self._report(self._throttle.take(time.monotonic()))
+        while self._holds.wait() and not self._stopped.wait(LATE_INTERVAL):
+            with self._lock:
+                now = time.monotonic()
+                if self._throttle.wait(now) == 0:
+                    self._report(self._throttle.take(now))
+                if not self._throttle.holds:
+                    self._holds.clear()
 
     def _handle(self, item: SenderItem) -> None:
         match item:
@@ -186,6 +198,8 @@ class Sender:
                 for index, of_front_end in outputs.items():
                     self._send(index, encode(StepOutputs(stats, of_front_end)))
                 self._report(self._throttle.offer(stats, time.monotonic()))
+                if self._throttle.holds and not self._holds.is_set():
+                    self._holds.set()
             case UtilityDone(front_end, result):
                 self._send(front_end, encode(result))
             case ConnectCoordinator(address):

@@ -56,6 +56,10 @@ class HeldCalls:
         self._waiting = [call for call in self._waiting if call.name not in _ENDS]
         for call in granted:
             self._core.handle(call)
+        # So it may with what needs a hold, which the one that is over now seemed to give.
+        self._reasons.update(call.name for call in self._waiting)
+        if self._waiting:
+            self._wave.pause_requested()
 
     def _answer(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -56,6 +57,14 @@ def received(pull: Pull, kind: type) -> object:
     return msgspec.msgpack.decode(pull.recv(), type=kind)
 
 
+def wake_ups(thread_name: str) -> int:
+    """How often the thread has gone to sleep, by the kernel's count."""
+    (thread,) = [each for each in threading.enumerate() if each.name == thread_name]
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    (line,) = [each for each in status.splitlines() if each.startswith("voluntary_ctxt_switches")]
+    return int(line.split()[1])
+
+
 def test_outputs_are_on_their_way_when_put_returns(sender: Sender, transport: Transport) -> None:
     pulls = [listen(transport, f"inproc://front-end-{i}") for i in range(2)]
     for index in range(2):
@@ -87,6 +96,22 @@ def test_stats_that_a_long_step_holds_back_are_sent_without_another_step(
     began = time.monotonic()
     assert received(coordinator, EngineStats) == stats(2)
     assert time.monotonic() - began < 20 * LATE_INTERVAL
+
+
+def test_nothing_wakes_a_sender_that_holds_nothing_back_and_what_it_holds_later_is_sent(
+    sender: Sender, transport: Transport
+) -> None:
+    coordinator = listen(transport, "inproc://coordinator")
+    sender.put(ConnectCoordinator("inproc://coordinator"))
+    for step in (1, 3):
+        sender.put(StepDone(stats(step), {}))
+        sender.put(StepDone(stats(step + 1), {}))
+        assert received(coordinator, EngineStats) == stats(step)
+        assert received(coordinator, EngineStats) == stats(step + 1)
+        time.sleep(2 * LATE_INTERVAL)  # it finds that nothing is held any more
+        before = wake_ups("late-stats")
+        time.sleep(4 * LATE_INTERVAL)
+        assert wake_ups("late-stats") == before
 
 
 def test_stopping_sends_the_newest_stats(transport: Transport) -> None:

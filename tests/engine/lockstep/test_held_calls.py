@@ -106,3 +106,25 @@ def test_ranks_of_a_group_without_work_wake_up_together() -> None:
     assert not second.core.is_sleeping
     second.ask("wake_up")
     assert second.answers() == [None]
+
+
+def test_a_pause_asked_just_before_the_end_of_a_hold_is_heard_holds_the_group_again() -> None:
+    first, second = held("pause")
+    first.ask("resume")
+    assert first.calls.settle()
+    assert first.answers() == [None]
+    second.ask("pause")
+    second.wave.start_ordered(first.order())
+    gather(first, second)
+    assert not first.core.is_paused
+    assert not second.core.is_paused
+    assert second.answers() == []
+
+    second.wave.take_reports()
+    first.wave.start_ordered(second.order())
+    gather(first, second)
+    for rank in (first, second):
+        assert isinstance(rank.wave.next_action(False, IDLE), Park)
+        assert rank.calls.settle()
+        assert rank.core.is_paused
+    assert second.answers() == [None]
