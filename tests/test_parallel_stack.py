@@ -105,7 +105,7 @@ def test_a_stack_stopped_while_its_workers_start_leaves_none() -> None:
         workers[:] = [
             each
             for each in supervisor.children(recursive=True)
-            if "engine.executor.worker" in each.cmdline()
+            if "engine.executor.worker_main" in each.cmdline()
         ]
         return bool(workers)
 

@@ -5,8 +5,10 @@ What the environment says already is left alone.
 
 import os
 
+from engine.executor.openmp import load_openmp
+
 SPIN_COUNT = 10_000
-"""Iterations of libgomp's wait loop, of about 0.05 us each: some 0.5 ms."""
+"""Iterations of libgomp's wait loop, of about 0.05 us each: some 0.5 ms, as with LLVM's runtime."""
 
 CACHED_PRIMITIVES = 256
 """Compiled oneDNN operations kept, in each of its two caches; a model's step uses about ten."""
@@ -16,9 +18,10 @@ def settle_environment() -> None:
     """Have compute threads sleep soon, bound what oneDNN keeps, and use huge pages.
 
     Between two parallel regions of a step threads wait for some 0.2 ms, so a spin of that length
-    spares them the way through the kernel, which in a virtual machine takes as long again. The
-    library's default of 300,000 iterations is for machines that do nothing else: when front ends,
-    other engines or anything at all share the processors, a thread that waits for one that is not
+    spares them the way through the kernel, which in a virtual machine takes as long again. LLVM's
+    OpenMP runtime is best at that (`engine.executor.openmp`). Where libgomp has to serve, its
+    default of 300,000 iterations is for machines that do nothing else: when front ends, other
+    engines or anything at all share the processors, a thread that waits for one that is not
     running burns its whole time slice, and steps get many times slower.
 
     oneDNN compiles every operation anew for every number of rows (see `engine.models.row_padding`)
@@ -27,7 +30,7 @@ def settle_environment() -> None:
     Tensors of 2 MB and more are asked for in huge pages, which Linux gives where it may: weights
     are read through once a step, and with small pages a tenth of that time is looking up pages.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
+    if not load_openmp() and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     for variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(variable, str(CACHED_PRIMITIVES))

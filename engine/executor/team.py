@@ -39,7 +39,7 @@ class _Worker:
         with its_lifeline, its_commands:
             descriptors = its_lifeline.fileno(), its_commands.fileno()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.executor.worker"],
+                [sys.executable, "-m", "engine.executor.worker_main"],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, LIFELINE_VARIABLE: str(descriptors[0])},
                 pass_fds=descriptors,

@@ -183,7 +183,7 @@ def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
             connection.sendall(pack_frame(Answer(0, str(error))))
 
 
-def main() -> int:
+def run() -> int:
     """Run a worker for the engine that started this process; return the exit code."""
     lifeline = Lifeline.from_environment()
     launch = lifeline.read_launch(WorkerLaunch)
@@ -204,7 +204,3 @@ def main() -> int:
         lifeline.failed(f"{type(error).__name__}: {error}")
         return CANNOT_START if isinstance(error, ValueError) else 1
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

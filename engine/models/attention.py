@@ -156,8 +156,6 @@ def _fastest_for_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dt
     return torch.float32 if device.type == "cpu" and not has_matrix_unit() else dtype
 
 
-def write_keys_values(cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Store new keys and values, each [tokens, kv_heads, head_dim], at flat token slots."""
-    by_slot = cache.view(-1, *cache.shape[2:])
-    by_slot[:, 0].index_copy_(0, slots, keys)
-    by_slot[:, 1].index_copy_(0, slots, values)
+def write_keys_values(cache: Tensor, slots: Tensor, keys_values: Tensor) -> None:
+    """Store new keys and values, [tokens, 2, kv_heads, head_dim], at flat token slots."""
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, keys_values)

@@ -207,11 +207,13 @@ class Decoder:
         spec, weights = self.spec, layer.attention
         tokens = x.shape[0]
         qkv = weights.qkv(x)
-        heads = qkv[:, : self._qk_size].view(tokens, self._qk_heads, spec.head_dim)
+        heads = rotated = qkv[:, : self._qk_size].view(tokens, self._qk_heads, spec.head_dim)
         if weights.qk_norm is not None:
             heads = rms_norm_heads(heads, weights.qk_norm, spec.rms_norm_eps)
-        heads = rotate(heads, cos, sin).to(cache.dtype)
-        values = qkv[:, self._qk_size :].to(cache.dtype)
-        values = values.view(tokens, spec.num_kv_heads, spec.head_dim)
-        write_keys_values(cache, step.slots, heads[:, spec.num_heads :], values)
-        return heads[:, : spec.num_heads]
+        rotate(heads, cos, sin, out=rotated)
+        qkv = qkv.to(cache.dtype)
+        keys_values = qkv[:, spec.query_size :]
+        write_keys_values(
+            cache, step.slots, keys_values.view(tokens, 2, spec.num_kv_heads, spec.head_dim)
+        )
+        return qkv[:, : spec.query_size].view(tokens, spec.num_heads, spec.head_dim)

@@ -29,14 +29,15 @@ def rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
     """Rotate each pair (i, i + head_dim / 2) of every head by its position's angle.
 
     Args:
         heads: [tokens, heads, head_dim]
         cos, sin: [tokens, 1, head_dim] from `rotation`
+        out: where the result goes, if not to a new tensor; may be `heads` itself
     """
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin)
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin, out=out)
 
 
 def _inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

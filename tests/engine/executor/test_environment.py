@@ -1,9 +1,10 @@
-"""What is settled before torch is imported: thread spinning and oneDNN's caches."""
+"""What is settled before torch is imported, where LLVM's OpenMP runtime is not installed."""
 
 import os
 
 import pytest
 
+from engine.executor import openmp
 from engine.executor.environment import CACHED_PRIMITIVES, SPIN_COUNT, settle_environment
 
 VARIABLES = (
@@ -20,6 +21,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(openmp, "installed_library", lambda: None)
     return monkeypatch
 
 

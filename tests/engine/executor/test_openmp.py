@@ -1,0 +1,68 @@
+"""Which OpenMP runtime torch's threads run in, asked of processes that have just been started."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine.executor.openmp import BLOCK_TIME, installed_library
+
+ASK = """
+import ctypes, json, os, sys
+if sys.argv[2] == "torch first":
+    import torch
+from engine.executor.environment import settle_environment
+settle_environment()
+settle_environment()  # a second time changes nothing
+import torch
+torch.set_num_threads(3)
+torch.ones(1 << 20).sin_()
+runtime = ctypes.CDLL(sys.argv[1])
+print(json.dumps({
+    "threads": runtime.omp_get_max_threads(),
+    "blocktime": runtime.kmp_get_blocktime(),
+    "environment": dict(os.environ),
+}))
+"""
+"""Loads the runtime itself at last, to ask whether torch's wish for three threads came there."""
+
+
+def ask(torch_first: bool = False, **variables: str) -> dict:
+    library = installed_library()
+    assert library is not None, "the package is a dependency of engines on Linux"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "KMP_", "OMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, str(library), "torch first" if torch_first else ""],
+        env={**kept, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_torch_computes_in_llvms_runtime_whose_threads_sleep_soon() -> None:
+    answer = ask()
+    assert answer["threads"] == 3
+    assert answer["environment"]["KMP_BLOCKTIME"] == BLOCK_TIME
+    assert "GOMP_SPINCOUNT" not in answer["environment"]
+
+
+def test_what_the_operator_has_said_about_spinning_is_left_alone() -> None:
+    assert ask(KMP_BLOCKTIME="7")["blocktime"] == 7
+    assert "KMP_BLOCKTIME" not in ask(OMP_WAIT_POLICY="ACTIVE")["environment"]
+
+
+@pytest.mark.parametrize(
+    ("torch_first", "variables"),
+    [(False, {"GOMP_SPINCOUNT": "100"}), (True, {})],
+    ids=["settings of libgomp", "torch has been imported"],
+)
+def test_torch_keeps_its_own_runtime(torch_first: bool, variables: dict[str, str]) -> None:
+    answer = ask(torch_first, **variables)
+    assert answer["threads"] != 3
+    assert answer["environment"]["GOMP_SPINCOUNT"] == variables.get("GOMP_SPINCOUNT", "10000")
+    assert "KMP_BLOCKTIME" not in answer["environment"]
