@@ -38,10 +38,13 @@ def load_openmp() -> bool:
     # The LM head of small models gets a thread more for a moment: it is kept for the next time.
     os.environ.setdefault("KMP_HOT_TEAMS_MODE", "1")
     try:
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        runtime = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         logger.warning("torch's own OpenMP runtime is used: %s", error)
         return False
+    runtime.omp_get_max_threads()  # which starts it
+    # Where it notes that this process has it: a process that is killed would leave that behind.
+    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
     return True
 
 

@@ -21,9 +21,11 @@ torch.set_num_threads(3)
 torch.ones(1 << 20).sin_()
 runtime = ctypes.CDLL(sys.argv[1])
 print(json.dumps({
+    "pid": os.getpid(),
     "threads": runtime.omp_get_max_threads(),
     "blocktime": runtime.kmp_get_blocktime(),
     "environment": dict(os.environ),
+    "shared memory": os.listdir("/dev/shm"),
 }))
 """
 """Loads the runtime itself at last, to ask whether torch's wish for three threads came there."""
@@ -49,6 +51,11 @@ def test_torch_computes_in_llvms_runtime_whose_threads_sleep_soon() -> None:
     assert answer["threads"] == 3
     assert answer["environment"]["KMP_BLOCKTIME"] == BLOCK_TIME
     assert "GOMP_SPINCOUNT" not in answer["environment"]
+
+
+def test_the_runtime_has_nothing_in_shared_memory_that_a_killed_engine_would_leave_there() -> None:
+    answer = ask()
+    assert not [name for name in answer["shared memory"] if f"_{answer['pid']}_" in name]
 
 
 def test_what_the_operator_has_said_about_spinning_is_left_alone() -> None:
