@@ -76,8 +76,8 @@ def build_executor(
         table = grammar_table(model_config.parent, vocab_size, ())
         return SimulatedExecutor(config, vocab_size=vocab_size, grammars=table)
     lifeline.progress("importing torch")
-    settle_environment()
     engines_on_node = max(1, config.parallel.engines_on_node)
+    settle_environment(engines_on_node * config.parallel.tensor_parallel_size)
     if config.parallel.tensor_parallel_size > 1:
         if config.parallel.enable_expert_parallel:
             raise CannotStart("--enable-expert-parallel needs --tensor-parallel-size 1")

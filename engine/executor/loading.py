@@ -1,13 +1,13 @@
 """From settings to a model on a device; shared by all processes that compute."""
 
 import logging
-import os
 from collections.abc import Callable
 
 import msgspec
 import torch
 
 from engine.config import EngineConfig
+from engine.executor.environment import num_cores
 from engine.model_files import model_directory
 from engine.models.decoder import Decoder
 from engine.models.hf_config import ModelSpec, read_spec
@@ -98,7 +98,7 @@ def most_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: in
     is_spread = parallel.enable_expert_parallel or parallel.tensor_parallel_size > 1
     if is_spread or executor.threads or executor.batch_invariant or not fits_caches(spec):
         return 1
-    return min(_MOST_HEAD_THREADS, _num_cores() // engines_on_node)
+    return min(_MOST_HEAD_THREADS, num_cores() // engines_on_node)
 
 
 def _free_cores(config: EngineConfig) -> int:
@@ -108,12 +108,7 @@ def _free_cores(config: EngineConfig) -> int:
     little from one more: its engines leave them one.
     """
     spec = read_spec(model_directory(config.model, weights=False))
-    return _num_cores() - (1 if fits_caches(spec) else 0)
-
-
-def _num_cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return cores or 1
+    return num_cores() - (1 if fits_caches(spec) else 0)
 
 
 def device_for(config: EngineConfig, number: int) -> torch.device:

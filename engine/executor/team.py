@@ -58,8 +58,8 @@ class Team:
 
     def __init__(self, config: EngineConfig, engine: int, engines_on_node: int) -> None:
         """Start them; they load their libraries while the caller goes on."""
-        settle_environment()  # which the workers inherit
         self.size = config.parallel.tensor_parallel_size
+        settle_environment(engines_on_node * self.size)  # which the workers inherit
         self.on_failure: Callable[[str], None] | None = None
         """Called once, in a thread of its own, with the reason."""
         self.listener = open_listener("127.0.0.1")

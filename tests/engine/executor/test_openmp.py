@@ -14,8 +14,8 @@ import ctypes, json, os, sys
 if sys.argv[2] == "torch first":
     import torch
 from engine.executor.environment import settle_environment
-settle_environment()
-settle_environment()  # a second time changes nothing
+settle_environment(int(sys.argv[3]))
+settle_environment(int(sys.argv[3]))  # a second time changes nothing
 import torch
 torch.set_num_threads(3)
 torch.ones(1 << 20).sin_()
@@ -31,12 +31,19 @@ print(json.dumps({
 """Loads the runtime itself at last, to ask whether torch's wish for three threads came there."""
 
 
-def ask(torch_first: bool = False, **variables: str) -> dict:
+def ask(torch_first: bool = False, processes: int = 0, **variables: str) -> dict:
     library = installed_library()
     assert library is not None, "the package is a dependency of engines on Linux"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "KMP_", "OMP_"))}
     done = subprocess.run(
-        [sys.executable, "-c", ASK, str(library), "torch first" if torch_first else ""],
+        [
+            sys.executable,
+            "-c",
+            ASK,
+            str(library),
+            "torch first" if torch_first else "",
+            str(processes),
+        ],
         env={**kept, **variables},
         capture_output=True,
         text=True,
@@ -64,12 +71,14 @@ def test_what_the_operator_has_said_about_spinning_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch_first", "variables"),
-    [(False, {"GOMP_SPINCOUNT": "100"}), (True, {})],
-    ids=["settings of libgomp", "torch has been imported"],
+    ("torch_first", "processes", "variables"),
+    [(False, 0, {"GOMP_SPINCOUNT": "100"}), (True, 0, {}), (False, 1 << 20, {})],
+    ids=["settings of libgomp", "torch has been imported", "one core for each process"],
 )
-def test_torch_keeps_its_own_runtime(torch_first: bool, variables: dict[str, str]) -> None:
-    answer = ask(torch_first, **variables)
+def test_torch_keeps_its_own_runtime(
+    torch_first: bool, processes: int, variables: dict[str, str]
+) -> None:
+    answer = ask(torch_first, processes, **variables)
     assert answer["threads"] != 3
     assert answer["environment"]["GOMP_SPINCOUNT"] == variables.get("GOMP_SPINCOUNT", "10000")
     assert "KMP_BLOCKTIME" not in answer["environment"]
