@@ -11,6 +11,7 @@ from server.answer.plan import AnswerPlan
 from server.conversation import render_chat
 from server.errors import context_length_exceeded, invalid
 from server.generation import FoldOptions, Prompt
+from server.limits import MAX_SEQUENCES
 from server.sampling import check_prompt_logprobs, check_vocabulary, sampling_params
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.common import JsonObject, SamplingFields
@@ -19,8 +20,6 @@ from server.structured_outputs import GrammarCheck, check_copies, requested_gram
 from server.submission import GenerationSpec
 from server.text.tokenizer import ServedTokenizer
 from server.tool_calls.choice import ToolUse, tool_use
-
-MAX_SEQUENCES = 2048
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -9,9 +9,10 @@ from engine.messages import RequestOutput, SamplingParams
 from server.access.admission import Reservation
 from server.cluster.generation_client import GenerationClient, TokenStream
 from server.generation import Answer, ChoiceFold, Delta, FoldOptions, Prompt, sum_deltas
+from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import SequenceTimer
-from server.schemas.common import INT64_MAX, PromptTokensDetails, Usage
+from server.schemas.common import PromptTokensDetails, Usage
 from server.text.detokenizer import TokenTable
 
 

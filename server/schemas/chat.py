@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
+from server.limits import MAX_TOOLS
 from server.schemas.common import (
     JsonObject,
     OptionalTokenIds,
@@ -16,7 +17,6 @@ from server.schemas.common import (
     Usage,
 )
 from server.schemas.tools import (
-    MAX_TOOLS,
     Tool,
     ToolCall,
     ToolCallDelta,

@@ -11,13 +11,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
+from server.limits import INT64_MAX, INT64_MIN, MAX_BAD_WORDS, MAX_CHOICES, MAX_STOP_STRINGS
 from server.schemas.base import JsonObject, RequestBody
 from server.schemas.structured import ResponseFormat, StructuredOutputs
-
-MAX_CHOICES = 128
-MAX_STOP_STRINGS = 16
-MAX_BAD_WORDS = 1024
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 

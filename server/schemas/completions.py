@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UnsetType
 from pydantic import Field
 
+from server.limits import MAX_PROMPTS
 from server.schemas.common import (
     UNSET,
     FinishReasonField,
@@ -16,8 +17,6 @@ from server.schemas.common import (
     TokenIds,
     Usage,
 )
-
-MAX_PROMPTS = 2048
 
 Prompts = (
     str

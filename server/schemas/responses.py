@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from server.schemas.common import INT64_MAX, INT64_MIN, JsonObject, RequestBody, TokenIds
-from server.schemas.tools import MAX_TOOLS
+from server.limits import INT64_MAX, INT64_MIN, MAX_TOOLS
+from server.schemas.common import JsonObject, RequestBody, TokenIds
 
 
 class ContentPart(RequestBody):

@@ -5,9 +5,10 @@ from typing import Annotated
 import msgspec
 from pydantic import Field
 
+from server.limits import MAX_TOOLS
 from server.schemas.chat import ChatMessage
 from server.schemas.common import JsonObject, RequestBody, TokenIds
-from server.schemas.tools import MAX_TOOLS, Tool
+from server.schemas.tools import Tool
 
 
 class TokenizeRequest(RequestBody):

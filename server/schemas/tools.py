@@ -6,9 +6,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field
 
+from server.limits import MAX_TOOLS
 from server.schemas.common import JsonObject, RequestBody
-
-MAX_TOOLS = 128
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
