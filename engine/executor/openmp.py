@@ -3,7 +3,7 @@
 Threads wait for the next parallel region by spinning, and only then sleep. While they spin,
 LLVM's leave their processor to whoever else wants it (`sched_yield`); those of GNU's libgomp, which
 torch brings, do not. Where front ends, other engines or clients share the processors this is the
-difference: docs/performance.md.
+difference: benchmarks/results/measurements.md.
 """
 
 import ctypes

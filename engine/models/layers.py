@@ -125,7 +125,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to a root mean square of one, then by the weights (computed in float32)."""
     if x.dtype != torch.float32 or x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    # The same in half as many operations, which is half of the time: docs/performance.md
+    # Half as many operations as torch's composition take half of its time: see
+    # benchmarks/results/measurements.md
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return torch.mul(x, weight).mul_(scale)

@@ -1,4 +1,4 @@
-"""What the processor multiplies fast; docs/performance.md has the measurements."""
+"""What the processor multiplies fast; benchmarks/results/measurements.md has the measurements."""
 
 import platform
 from functools import cache

@@ -3,7 +3,8 @@
 oneDNN generates machine code for each shape that it meets, which takes about 0.5 ms. For products
 of a small model that is ten times as long as computing them, and the lengths of prompts, and even
 more the shares of a batch that experts get, differ from step to step. So where rows are cheap a
-product is computed for one of a few numbers of rows; docs/performance.md has the measurements.
+product is computed for one of a few numbers of rows; the measurements are in
+benchmarks/results/measurements.md.
 """
 
 import torch.nn.functional as F

@@ -1,9 +1,9 @@
 """More threads for the widest product of a step than for the rest of it.
 
 Engines of small models compute with fewer threads than there are cores, because their many short
-operations would wait for cores that front ends use (docs/performance.md). The LM head and the
-draws of a large batch are the exception: they take half of a step in one piece, while the front
-ends have long sent the tokens of the step before.
+operations would wait for cores that front ends use (benchmarks/results/measurements.md). The LM
+head and the draws of a large batch are the exception: they take half of a step in one piece, while
+the front ends have long sent the tokens of the step before.
 """
 
 from collections.abc import Iterator
