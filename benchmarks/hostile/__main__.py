@@ -1,0 +1,63 @@
+"""Attacks a server of its own in every way it knows and prints what each attack cost.
+
+    python -m benchmarks.hostile
+    python -m benchmarks.hostile --only connections costly
+    python -m benchmarks.hostile --share 0.1 -- --max-body-bytes 1000000
+
+Ends with status 1 if a bound was exceeded. What follows `--` are flags of the server.
+"""
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
+
+
+def table(trial: Trial) -> Table:
+    """Return what each attack came to, the exceeded bounds last in its row."""
+    found = Table(
+        "attack", "answer", "body", "memory", "loop", "probe", "others' gaps", "exceeded",
+        title=f"bounds: {MEMORY_BOUND >> 20} MB beyond the body, {STALL_BOUND * 1e3:.0f} ms of the "
+        f"loop, {GAP_BOUND} x others' gaps",
+    )  # fmt: skip
+    for row in trial.rows:
+        ratio = "" if row.gap_ratio is None else f"{row.gap_ratio:.2f}"
+        found.add_row(
+            row.name, row.outcome, f"{row.size / 1e6:.2f} MB" if row.size else "",
+            f"{row.cost.memory / 2**20:.0f} MB", f"{row.cost.stall * 1e3:.0f} ms",
+            f"{row.cost.silence * 1e3:.0f} ms", ratio, "; ".join(row.wrong),
+        )  # fmt: skip
+    return found
+
+
+def main() -> None:
+    """Parse the arguments, attack, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    kinds = ("fields", "costly", "connections")
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--share", type=float, default=1.0, help="of the values of fields, 0 to 1")
+    parser.add_argument("--key", help="API key of the server; default: none is asked for")
+    parser.add_argument("--without-key", action="store_true", help="attack without the key")
+    parser.add_argument("server", nargs="*", help="flags of the server, after --")
+    arguments = parser.parse_args()
+    console = Console()
+    trial = Trial(*arguments.server, key=arguments.key, with_key=not arguments.without_key)
+    with trial, Progress(console=console) as progress:
+        for kind in arguments.only:
+            task = progress.add_task(kind, total=None)
+            steps = trial.fields(arguments.share) if kind == "fields" else getattr(trial, kind)()
+            for name in steps:
+                progress.update(task, description=f"{kind}: {name}", advance=1)
+            progress.update(task, total=1, completed=1)
+    console.print(table(trial))
+    for each in trial.left:
+        console.print(f"[red]left behind:[/] {each}")
+    sys.exit(1 if trial.left or any(row.wrong for row in trial.rows) else 0)
+
+
+if __name__ == "__main__":
+    main()

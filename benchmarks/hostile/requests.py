@@ -1,0 +1,113 @@
+"""Requests that are well-formed, small to send, and as costly as their fields allow."""
+
+import json
+from typing import Any, NamedTuple
+
+_WORD = "ROMEO:"
+
+
+class Request(NamedTuple):
+    """One request, with what it is meant to exhaust."""
+
+    name: str
+    path: str
+    body: bytes
+
+
+def _completion(name: str, **fields: Any) -> Request:
+    body = {"prompt": _WORD, "max_tokens": 64, "ignore_eos": True, **fields}
+    return Request(name, "/v1/completions", json.dumps(body).encode())
+
+
+def _chat(name: str, **fields: Any) -> Request:
+    messages = [{"role": "user", "content": "What news?"}]
+    body = {"messages": messages, "max_tokens": 16, **fields}
+    return Request(name, "/v1/chat/completions", json.dumps(body).encode())
+
+
+def _nested(levels: int, opening: str, closing: str, inside: str = "") -> str:
+    return opening * levels + inside + closing * levels
+
+
+def chained_rules(count: int) -> str:
+    """Return a Lark grammar of rules that refer to one another, with costly terminal at its end."""
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(count))
+    return f"start: r0\n{rules}\nr{count}: /(a|b|ab|ba)*x(a|b){{200}}/"
+
+
+def costly_requests() -> list[Request]:
+    """Return requests whose price is in what they ask for, not in how large they are."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    deep = json.loads(_nested(300, '{"type": "array", "items": ', "}", '{"type": "null"}'))
+    return [
+        *_of_sampling(),
+        *_of_forms(deep),
+        _chat("tool arguments nested deeply", messages=_call_turns(_nested(5000, "[", "]"))),
+        _chat("128 tools with deep schemas", tools=[
+            {"type": "function", "function": {"name": f"f{i}", "parameters": deep}}
+            for i in range(128)
+        ], tool_choice="required"),
+        _chat("tools and a contradictory choice", tools=[tool],
+              tool_choice={"type": "function", "function": {"name": "g"}}),
+        _chat("template arguments without end", chat_template_kwargs={"messages": "x" * 10**6}),
+        _chat("2,000 turns", messages=[{"role": "user", "content": "a"}] * 2000),
+    ]  # fmt: skip
+
+
+def _of_sampling() -> list[Request]:
+    return [
+        _completion("best_of 2**62", best_of=2**62),
+        _completion("best_of 10**15", best_of=10**15),
+        _completion("n 128 with all scores", n=128, logprobs=20, prompt_logprobs=20, echo=True),
+        _completion("2,048 prompts", prompt=["a"] * 2048, max_tokens=1),
+        _completion("2,048 prompts, best_of 128", prompt=["a"] * 2048, best_of=128),
+        _completion("one long bad word", bad_words=["a" * (2 << 20)]),
+        _completion("1,024 bad words in 127 choices",
+                    bad_words=[f"w{i} x{i} y{i}" for i in range(1024)], n=127, max_tokens=200),
+        _completion("a million stop tokens", stop_token_ids=[7] * 1_000_000, n=128),
+        _completion("a bias for every token", n=128,
+                    logit_bias={str(i): 1.0 for i in range(1000)}),
+        _completion("many allowed tokens", n=128, allowed_token_ids=list(range(1000)) * 100),
+        _completion("long stop strings", stop=["a" * 100_000 for _ in range(16)], n=64),
+        _completion("the longest text", prompt="a " * 1_000_000),
+        _completion("the longest text, cut", prompt="a " * 1_000_000, truncate_prompt_tokens=10),
+        _completion("one word of a megabyte", prompt="a" * 2_000_000),
+        _completion("token ids without end", prompt=[5] * 600_000),
+        _completion("a rank that cannot be", priority=-(2**31)),
+    ]  # fmt: skip
+
+
+def _of_forms(deep: dict[str, Any]) -> list[Request]:
+    properties = {f"p{i}": {"type": "string", "pattern": "^(a|b|ab)*$"} for i in range(2000)}
+    references = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d3000": {}}
+
+    def held(name: str, **form: Any) -> Request:
+        return _completion(name, structured_outputs=form, n=8)
+
+    return [
+        held("a chain of 7,000 rules", grammar=chained_rules(7000)),
+        held("a chain of 500 rules", grammar=chained_rules(500)),
+        held("a rule within itself", grammar="start: a\na: a a | b\nb: a"),
+        held("exploding terminals", grammar="start: /(.*a.*){40}/ /(.*b.*){40}/"),
+        held("an expression with repetitions of repetitions", regex="((a{100}){100}){100}"),
+        held("an expression nested deeply", regex=_nested(20_000, "(", ")", "a")),
+        held("an exploding expression", regex="(a|b)*a(a|b){60}"),
+        held("a schema nested deeply", json=deep),
+        held("a schema with 2,000 patterns", json={"type": "object", "properties": properties,
+                                                    "required": list(properties)}),
+        held("a chain of references", json={"$ref": "#/$defs/d0", "$defs": references}),
+        held("10,000 choices", choice=[f"choice {i}" for i in range(10_000)]),
+        held("a form that contradicts the tokens", regex="[0-9]{5}"),
+        _completion("a form without its tokens", structured_outputs={"regex": "[0-9]{5}"},
+                    allowed_token_ids=[5]),
+        held("unbounded repetition of digits", regex="[0-9]{1,100000}"),
+    ]  # fmt: skip
+
+
+def _call_turns(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "done"},
+    ]

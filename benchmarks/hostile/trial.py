@@ -1,0 +1,206 @@
+"""Puts hostile clients before a running server and measures what each costs it and others."""
+
+import functools
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.hostile.bodies import Body, bodies
+from benchmarks.hostile.bystanders import Bystanders
+from benchmarks.hostile.connections import ATTACKS, Address, exchange, request
+from benchmarks.hostile.requests import costly_requests
+from benchmarks.hostile.watch import Cost, Watch
+from benchmarks.running_stack import RunningStack
+
+MEMORY_BOUND = 64 << 20
+"""Bytes by which one request may grow a front end, beyond its own body."""
+STALL_BOUND = 0.1
+"""Seconds for which one request may keep a front end's event loop busy."""
+GAP_BOUND = 1.5
+"""How many times as long the gaps between other streams' tokens may be, in the median."""
+NUM_BYSTANDERS = 4
+_CALM_SECONDS = 4.0
+_ANSWERS = {200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 422, 429, 431, 503}
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "ROMEO:", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 1},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [1]},
+}
+"""A small body that each operation accepts."""
+
+
+@dataclass
+class Row:
+    """What one attack came to."""
+
+    name: str
+    outcome: str
+    size: int
+    """Bytes of the request's body; 0 where there is no single one."""
+    cost: Cost
+    began: float
+    ended: float
+    wrong: list[str] = field(default_factory=list)
+    """Bounds that were exceeded, and answers that should not have come."""
+    gap_ratio: float | None = None
+    """Median gap of other streams' tokens to that in calm; None if the attack was too short."""
+
+
+class Trial:
+    """A server with one front end, streams beside it, and a row per attack.
+
+    Args:
+        flags: of the server, beside those that the trial needs.
+        key: API key that the server asks for and the streams beside send; attacks do not have it
+            unless `with_key`.
+    """
+
+    def __init__(self, *flags: str, key: str | None = None, with_key: bool = True) -> None:
+        self.rows: list[Row] = []
+        self.left: list[str] = []
+        """What was still in use a while after the last attack."""
+        self._key = key
+        self._headers = [f"Authorization: Bearer {key}"] if key is not None and with_key else []
+        keys = () if key is None else ("--api-key", key)
+        self._stack = RunningStack(
+            "--api-server-count", "1", "--data-parallel-size", "1", "--log-level", "error",
+            "--receive-timeout", "2", "--keep-alive-timeout", "2", "--send-timeout", "2",
+            *keys, *flags,
+        )  # fmt: skip
+
+    def __enter__(self) -> "Trial":
+        self._stack.__enter__()
+        self._address = _address(self._stack.url)
+        self._processes = {name: each.pid for name, each in self._stack.processes().items()}
+        self._watch = Watch(self._stack.url, self._processes["api 0"]).__enter__()
+        self._beside = Bystanders(self._stack.url, NUM_BYSTANDERS, self._key).__enter__()
+        self._calm_from = time.monotonic()
+        time.sleep(_CALM_SECONDS)  # the gaps without attacks are what those with them are held to
+        self._calm_until = time.monotonic()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._beside.__exit__(*error)
+        self._watch.__exit__(*error)
+        try:
+            self.left = self._left()
+        finally:
+            self._stack.__exit__(*error)
+        self._judge_gaps()
+
+    # -- attacks ---------------------------------------------------------------------------------
+
+    def fields(self, share: float = 1.0) -> Iterator[str]:
+        """Send every field's worst values; yield each row's name as it is there.
+
+        `share` is how many of them are sent, evenly spread.
+        """
+        document = json.loads(self._get("/openapi.json"))
+        for path, right in RIGHT.items():
+            content = document["paths"][path]["post"]["requestBody"]["content"]
+            schema = content["application/json"]["schema"]
+            worst: Row | None = None
+            for body in _spread(bodies(schema, document, right), share):
+                row = self._request(f"{path} {body.name}", path, body.text.encode())
+                if row.wrong:
+                    self.rows.append(row)
+                if worst is None or _weight(row.cost) > _weight(worst.cost):
+                    worst = row
+            if worst is not None and not worst.wrong:
+                self.rows.append(worst)
+            yield path
+
+    def costly(self) -> Iterator[str]:
+        """Send the requests that ask for much in few bytes."""
+        for each in costly_requests():
+            self.rows.append(self._request(each.name, each.path, each.body))
+            yield each.name
+
+    def connections(self) -> Iterator[str]:
+        """Let the clients come that are hostile by how they send and read."""
+        for attack in ATTACKS:
+            name = attack.__name__.replace("_", " ")
+            self.rows.append(self._measured(name, 0, functools.partial(attack, self._address)))
+            yield name
+
+    def _request(self, name: str, path: str, body: bytes) -> Row:
+        def send() -> str:
+            status, answer = exchange(self._address, request(path, body, *self._headers))
+            return f"{status}, {len(answer)} bytes"
+
+        row = self._measured(name, len(body), send)
+        if int(row.outcome.partition(",")[0]) not in _ANSWERS:
+            row.wrong.append(f"answered {row.outcome}")
+        return row
+
+    def _measured(self, name: str, size: int, attack: Callable[[], str]) -> Row:
+        self._watch.begin()
+        began = time.monotonic()
+        outcome = attack()
+        row = Row(name, outcome, size, self._watch.cost(), began, time.monotonic())
+        if row.cost.memory > MEMORY_BOUND + size:
+            row.wrong.append(f"grew by {row.cost.memory >> 20} MB")
+        if row.cost.stall > STALL_BOUND:
+            row.wrong.append(f"kept the loop for {row.cost.stall * 1e3:.0f} ms")
+        return row
+
+    # -- afterwards ------------------------------------------------------------------------------
+
+    def _judge_gaps(self) -> None:
+        calm = self._beside.median_between(self._calm_from, self._calm_until)
+        for row in self.rows:
+            gap = self._beside.median_between(row.began, row.ended)
+            if calm is not None and gap is not None:
+                row.gap_ratio = gap / calm
+
+    def _left(self) -> list[str]:
+        """Return what is in use although nobody asks for anything any more."""
+        deadline = time.monotonic() + 20
+        while (busy := self._busy()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        now = {name: each.pid for name, each in self._stack.processes().items()}
+        if now != self._processes:
+            busy.append(f"processes were {self._processes}, are {now}")
+        if "Traceback" in self._stack.output:
+            busy.append("a traceback in the log")
+        return busy
+
+    def _busy(self) -> list[str]:
+        names = "num_requests_running|num_requests_waiting|kv_cache_usage_perc"
+        text = self._get("/metrics")
+        found = re.findall(rf"^(swell_(?:{names})\{{[^}}]*\}}) (\S+)$", text, re.M)
+        return [f"{name} {value}" for name, value in found if float(value) != 0]
+
+    def _get(self, path: str) -> str:
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        asked = urllib.request.Request(self._stack.url + path, headers=headers)
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            text: str = answer.read().decode()
+        return text
+
+
+def _address(url: str) -> Address:
+    parts = urlsplit(url)
+    return parts.hostname or "127.0.0.1", parts.port or 80
+
+
+def _spread(found: Iterable[Body], share: float) -> Iterator[Body]:
+    """Yield this share of them, evenly spread; wrong kinds of values come at the same places."""
+    due = 0.0
+    for body in found:
+        due += share
+        if due >= 1:
+            due -= 1
+            yield body
+
+
+def _weight(cost: Cost) -> float:
+    return max(cost.memory / MEMORY_BOUND, cost.stall / STALL_BOUND)
