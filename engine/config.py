@@ -251,6 +251,14 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
             "the engine that it serves under --data-parallel-lb external."
         ),
     ] = None
+    data_parallel_rank_local: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Number of this engine among those of its node, which picks its CUDA "
+            "devices; default: given by the node's supervisor; of an engine that is started alone, "
+            "--data-parallel-rank modulo --data-parallel-size-local."
+        ),
+    ] = None
     data_parallel_lb: Annotated[
         Literal["internal", "hybrid", "external"],
         Meta(
@@ -298,6 +306,13 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         if self.data_parallel_size_local is not None:
             return self.data_parallel_size_local
         return self.data_parallel_size if self.data_parallel_rank is None else 1
+
+    @property
+    def number_on_node(self) -> int:
+        """Which of its node's engines this is, from 0; ranks may interleave between nodes."""
+        if self.data_parallel_rank_local is not None:
+            return self.data_parallel_rank_local
+        return (self.data_parallel_rank or 0) % max(1, self.data_parallel_size_local or 1)
 
     def rank_on_node(self, number: int) -> int | None:
         """Return the rank of the node's engine `number`; None if the coordinator chooses it."""

@@ -98,7 +98,7 @@ COMMANDS = {
         "swell serve --coordinator head:7550 --data-parallel-size-local 4   # one node of several",
         ServeConfig,
         MODEL,
-        frozenset(),
+        frozenset({"data_parallel_rank_local"}),
         _serve,
     ),
     "coordinator": Command(
@@ -122,7 +122,9 @@ COMMANDS = {
         "swell api-server ./my-model --coordinator head:7550 --host 0.0.0.0 --port 8000",
         ApiServerConfig,
         MODEL,
-        frozenset({"data_parallel_size_local", "data_parallel_start_rank"}),
+        frozenset(
+            {"data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank_local"}
+        ),
         _api_server,
     ),
     "scale": Command(
@@ -139,7 +141,14 @@ COMMANDS = {
         "swell run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --data-parallel-size 4",
         RunBatchConfig,
         None,
-        frozenset({"coordinator", "data_parallel_rank", "data_parallel_size_local"}),
+        frozenset(
+            {
+                "coordinator",
+                "data_parallel_rank",
+                "data_parallel_rank_local",
+                "data_parallel_size_local",
+            }
+        ),
         _run_batch,
         {"input_file": "-i", "output_file": "-o"},
         ("input_file", "output_file"),

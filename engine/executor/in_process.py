@@ -75,7 +75,7 @@ class InProcessExecutor:
         """Load the model and size the KV cache.
 
         Args:
-            rank: picks the accelerator of this engine where there are several.
+            rank: picks the experts that this engine holds first, where they are shared out.
             engines_on_node: how many engines share the node's processors and memory.
             progress: is told what happens now, in words for people.
             leader: leads the processes that hold the other parts of the model.
@@ -90,7 +90,7 @@ class InProcessExecutor:
         self._report = progress or logger.info
         set_threads(config, engines_on_node)
         processes = config.parallel.tensor_parallel_size
-        self._device = device_for(config, rank * processes)
+        self._device = device_for(config)
         self._leader = leader
         self._shard = None if leader is None else Shard(leader.group, leader)
         self._place: GroupPlace | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ParallelConfig
 from engine.executor.environment import num_cores
 from engine.model_files import model_directory
 from engine.models.decoder import Decoder
@@ -111,11 +111,39 @@ def _free_cores(config: EngineConfig) -> int:
     return num_cores() - (1 if fits_caches(spec) else 0)
 
 
-def device_for(config: EngineConfig, number: int) -> torch.device:
-    """Return where the node's process of this number computes.
+class TooFewDevices(ValueError):
+    """The node has fewer devices than its engines need."""
+
+
+def device_number(parallel: ParallelConfig, worker: int, count: int) -> int:
+    """Return which of the `count` visible devices belongs to a process of an engine.
+
+    Devices are numbered on each node, engine by engine: those of one engine follow each other.
+
+    Args:
+        worker: which of the engine's processes this is, from 0.
 
     Raises:
-        ValueError: CUDA is asked for and there is none.
+        TooFewDevices: the engine's last device is not there.
+    """
+    engine, size = parallel.number_on_node, parallel.tensor_parallel_size
+    first, last = engine * size, (engine + 1) * size - 1
+    if last >= count:
+        needed = f"device {first}" if size == 1 else f"devices {first} to {last}"
+        raise TooFewDevices(
+            f"engine {engine} of this node needs CUDA {needed}, but only {count} "
+            f"{'is' if count == 1 else 'are'} visible: lower --data-parallel-size (on several "
+            "nodes --data-parallel-size-local) or --tensor-parallel-size, or set "
+            "CUDA_VISIBLE_DEVICES to more"
+        )
+    return first + worker
+
+
+def device_for(config: EngineConfig, worker: int = 0) -> torch.device:
+    """Return where one of an engine's processes computes.
+
+    Raises:
+        ValueError: CUDA is asked for and there is none, or not for all engines of the node.
     """
     wanted = config.model.device
     if wanted == "auto":
@@ -124,4 +152,5 @@ def device_for(config: EngineConfig, number: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device was found")
-    return torch.device("cuda", number % torch.cuda.device_count())
+    # torch numbers the devices of CUDA_VISIBLE_DEVICES, where that is set.
+    return torch.device("cuda", device_number(config.parallel, worker, torch.cuda.device_count()))

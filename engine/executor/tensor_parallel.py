@@ -122,7 +122,7 @@ class TensorParallelExecutor:
         team.on_failure = self._failed
         try:
             team.collect()
-            self._group = self._join(device_for(config, rank * team.size))
+            self._group = self._join(device_for(config))
             self._leader = TeamLeader(team, self._group)
             self._inner = InProcessExecutor(
                 config, rank, engines_on_node, progress, leader=self._leader

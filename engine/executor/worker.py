@@ -168,7 +168,7 @@ def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
         Exception: whatever makes it impossible to go on.
     """
     set_threads(launch.config, launch.engines_on_node)
-    device = device_for(launch.config, launch.engine * launch.size + launch.rank)
+    device = device_for(launch.config, launch.rank)
     connection.sendall(pack_frame(Answer(0)))
     group = join_group(
         GroupSpec(launch.address, launch.rank, launch.size, 0, GROUP_TIMEOUT), device

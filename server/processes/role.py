@@ -82,6 +82,7 @@ def engine_role(config: ServeConfig, place: int) -> Role:
     parallel = msgspec.structs.replace(
         engine.parallel,
         data_parallel_rank=rank,
+        data_parallel_rank_local=place,
         data_parallel_size_local=engine.parallel.engines_on_node,
     )
     of_rank = msgspec.structs.replace(engine, parallel=parallel)
