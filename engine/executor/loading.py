@@ -10,6 +10,7 @@ from engine.config import EngineConfig, ParallelConfig
 from engine.executor.environment import num_cores
 from engine.model_files import model_directory
 from engine.models.decoder import Decoder
+from engine.models.fingerprint import computed_fingerprint
 from engine.models.hf_config import ModelSpec, read_spec
 from engine.models.loader import (
     DecoderLoader,
@@ -72,7 +73,9 @@ def load_model(
         batch_invariant=config.executor.batch_invariant,
     )
     with torch.inference_mode():
-        return LoadedModel(loader.load(), checkpoint.fingerprint(), loader)
+        model = loader.load()
+        fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
+        return LoadedModel(model, fingerprint, loader)
 
 
 def set_threads(config: EngineConfig, engines_on_node: int) -> None:

@@ -16,14 +16,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from engine.models.fingerprint import weights_fingerprint
 from engine.models.hf_config import ModelSpec
 
 Shape = tuple[int, ...]
 Layout = dict[str, Shape]
 
 _MAX_PROBLEMS = 8
-_SAMPLED_TENSORS = 512
-_SAMPLED_VALUES = 32
 _DUMMY_RANGE = 0.035
 """Half-width of the uniform distribution of dummy weights: a standard deviation of 0.02."""
 
@@ -172,15 +171,9 @@ class SafetensorsCheckpoint:
         return tensor
 
     def fingerprint(self) -> str:
-        """Digest of the config, all names, shapes and types, and some bytes of the weights."""
-        digest = hashlib.sha256(self._config)
-        names = sorted(self._shapes)
-        for name in names:
-            digest.update(f"{name}{self._shapes[name]}{self._stored[name]};".encode())
-        for name in names[:: max(1, len(names) // _SAMPLED_TENSORS)]:
-            sample = self.tensor(name).flatten()[:_SAMPLED_VALUES].contiguous()
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:32]
+        """Digest of the config and of name, shape, type and some bytes of every tensor."""
+        described = {name: f"{shape} {self._stored[name]}" for name, shape in self._shapes.items()}
+        return weights_fingerprint(self._config, described, self.tensor)
 
 
 def _weight_files(directory: Path) -> list[Path]:

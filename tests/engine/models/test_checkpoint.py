@@ -12,6 +12,7 @@ from engine.models.checkpoint import (
     SafetensorsCheckpoint,
     expected_tensors,
 )
+from engine.models.fingerprint import computed_fingerprint, weights_fingerprint
 from engine.models.hf_config import read_spec
 
 CONFIG = {
@@ -107,6 +108,44 @@ def test_fingerprint_tells_weights_apart(directory, spec, tensors):
     assert second != first
     (directory / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 1.0}))
     assert fingerprint() != second
+
+
+def test_no_tensor_is_too_far_back_and_no_value_too_deep_for_the_fingerprint(
+    directory, spec, tensors
+):
+    def fingerprint():
+        save_file(tensors, directory / "model.safetensors")
+        return SafetensorsCheckpoint(directory, spec).fingerprint()
+
+    seen = {fingerprint()}
+    for tensor in tensors.values():
+        for value in (0, tensor.numel() // 2, -1):
+            tensor.view(-1)[value] += 1
+            seen.add(fingerprint())
+    assert len(seen) == 1 + 3 * len(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_large_tensor_is_sampled_from_its_first_value_to_its_last(dtype):
+    large = torch.zeros(3000, 1001).to(dtype)
+
+    def fingerprint():
+        return weights_fingerprint(b"", {"large": "described"}, lambda _: large)
+
+    first = fingerprint()
+    for row in (0, -1):
+        large[row, row] += 1
+        assert fingerprint() != first
+        large[row, row] -= 1
+    large += 1
+    assert fingerprint() != first
+
+
+def test_weights_rounded_to_8_bits_have_another_fingerprint():
+    assert computed_fingerprint("f" * 32, None) == "f" * 32
+    rounded = computed_fingerprint("f" * 32, "int8")
+    assert rounded != "f" * 32
+    assert len(rounded) == 32
 
 
 def test_fingerprint_of_dummy_weights_depends_on_the_seed(directory, spec):
