@@ -8,6 +8,13 @@ told again by its peers: after a restart they notice the new epoch and register 
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from coordinator.agreement import (
+    SIZE_KEY,
+    differing_model,
+    refused_by_protocol,
+    refused_by_settings,
+    refused_by_weights,
+)
 from coordinator.events import (
     Action,
     Event,
@@ -45,8 +52,7 @@ from engine.messages import (
     Welcome,
 )
 from engine.reach import EVERYTHING, Reach
-
-SIZE_KEY = "data_parallel_size"
+from engine.version import PROTOCOL_VERSION, swell_version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +169,8 @@ class CoordinatorState:
     def _hello(self, sender: bytes, hello: Hello, now: float) -> list[Action]:
         members = self._members[hello.kind]
         index = self._index_for(hello)
-        refusal = self._why_refused(hello, index)
+        refusal = refused_by_protocol(hello.protocol, hello.version)
+        refusal = refusal or self._why_refused(hello, index)
         if refusal is not None:
             return [Reply(sender, refusal)]
         actions: list[Action] = []
@@ -174,8 +181,11 @@ class CoordinatorState:
                 group_config=hello.group_config, addresses=hello.addresses, reach=hello.reach,
             )  # fmt: skip
             name = f"{hello.kind.replace('_', ' ')} {index}"
-            actions.append(Notice(f"{name} joined from {hello.host}, pid {hello.pid}"))
+            actions.append(
+                Notice(f"{name} joined from {hello.host}, pid {hello.pid}, Swell {hello.version}")
+            )
             if hello.kind == "engine":
+                actions += self._send_strangers_away(hello)
                 self._count_restart(index, hello.incarnation)
                 self._choose_wave(hello)
                 self._wave.adopt(hello.wave)
@@ -192,6 +202,8 @@ class CoordinatorState:
             ),
             output_address=self._parameters.back_output if is_engine else "",
             front_ends=self._front_ends_order().front_ends if is_engine else [],
+            protocol=PROTOCOL_VERSION,
+            version=swell_version(),
         )
         return [*actions, Reply(sender, welcome)]
 
@@ -235,20 +247,24 @@ class CoordinatorState:
                 field="index",
                 final=False,
             )
-        size = hello.group_config.get(SIZE_KEY, "1")
-        if not size.isdecimal():
-            return Refused(f"{SIZE_KEY} is {size!r}: it has to be a number", field=SIZE_KEY)
-        for peer in self._members["engine"].values():
-            if hello.kind != "engine" or peer.index == index:
-                continue
-            for name, value in peer.group_config.items():
-                if hello.group_config.get(name) != value:
-                    return Refused(
-                        f"{name} is {hello.group_config.get(name)!r} here but {value!r} "
-                        f"on engine {peer.index}: all engines of a cluster must agree",
-                        field=name,
-                    )
-        return None
+        engines = self._members["engine"].values()
+        others = {
+            peer.index: peer.group_config
+            for peer in engines
+            if hello.kind != "engine" or peer.index != index
+        }
+        return refused_by_settings(hello, others)
+
+    def _send_strangers_away(self, engine: Hello) -> list[Action]:
+        """Remove front ends of another model than an engine that was let in."""
+        actions: list[Action] = []
+        for index, member in list(self._members["front_end"].items()):
+            field = differing_model(member.group_config, engine.group_config)
+            if field is not None:
+                theirs, ours = member.group_config.get(field), engine.group_config[field]
+                why = f"was sent away: its {field} is {theirs!r}, that of the engines {ours!r}"
+                actions += self._remove("front_end", index, why)
+        return actions
 
     def _alive(
         self, sender: bytes, message: Ready | Heartbeat | Draining, now: float
@@ -265,7 +281,12 @@ class CoordinatorState:
             self._engines_changed()
             actions.append(Notice(f"{message.kind.replace('_', ' ')} {message.index} drains"))
         if isinstance(message, Ready) and not member.ready and not member.draining:
-            refusal = self._fingerprint_refusal(message)
+            setups = {
+                peer.index: peer.setup
+                for peer in self._members["engine"].values()
+                if peer.setup is not None
+            }
+            refusal = refused_by_weights(message.index, message.setup, setups)
             if refusal is not None:
                 removed = self._remove(message.kind, message.index, "was refused")
                 return [*removed, Reply(sender, refusal)]
@@ -274,18 +295,6 @@ class CoordinatorState:
             self._engines_changed()
             actions.append(Notice(f"{message.kind.replace('_', ' ')} {message.index} is ready"))
         return actions
-
-    def _fingerprint_refusal(self, ready: Ready) -> Refused | None:
-        for peer in self._members["engine"].values():
-            if ready.setup is None or peer.setup is None or peer.index == ready.index:
-                continue
-            if peer.setup.model_fingerprint != ready.setup.model_fingerprint:
-                return Refused(
-                    f"the weights of this engine ({ready.setup.model_fingerprint}) are not those "
-                    f"of engine {peer.index} ({peer.setup.model_fingerprint})",
-                    field="model_fingerprint",
-                )
-        return None
 
     def _remove(self, kind: MemberKind, index: int, why: str) -> list[Action]:
         del self._members[kind][index]

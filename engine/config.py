@@ -422,35 +422,6 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     """Random number of this process, chosen by the supervisor so that it can report its death."""
 
 
-def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, str]:
-    """Settings that have to be equal on all engines of a cluster, by flag name.
-
-    Engines that step together also have to come to the same decisions in every step.
-    """
-    together = {
-        "lockstep": "true",
-        "data_parallel_size": str(config.parallel.data_parallel_size),
-        "regroup": config.parallel.regroup,
-        "max_num_seqs": str(config.scheduler.max_num_seqs),
-        "max_num_batched_tokens": str(config.scheduler.max_num_batched_tokens),
-        "admission_policy": str(config.scheduler.admission_policy),
-        "admission_cadence": str(config.scheduler.admission_cadence),
-        "level_wait_weight": str(config.scheduler.level_wait_weight),
-        "level_hold_per_rank": str(config.scheduler.level_hold_per_rank),
-    }
-    return {
-        **(together if lockstep else {}),
-        "model": Path(config.model.model).name,
-        "dtype": config.model.dtype,
-        "quantization": str(config.model.quantization),
-        "batch_invariant": str(config.executor.batch_invariant),
-        "max_model_len": str(config.model.max_model_len),
-        "block_size": str(config.cache.block_size),
-        "load_format": config.model.load_format,
-        "seed": str(config.model.seed),
-    }
-
-
 def private_directory(configured: str | None) -> Path:
     """Return the directory for local sockets, made with mode 0700 if it is not there.
 

@@ -23,6 +23,7 @@ from engine.messages import (
     Welcome,
 )
 from engine.reach import EVERYTHING, Reach
+from engine.version import PROTOCOL_VERSION, swell_version
 
 HELLO_INTERVAL = 0.5
 """Seconds between two attempts to join."""
@@ -115,6 +116,8 @@ class Membership:
                     me.addresses,
                     self.wave,
                     me.reach,
+                    PROTOCOL_VERSION,
+                    swell_version(),
                 )
             ]
         self._next_send = now + self._interval
@@ -140,9 +143,15 @@ class Membership:
             return None
         return self._welcomed(reply)
 
-    def _welcomed(self, welcome: Welcome) -> Joined | None:
+    def _welcomed(self, welcome: Welcome) -> Joined | Rejected | None:
         if welcome.epoch == self.epoch:
             return None  # answer to a repeated HELLO
+        if welcome.protocol != PROTOCOL_VERSION:
+            return Rejected(
+                f"protocol is {PROTOCOL_VERSION} here (Swell {swell_version()}) but "
+                f"{welcome.protocol or 'older than 1'} at the coordinator (Swell "
+                f"{welcome.version or 'unknown'}), which did not mind"
+            )
         again = self._joined_once
         self.epoch = welcome.epoch
         self.index = welcome.index

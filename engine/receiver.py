@@ -15,8 +15,9 @@ from typing import Any
 
 import zmq
 
-from engine.config import EngineConfig, group_config
+from engine.config import EngineConfig
 from engine.front_end_lines import FrontEndLines, LineChanges
+from engine.group_config import group_config
 from engine.lockstep.group_connection import GroupConnection
 from engine.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
 from engine.messages import (

@@ -18,6 +18,7 @@ import zmq
 from fastapi import FastAPI
 
 from engine.config import private_directory
+from engine.group_config import model_identity
 from engine.heap import settle_heap
 from engine.lifeline import CANNOT_START, Lifeline
 from engine.logs import name_process
@@ -108,7 +109,7 @@ class FrontEnd:
         self._lifeline.progress("loading the tokenizer")
         model = await asyncio.to_thread(model_directory, self._config.model, weights=False)
         tokenizer = ServedTokenizer.load(model, self._config.model)
-        link = self._link()
+        link = self._link(await asyncio.to_thread(model_identity, self._config.model))
         self._lifeline.progress("waiting for the coordinator")
         index = await link.join()
         if self._launch.index < 0:
@@ -140,7 +141,7 @@ class FrontEnd:
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 
-    def _link(self) -> ClusterLink:
+    def _link(self, identity: dict[str, str]) -> ClusterLink:
         cluster, host = self._config.cluster, self._host
         return ClusterLink(
             Identity(
@@ -149,7 +150,7 @@ class FrontEnd:
                 incarnation=self._launch.incarnation,
                 host=node_name(cluster),
                 pid=os.getpid(),
-                group_config={},
+                group_config=identity,
                 addresses=FrontEndAddresses(
                     bound_address(self._requests, host), bound_address(self._outputs, host)
                 ),

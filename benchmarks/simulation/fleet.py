@@ -29,6 +29,7 @@ from engine.scheduler.admission import UNLIMITED, AdmitAll
 from engine.scheduler.outputs import Outputs
 from engine.scheduler.policies import build_admission_policy
 from engine.sender import STATS_INTERVAL, StatsThrottle
+from engine.version import PROTOCOL_VERSION
 from server.cluster.routing import POLICIES, RoutingPolicy
 from server.cluster.state import ClusterState
 
@@ -181,11 +182,24 @@ class Fleet:
         handle = self._coordinator.handle
         for index in range(self._shape.front_ends):
             addresses = FrontEndAddresses("", "")
-            hello = Hello("front_end", index, index + 1, "node", 0, addresses=addresses)
+            hello = Hello(
+                "front_end",
+                index,
+                index + 1,
+                "node",
+                0,
+                addresses=addresses,
+                protocol=PROTOCOL_VERSION,
+            )
             handle(FromMember(b"", hello), 0.0)
             handle(FromMember(b"", Ready("front_end", index, index + 1)), 0.0)
         for rank in range(self._shape.engines):
-            handle(FromMember(b"", Hello("engine", rank, rank + 1, "node", 0)), 0.0)
+            handle(
+                FromMember(
+                    b"", Hello("engine", rank, rank + 1, "node", 0, protocol=PROTOCOL_VERSION)
+                ),
+                0.0,
+            )
             handle(FromMember(b"", Ready("engine", rank, rank + 1)), 0.0)
         view = self._coordinator.view()
         for front_end in self._front_ends:

@@ -57,9 +57,12 @@ class Hello(Message, frozen=True):
     `host` is the name of its node.
     `incarnation` is a random number drawn once per process. `index` is the rank or front-end
     number, or -1 to be given one. `group_config` holds the settings that must be equal on all
-    engines, as text, so that a refusal can name the one that differs. The key "lockstep" with the
+    engines, as text, so that a refusal can name the one that differs; front ends state the model's
+    only (`engine.group_config`). The key "lockstep" with the
     value "true" says that the engines step together and need waves; "data_parallel_size" then says
     how many form the first group and "regroup" what happens when one of them dies.
+
+    Fields are only ever appended, so that processes of all versions understand each other so far.
     """
 
     kind: MemberKind
@@ -73,6 +76,10 @@ class Hello(Message, frozen=True):
     """The wave an engine that joins again was in; a coordinator takes the maximum it sees."""
     reach: Reach = EVERYTHING
     """The engines that a front end routes to."""
+    protocol: int = 0
+    """See `engine.version`; 0 in processes that are older than the field."""
+    version: str = ""
+    """Version of Swell, for people."""
 
 
 class Ready(Message, frozen=True):
@@ -138,6 +145,10 @@ class Welcome(Message, frozen=True):
     output_address: str
     """Back output for engines; empty for front ends."""
     front_ends: list[FrontEndEntry] = []
+    protocol: int = 0
+    """See `engine.version`; 0 from coordinators that are older than the field."""
+    version: str = ""
+    """Version of Swell, for people."""
 
 
 class Refused(Message, frozen=True):

@@ -31,7 +31,7 @@ def weights_fingerprint(
     digest = hashlib.sha256(config)
     for name in sorted(described):
         digest.update(f"{name} {described[name]};".encode())
-        digest.update(_sample(tensor(name)))
+        digest.update(_sample(tensor(name)).tobytes())
     return digest.hexdigest()[:_LENGTH]
 
 

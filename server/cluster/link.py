@@ -39,6 +39,7 @@ class ClusterLink:
         self._registration: Inbox | None = None
         self._handshakes: HandshakeWatch | None = None
         self._publish_address = ""
+        self._refusal: str | None = None
         self._views: Inbox | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -97,7 +98,7 @@ class ClusterLink:
         event = self._membership.receive(reply)
         if isinstance(event, Rejected):
             if self._welcomed.done():
-                logger.error("the coordinator refused this front end: %s", event.reason)
+                self._refused_again(event.reason)
             else:
                 self._welcomed.set_exception(JoinRefused(event.reason))
         elif isinstance(event, Joined):
@@ -105,7 +106,14 @@ class ClusterLink:
         if self._membership.epoch is None:
             self._send_due()
 
+    def _refused_again(self, reason: str) -> None:
+        """Engines of another model have come: keep asking, until those of this one are back."""
+        if reason != self._refusal:
+            logger.error("the coordinator refused this front end, which keeps asking: %s", reason)
+        self._refusal = reason
+
     def _joined(self, event: Joined) -> None:
+        self._refusal = None
         if event.again:
             logger.warning("registered again: the coordinator had forgotten this process")
             self._send_due()

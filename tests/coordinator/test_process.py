@@ -28,6 +28,7 @@ from engine.messages import (
     encode,
 )
 from engine.transport import Transport
+from engine.version import PROTOCOL_VERSION
 
 TIMEOUT_MS = 10_000
 
@@ -76,7 +77,7 @@ def test_a_member_joins_and_everybody_hears_of_it(peer: Peer) -> None:
     empty = receive(front, ClusterView)
     assert isinstance(empty, ClusterView)
     assert empty.engines == []
-    welcome = peer.ask(Hello("engine", -1, 10, "h", 1))
+    welcome = peer.ask(Hello("engine", -1, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
     assert peer.ask(Ready("engine", welcome.index, 10)) == HeartbeatAck(welcome.epoch, known=True)
     while True:
@@ -87,7 +88,7 @@ def test_a_member_joins_and_everybody_hears_of_it(peer: Peer) -> None:
 
 
 def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
-    welcome = peer.ask(Hello("engine", 0, 10, "h", 1))
+    welcome = peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
     front = peer.subscribe(socket_addresses(peer.address)[0])
     back = peer.subscribe(welcome.publish_address)
@@ -115,12 +116,12 @@ def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
 
 
 def test_engines_are_told_of_a_front_end_at_once(peer: Peer) -> None:
-    welcome = peer.ask(Hello("engine", 0, 10, "h", 1))
+    welcome = peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
     back = peer.subscribe(welcome.publish_address)
     receive(back, GroupOrder)
     addresses = FrontEndAddresses("ipc://r", "ipc://o")
-    peer.ask(Hello("front_end", 0, 50, "h", 2, {}, addresses))
+    peer.ask(Hello("front_end", 0, 50, "h", 2, {}, addresses, protocol=PROTOCOL_VERSION))
     order = receive(back, GroupOrder)
     assert isinstance(order, FrontEnds)
     assert [entry.addresses for entry in order.front_ends] == [addresses]
@@ -133,4 +134,4 @@ def test_junk_on_every_socket_harms_nobody(peer: Peer) -> None:
     for junk in (b"", b"\xff" * 100, b"\x93\xa3Foo", encode(StartDpWave(1, 2))):
         for socket in (front, back, output, peer.registration):
             socket.send(junk)
-    assert isinstance(peer.ask(Hello("engine", 0, 10, "h", 1)), Welcome)
+    assert isinstance(peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION)), Welcome)

@@ -32,6 +32,7 @@ from engine.messages import (
     Welcome,
 )
 from engine.reach import EVERYTHING, Reach
+from engine.version import PROTOCOL_VERSION
 
 EPOCH = 7
 SETUP = EngineSetup(num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="abc")
@@ -61,7 +62,7 @@ class Cluster:
     def hello(self, rank: int, incarnation: int, **changes: object) -> list[Action]:
         fields = {
             "kind": "engine", "index": rank, "incarnation": incarnation, "host": "h", "pid": 1,
-            "group_config": {"dtype": "float32"}, **changes,
+            "group_config": {"dtype": "float32"}, "protocol": PROTOCOL_VERSION, **changes,
         }  # fmt: skip
         return self.send(FromMember(b"e%d" % incarnation, Hello(**fields)))  # type: ignore[arg-type]
 
@@ -74,7 +75,17 @@ class Cluster:
 
     def front_end(self, index: int, incarnation: int, reach: Reach = EVERYTHING) -> list[Action]:
         addresses = FrontEndAddresses(f"ipc://r{incarnation}", f"ipc://o{incarnation}")
-        hello = Hello("front_end", index, incarnation, "h", 1, {}, addresses, reach=reach)
+        hello = Hello(
+            "front_end",
+            index,
+            incarnation,
+            "h",
+            1,
+            {},
+            addresses,
+            reach=reach,
+            protocol=PROTOCOL_VERSION,
+        )
         return self.send(FromMember(b"f", hello))
 
     def stats(self, rank: int, incarnation: int, version: int, running: int) -> list[Action]:

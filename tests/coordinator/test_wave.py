@@ -15,6 +15,7 @@ from engine.messages import (
     WakeUp,
     WaveComplete,
 )
+from engine.version import PROTOCOL_VERSION
 
 
 def stats(
@@ -206,7 +207,9 @@ def lockstep_cluster() -> CoordinatorState:
         )
     )  # fmt: skip
     for rank in range(2):
-        hello = Hello("engine", rank, 10 + rank, "", 0, {"lockstep": "true"})
+        hello = Hello(
+            "engine", rank, 10 + rank, "", 0, {"lockstep": "true"}, protocol=PROTOCOL_VERSION
+        )
         state.handle(FromMember(b"", hello), 0.0)
         ready = Ready("engine", rank, 10 + rank, EngineSetup(1, 1, 1, ""))
         state.handle(FromMember(b"", ready), 0.0)

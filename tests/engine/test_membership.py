@@ -1,5 +1,7 @@
 """The registration handshake seen from a member."""
 
+import msgspec
+
 from engine.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
 from engine.messages import (
     EngineSetup,
@@ -11,17 +13,35 @@ from engine.messages import (
     Seat,
     Welcome,
 )
+from engine.version import PROTOCOL_VERSION
 
 ME = Identity(kind="engine", index=-1, incarnation=42, host="h", pid=1, group_config={})
 SETUP = EngineSetup(num_kv_blocks=1, block_size=16, max_model_len=16, model_fingerprint="f")
 
 
 def welcome(epoch: int, index: int = 3, wave: int = 0) -> Welcome:
-    return Welcome(epoch=epoch, index=index, wave=wave, publish_address="p", output_address="o")
+    return Welcome(
+        epoch=epoch,
+        index=index,
+        wave=wave,
+        publish_address="p",
+        output_address="o",
+        protocol=PROTOCOL_VERSION,
+    )
 
 
 def kinds(messages: list[object]) -> list[type]:
     return [type(message) for message in messages]
+
+
+def test_a_coordinator_of_another_protocol_is_not_joined() -> None:
+    for theirs, named in ((0, "older than 1"), (PROTOCOL_VERSION + 1, str(PROTOCOL_VERSION + 1))):
+        member = Membership(ME, heartbeat_interval=1.0)
+        event = member.receive(msgspec.structs.replace(welcome(epoch=1), protocol=theirs))
+        assert isinstance(event, Rejected)
+        assert f"protocol is {PROTOCOL_VERSION} here" in event.reason
+        assert f"but {named} at the coordinator" in event.reason
+        assert member.epoch is None
 
 
 def test_hello_is_repeated_until_answered() -> None:

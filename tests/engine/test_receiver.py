@@ -24,6 +24,7 @@ from engine.messages import (
 )
 from engine.receiver import InboxItem, Receiver, Welcomed
 from engine.transport import Transport
+from engine.version import PROTOCOL_VERSION
 
 INCARNATION = 77
 SETUP = EngineSetup(num_kv_blocks=9, block_size=16, max_model_len=64, model_fingerprint="f")
@@ -69,7 +70,7 @@ class World:
         sender, _ = self.receive(self.registration, MemberMessage)
         reply = Welcome(
             epoch=1, index=0, wave=0, publish_address=self._publish, output_address="",
-            front_ends=front_ends,
+            front_ends=front_ends, protocol=PROTOCOL_VERSION,
         )  # fmt: skip
         self.registration.send_multipart([sender, encode(reply)])
         assert isinstance(self.inbox.get(timeout=GUARD), Welcomed)

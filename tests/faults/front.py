@@ -54,7 +54,7 @@ class Front(Process):
                 incarnation=incarnation,
                 host="node",
                 pid=1,
-                group_config={},
+                group_config={"model": "m"},
                 addresses=FrontEndAddresses(f"requests-{incarnation}", f"outputs-{incarnation}"),
             ),
             HEARTBEAT,

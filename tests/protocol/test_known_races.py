@@ -24,6 +24,7 @@ from engine.messages import (
     WaveComplete,
 )
 from engine.scheduler.admission import RankState
+from engine.version import PROTOCOL_VERSION
 from tests.protocol.explorer import explore
 from tests.protocol.situation import Setup
 from tests.protocol.wire import hello, ready, replace_member
@@ -383,7 +384,9 @@ def running_counts(group: Group) -> dict[int, int]:
 def test_r16_independent_engines_wait_for_each_other() -> None:
     hub = empty_hub()
     for rank in range(2):
-        hub.handle(FromMember(b"", Hello("engine", rank, rank + 1, "", 0)), 0.0)
+        hub.handle(
+            FromMember(b"", Hello("engine", rank, rank + 1, "", 0, protocol=PROTOCOL_VERSION)), 0.0
+        )
         hub.handle(FromMember(b"", ready(rank)), 0.0)
     assert orders_in(hub.handle(stats(0, version=1, wave=0, step=1), 1.0)) == []
     assert hub.view().running, "its own stats say so"

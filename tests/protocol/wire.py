@@ -15,6 +15,7 @@ from engine.messages import (
     StartWave,
     WaveComplete,
 )
+from engine.version import PROTOCOL_VERSION
 from server.cluster.state import ClusterState
 from tests.protocol.explorer import freeze
 from tests.protocol.situation import Call
@@ -41,7 +42,9 @@ def front_view(cluster: ClusterState) -> Any:
 
 
 def hello(rank: int, wave: int = 0) -> Hello:
-    return Hello("engine", rank, rank + 1, "", 0, {"lockstep": "true"}, None, wave)
+    return Hello(
+        "engine", rank, rank + 1, "", 0, {"lockstep": "true"}, None, wave, protocol=PROTOCOL_VERSION
+    )
 
 
 def ready(rank: int) -> Ready:

@@ -1,0 +1,79 @@
+"""Who may be in one cluster: those that speak the same protocol and serve the same model.
+
+Engines decide what a cluster serves. An engine has to agree with the other engines, and a front end
+with the engines that are there; front ends alone agree to anything. When the first engine of
+another model comes, all engines of the model before being gone, front ends that differ are sent
+away: they keep asking, and are let in again when engines of their model are back.
+"""
+
+from collections.abc import Mapping
+
+from engine.group_config import MODEL_KEYS
+from engine.messages import EngineSetup, Hello, Refused
+from engine.version import PROTOCOL_VERSION, swell_version
+
+SIZE_KEY = "data_parallel_size"
+
+
+def refused_by_protocol(protocol: int, version: str) -> Refused | None:
+    """Return why a process cannot be understood, None if it can."""
+    if protocol == PROTOCOL_VERSION:
+        return None
+    return Refused(
+        f"protocol is {protocol or 'older than 1'} there (Swell {version or 'unknown'}) but "
+        f"{PROTOCOL_VERSION} at the coordinator (Swell {swell_version()}): all processes of a "
+        "cluster need versions of Swell that speak the same protocol",
+        field="protocol",
+    )
+
+
+def refused_by_settings(hello: Hello, engines: Mapping[int, Mapping[str, str]]) -> Refused | None:
+    """Return which setting keeps a newcomer out, None if it may join.
+
+    Args:
+        engines: the settings of all engines but the newcomer, by rank.
+    """
+    size = hello.group_config.get(SIZE_KEY, "1")
+    if not size.isdecimal():
+        return Refused(f"{SIZE_KEY} is {size!r}: it has to be a number", field=SIZE_KEY)
+    for rank, theirs in engines.items():
+        if hello.kind == "front_end":
+            field = differing_model(hello.group_config, theirs)
+            duty = "front ends have to serve the model that the engines do"
+        else:
+            field = _differing(hello.group_config, theirs, tuple(theirs))
+            duty = "all engines of a cluster must agree"
+        if field is not None:
+            return Refused(
+                f"{field} is {hello.group_config.get(field)!r} here but {theirs[field]!r} "
+                f"on engine {rank}: {duty}",
+                field=field,
+            )
+    return None
+
+
+def differing_model(front_end: Mapping[str, str], engine: Mapping[str, str]) -> str | None:
+    """Return in what a front end's model differs from an engine's, None if in nothing."""
+    return _differing(front_end, engine, tuple(key for key in MODEL_KEYS if key in engine))
+
+
+def _differing(
+    ours: Mapping[str, str], theirs: Mapping[str, str], names: tuple[str, ...]
+) -> str | None:
+    return next((name for name in names if ours.get(name) != theirs[name]), None)
+
+
+def refused_by_weights(
+    rank: int, setup: EngineSetup | None, others: Mapping[int, EngineSetup]
+) -> Refused | None:
+    """Return why an engine that has loaded its weights is refused, None if it is not."""
+    for peer, theirs in others.items():
+        if setup is None or peer == rank:
+            continue
+        if theirs.model_fingerprint != setup.model_fingerprint:
+            return Refused(
+                f"the weights of this engine ({setup.model_fingerprint}) are not those "
+                f"of engine {peer} ({theirs.model_fingerprint})",
+                field="model_fingerprint",
+            )
+    return None

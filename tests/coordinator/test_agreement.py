@@ -1,0 +1,135 @@
+"""Who may be in one cluster, and who is sent away."""
+
+import pytest
+
+from coordinator.events import Action, FromMember, PublishOrder, Reply
+from coordinator.state import CoordinatorParameters, CoordinatorState
+from engine.config import EngineConfig, ModelConfig
+from engine.group_config import MODEL_KEYS, group_config, model_identity
+from engine.messages import (
+    FrontEndAddresses,
+    FrontEnds,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Refused,
+    Welcome,
+)
+from engine.version import PROTOCOL_VERSION
+
+MODEL = {"model": "m", "revision": "default", "tokenizer": "aaaa"}
+ENGINE = {**MODEL, "dtype": "float32"}
+
+
+class Cluster:
+    """A coordinator's state, and what it answers."""
+
+    def __init__(self) -> None:
+        parameters = CoordinatorParameters(
+            epoch=7, front_publish="", back_publish="", back_output="", publish_interval=0.1,
+            publish_idle_interval=3.0, member_timeout=5.0,
+        )  # fmt: skip
+        self.state = CoordinatorState(parameters)
+        self.listed: list[int] = []
+
+    def send(self, message: object) -> object:
+        actions: list[Action] = self.state.handle(FromMember(b"x", message), 1.0)  # type: ignore[arg-type]
+        for action in actions:
+            if isinstance(action, PublishOrder) and isinstance(action.order, FrontEnds):
+                self.listed = [entry.index for entry in action.order.front_ends]
+        replies = [action.message for action in actions if isinstance(action, Reply)]
+        return replies[0] if replies else None
+
+    def engine(self, rank: int, settings: dict[str, str], protocol: int = PROTOCOL_VERSION):
+        return self.send(Hello("engine", rank, rank + 10, "h", 1, settings, protocol=protocol))
+
+    def front_end(self, index: int, settings: dict[str, str], protocol: int = PROTOCOL_VERSION):
+        addresses = FrontEndAddresses("r", "o")
+        return self.send(
+            Hello(
+                "front_end", index, index + 50, "h", 1, settings, addresses, protocol=protocol,
+                version="9.9",
+            )
+        )  # fmt: skip
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+@pytest.mark.parametrize("key", MODEL_KEYS)
+def test_a_front_end_of_another_model_is_refused_with_the_field_and_both_values(
+    cluster: Cluster, key: str
+) -> None:
+    cluster.engine(0, ENGINE)
+    refused = cluster.front_end(0, {**MODEL, key: "other"})
+    assert isinstance(refused, Refused)
+    assert (refused.field, refused.final) == (key, True)
+    assert f"{key} is 'other' here but {MODEL[key]!r} on engine 0" in refused.reason
+    assert isinstance(cluster.front_end(0, MODEL), Welcome)
+
+
+def test_a_front_end_that_does_not_say_what_it_serves_is_refused(cluster: Cluster) -> None:
+    cluster.engine(0, ENGINE)
+    assert isinstance(cluster.front_end(0, {}), Refused)
+
+
+@pytest.mark.parametrize("protocol", [0, PROTOCOL_VERSION + 1])
+def test_a_process_of_another_protocol_is_refused_with_both_versions(
+    cluster: Cluster, protocol: int
+) -> None:
+    for refused in (cluster.engine(0, ENGINE, protocol), cluster.front_end(0, MODEL, protocol)):
+        assert isinstance(refused, Refused)
+        assert refused.field == "protocol"
+        assert f"but {PROTOCOL_VERSION} at the coordinator" in refused.reason
+    assert "Swell 9.9" in refused.reason
+    assert isinstance(cluster.engine(0, ENGINE), Welcome)
+
+
+def test_front_ends_alone_agree_to_anything(cluster: Cluster) -> None:
+    assert isinstance(cluster.front_end(0, MODEL), Welcome)
+    assert isinstance(cluster.front_end(1, {**MODEL, "model": "n"}), Welcome)
+
+
+def test_the_first_engine_decides_and_front_ends_of_another_model_cannot_keep_it_out(
+    cluster: Cluster,
+) -> None:
+    cluster.front_end(0, MODEL)
+    cluster.front_end(1, {**MODEL, "tokenizer": "bbbb"})
+    welcome = cluster.engine(0, {**ENGINE, "tokenizer": "bbbb"})
+    assert isinstance(welcome, Welcome)
+    assert [entry.index for entry in welcome.front_ends] == [1]
+    assert cluster.listed == [1]
+    ack = cluster.send(Heartbeat("front_end", 0, 50))
+    assert ack == HeartbeatAck(7, known=False)
+    assert isinstance(cluster.front_end(0, MODEL), Refused)
+
+
+def test_a_front_end_that_was_sent_away_is_let_in_when_engines_of_its_model_are_back(
+    cluster: Cluster,
+) -> None:
+    cluster.front_end(0, MODEL)
+    cluster.engine(0, {**ENGINE, "model": "n"})
+    assert isinstance(cluster.front_end(0, MODEL), Refused)
+    cluster.send(Goodbye("engine", 0, 10))
+    assert isinstance(cluster.front_end(0, MODEL), Welcome)
+    assert isinstance(cluster.engine(0, ENGINE), Welcome)
+    assert cluster.listed == [0]
+
+
+def test_engines_and_front_ends_read_the_same_tokenizer_file(tmp_path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
+    settings = ModelConfig(model=str(model))
+    stated = model_identity(settings)
+    assert stated.items() <= group_config(EngineConfig(model=settings)).items()
+    assert set(stated) == set(MODEL_KEYS)
+    (model / "tokenizer.json").write_text("{ }")
+    assert model_identity(settings)["tokenizer"] != stated["tokenizer"]
+    revised = ModelConfig(model=f"{model}/", revision="v2")
+    assert model_identity(revised)["model"] == "model"
+    assert model_identity(revised)["revision"] == "v2"
