@@ -9,6 +9,8 @@ from engine.messages import (
     GroupOrder,
     MemberKind,
     MemberMessage,
+    NodeOrder,
+    NodeReport,
     WakeUp,
 )
 
@@ -19,6 +21,14 @@ class FromMember:
 
     sender: bytes
     message: MemberMessage
+
+
+@dataclass(frozen=True)
+class FromNode:
+    """The same of a node's supervisor."""
+
+    sender: bytes
+    report: NodeReport
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = FromMember | EngineReport | WakeUp | Subscribed | Tick
+Event = FromMember | FromNode | EngineReport | WakeUp | Subscribed | Tick
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Reply:
     """Send to one member on the registration socket."""
 
     to: bytes
-    message: CoordinatorReply
+    message: CoordinatorReply | NodeOrder
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from coordinator.events import (
     Action,
     Event,
     FromMember,
+    FromNode,
     Notice,
     PublishOrder,
     PublishView,
@@ -26,7 +27,7 @@ from engine.health import Health, serve_health
 from engine.heap import settle_heap
 from engine.lifeline import CANNOT_START, Lifeline
 from engine.logs import name_process
-from engine.messages import EngineReport, FrontEndNotice, MemberMessage, encode
+from engine.messages import EngineReport, FrontEndNotice, MemberMessage, NodeReport, encode
 from engine.transport import (
     Inbox,
     InsecureCluster,
@@ -79,7 +80,7 @@ class Coordinator:
                 member_timeout=config.cluster.engine_timeout,
             )
         )
-        self._members = Inbox(self.registration, MemberMessage, "registration")
+        self._members = Inbox(self.registration, MemberMessage | NodeReport, "registration")
         self._reports = Inbox(self.output, EngineReport, "back output")
         self._notices = Inbox(self.front, FrontEndNotice, "front publish")
 
@@ -104,7 +105,11 @@ class Coordinator:
     def _events(self, readable: dict[object, int]) -> Iterator[Event]:
         if self.registration in readable:
             while (received := self._members.receive()) is not None:
-                yield FromMember(*received)
+                sender, message = received
+                if isinstance(message, NodeReport):
+                    yield FromNode(sender, message)
+                else:
+                    yield FromMember(sender, message)
         if self.output in readable:
             while (received := self._reports.receive()) is not None:
                 yield received[1]

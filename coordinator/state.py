@@ -19,6 +19,7 @@ from coordinator.events import (
     Action,
     Event,
     FromMember,
+    FromNode,
     Notice,
     PublishOrder,
     PublishView,
@@ -27,6 +28,7 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.formation import GroupFormation, Standing
+from coordinator.placement import Placement
 from coordinator.wave import NEVER, GroupWave, IndependentWave, LockstepWave
 from engine.messages import (
     ClusterView,
@@ -97,6 +99,7 @@ class CoordinatorState:
         self._last_incarnation: dict[int, int] = {}
         self._wave: GroupWave = IndependentWave()
         self._formation: GroupFormation | None = None
+        self._placement = Placement(parameters.member_timeout)
         self._version = 0
         self._changed = False
         self._urgent = False
@@ -109,6 +112,8 @@ class CoordinatorState:
         """Take one event at `now` (seconds, monotonic) and return what has to be done."""
         actions: list[Action] = []
         match event:
+            case FromNode(sender, report):
+                actions += self._placement.report(sender, report, now)
             case FromMember(sender, message):
                 actions += self._from_member(sender, message, now)
             case EngineStats():
@@ -120,7 +125,7 @@ class CoordinatorState:
             case Subscribed(kind):
                 actions += self._subscribed(kind)
             case Tick():
-                actions += self._expire(now) + self._repeat_order(now)
+                actions += self._expire(now) + self._repeat_order(now) + self._placement.tick(now)
             case _:
                 assert_never(event)
         actions += self._form_group(now)

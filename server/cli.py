@@ -95,7 +95,8 @@ COMMANDS = {
         "run a coordinator, engines and API servers on this node",
         "swell serve                              # the bundled model on port 8000\n"
         "swell serve Qwen/Qwen3-0.6B --data-parallel-size 4 --port 8080\n"
-        "swell serve --coordinator head:7550 --data-parallel-size-local 4   # one node of several",
+        "swell serve --data-parallel-address 10.0.0.1            # the first of several nodes\n"
+        "swell serve --data-parallel-address 10.0.0.1 --headless # the others",
         ServeConfig,
         MODEL,
         frozenset({"data_parallel_rank_local"}),
@@ -128,7 +129,7 @@ COMMANDS = {
         _api_server,
     ),
     "scale": Command(
-        "change the number of engines of a running node",
+        "change the number of engines of a running node or cluster",
         "swell scale 4\nSWELL_ADMIN_KEY=... swell scale 2 --url http://head:8000",
         ScaleConfig,
         ("size", "number of engines; without it only shows what there is"),

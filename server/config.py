@@ -208,6 +208,30 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
     ] = 600.0
 
 
+class NodesConfig(Section, frozen=True, kw_only=True):
+    """Several nodes"""
+
+    data_parallel_address: Annotated[
+        str | None,
+        Meta(
+            description="Address of the head node: `swell serve` hosts the coordinator there, for "
+            "this node and for others; with --headless it is where to join."
+        ),
+    ] = None
+    data_parallel_rpc_port: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65532,
+            description="Port of the head's coordinator, which takes the three after it too.",
+        ),
+    ] = 7550
+    headless: Annotated[
+        bool,
+        Meta(description="Only engines here, for the front ends of the head that they join."),
+    ] = False
+
+
 class FrontEndConfig(Section, frozen=True, kw_only=True):
     """All that one front end needs to know."""
 
@@ -249,6 +273,7 @@ class ServeConfig(Section, frozen=True, kw_only=True):
     executor: ExecutorConfig = ExecutorConfig()
     parallel: ParallelConfig = ParallelConfig()
     cluster: ClusterConfig = ClusterConfig()
+    nodes: NodesConfig = NodesConfig()
     http: HttpConfig = HttpConfig()
     guards: GuardConfig = GuardConfig()
     overload: OverloadConfig = OverloadConfig()

@@ -1,4 +1,4 @@
-"""`swell scale N`: change the number of engines of a running node and watch it happen."""
+"""`swell scale N`: change the number of engines of a running node or cluster, and watch."""
 
 import json
 import sys
@@ -53,6 +53,8 @@ def scale(config: ScaleConfig) -> int:
         print(f"swell scale: {target.url} cannot be reached: {error}", file=sys.stderr)
         return 1
     if status["error"]:
+        if status["nodes"]:
+            print(_describe(status), file=sys.stderr)
         print(f"swell scale: {status['error']}", file=sys.stderr)
         return 1
     print(_describe(status))
@@ -71,5 +73,16 @@ def _call(target: ScaleTarget, body: dict[str, int] | None = None) -> dict[str, 
 
 
 def _describe(status: dict[str, Any]) -> str:
+    nodes = [
+        f"{name}: {_count(node['data_parallel_size'])} ({', '.join(node['engines'].values())})"
+        for name, node in status["nodes"].items()
+        if node["capacity"] or node["engines"]
+    ]
+    if nodes:
+        return f"{_count(status['data_parallel_size'])}; {'; '.join(nodes)}"
     engines = ", ".join(f"engine {rank} {phase}" for rank, phase in status["engines"].items())
-    return f"{status['data_parallel_size']} engines: {engines}"
+    return f"{_count(status['data_parallel_size'])}: {engines}"
+
+
+def _count(size: int) -> str:
+    return f"{size} engine" if size == 1 else f"{size} engines"

@@ -9,6 +9,7 @@ Directions, by socket (binder first):
 | socket         | type                              | down            | up                |
 |----------------|-----------------------------------|-----------------|-------------------|
 | registration   | ROUTER coordinator / DEALER all   | `CoordinatorReply` | `MemberMessage` |
+| the same       | DEALER supervisors of several nodes | `NodeOrder`   | `NodeReport`      |
 | front publish  | XPUB coordinator / XSUB front ends | `ClusterView`   | `FrontEndNotice`  |
 | back output    | PULL coordinator / PUSH engines   |                 | `EngineReport`    |
 | back publish   | XPUB coordinator / XSUB engines   | `GroupOrder`    |                   |
@@ -70,6 +71,13 @@ from engine.messages.outputs import (
     TokenLogprob,
     UtilityResult,
 )
+from engine.messages.placement import (
+    Assignment,
+    NodeEngines,
+    NodeOrder,
+    NodeReport,
+    ScaleWish,
+)
 from engine.messages.requests import (
     AbortRequests,
     AddRequest,
@@ -95,6 +103,7 @@ from engine.messages.wire import (
 __all__ = [
     "AbortRequests",
     "AddRequest",
+    "Assignment",
     "ChildFailed",
     "ChildProgress",
     "ChildReady",
@@ -134,6 +143,9 @@ __all__ = [
     "MemberKind",
     "MemberMessage",
     "Message",
+    "NodeEngines",
+    "NodeOrder",
+    "NodeReport",
     "Ready",
     "Received",
     "Refused",
@@ -143,6 +155,7 @@ __all__ = [
     "RouteTaken",
     "SamplingParams",
     "ScaleEngines",
+    "ScaleWish",
     "Seat",
     "StartDpWave",
     "StartWave",

@@ -1,5 +1,6 @@
 """Messages within one node: between a supervisor and its children, and with front ends."""
 
+from engine.messages.placement import NodeEngines
 from engine.messages.wire import Message
 
 # -- supervisor <-> its children (local socket pair) ---------------------------------------------
@@ -48,13 +49,18 @@ ControlRequest = ScaleEngines | RestartEngines | ControlQuery
 
 
 class ControlStatus(Message, frozen=True):
-    """The engines of the node as its supervisor sees them; the answer to every request."""
+    """The engines as the node's supervisor sees them; the answer to every request."""
 
     data_parallel_size: int
     """How many engines there shall be."""
     engines: dict[str, str]
-    """Phase of each engine by rank: "ready", "retiring", or what it does while it starts."""
+    """Phase of each engine: "ready", "retiring", or what it does while it starts.
+
+    By rank, or, where other nodes can join, as NODE/NUMBER of all nodes.
+    """
     busy: bool
     """Whether engines are being added, retired or replaced."""
     error: str | None = None
     """Why the last change was not carried out."""
+    nodes: list[NodeEngines] = []
+    """Every node; empty where no other can join."""

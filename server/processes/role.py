@@ -75,10 +75,13 @@ def front_end_roles(
     ]
 
 
-def engine_role(config: ServeConfig, place: int) -> Role:
-    """Return the place of one engine of a node, the first being number 0."""
+def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Role:
+    """Return the place of one engine of a node, the first being number 0.
+
+    Unless it is `numbered` as the settings say, the coordinator gives it a rank.
+    """
     engine = config.engine()
-    rank = engine.parallel.rank_on_node(place)
+    rank = engine.parallel.rank_on_node(place) if numbered else None
     parallel = msgspec.structs.replace(
         engine.parallel,
         data_parallel_rank=rank,

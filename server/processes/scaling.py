@@ -63,11 +63,25 @@ class EngineScaler:
             case RestartEngines():
                 self._restart_wanted = True
             case ControlQuery():
-                return self._status(self._error)
+                return self.status
+        self._begin()
+        return self._status(None)
+
+    def assign(self, target: int, *, restart: bool) -> None:
+        """Run so many engines, maybe none, as was decided for all nodes; or replace each."""
+        self._target = target
+        self._restart_wanted |= restart
+        self._begin()
+
+    def _begin(self) -> None:
         self._error = None
         self._busy = True
         self._wished.set()
-        return self._status(None)
+
+    @property
+    def status(self) -> ControlStatus:
+        """The engines as they are now."""
+        return self._status(self._error)
 
     def _status(self, error: str | None) -> ControlStatus:
         phases = {str(rank): role.phase for rank, role in sorted(self.engines.items())}
@@ -97,7 +111,7 @@ class EngineScaler:
 
     async def _replace_all(self) -> None:
         ranks = sorted(self.engines)
-        spare = max(ranks) + 1 if len(ranks) == 1 else None
+        spare = ranks[-1] + 1 if len(ranks) == 1 else None
         if spare is not None:
             await self._add(spare)  # somebody has to serve while the only engine is replaced
         for rank in ranks:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import shutil
 import signal
@@ -22,8 +23,11 @@ from engine.messages import (
 )
 from engine.transport import Inbox, InsecureCluster, Transport
 from server.config import ServeConfig
+from server.processes.capacity import engine_capacity, visible_devices
 from server.processes.child import Child
+from server.processes.joining import BadNode, joining
 from server.processes.keeper import Keeper, StartupFailed
+from server.processes.node_link import NodeLink
 from server.processes.role import (
     Role,
     control_address,
@@ -46,15 +50,9 @@ class Supervisor:
         self._console = console
         self._own_directory = config.cluster.socket_dir is None
         self._directory = private_directory(config.cluster.socket_dir)
-        leads = config.cluster.coordinator is None
-        parallel, cluster = config.parallel, config.cluster
-        if leads:
-            address = f"ipc://{self._directory}/coordinator"
-            cluster = msgspec.structs.replace(cluster, coordinator=address)
-            if parallel.rank_on_node(0) is None:
-                parallel = msgspec.structs.replace(parallel, data_parallel_start_rank=0)
-        cluster = msgspec.structs.replace(cluster, socket_dir=str(self._directory))
-        self._config = msgspec.structs.replace(config, parallel=parallel, cluster=cluster)
+        config, leads, self._is_alone = joining(config, f"ipc://{self._directory}/coordinator")
+        cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._directory))
+        self._config = msgspec.structs.replace(config, cluster=cluster)
         self._listener: socket.socket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._registration: zmq.Socket[bytes] | None = None
@@ -62,7 +60,8 @@ class Supervisor:
         self._coordinator = [coordinator_role(self._config)] if leads else []
         self._front_ends: list[Role] = []
         self._engines = {
-            place: engine_role(self._config, place) for place in range(parallel.engines_on_node)
+            place: engine_role(self._config, place)
+            for place in range(config.parallel.engines_on_node)
         }
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
@@ -82,8 +81,8 @@ class Supervisor:
                     self._config,
                     self._directory,
                     self._listener.fileno(),
-                    numbered=bool(self._coordinator),
-                    scalable=bool(self._engines),
+                    numbered=self._is_alone,
+                    scalable=not self._is_alone or bool(self._engines),
                 )
             await self._start_all()
             if not self._stop.is_set():
@@ -102,13 +101,11 @@ class Supervisor:
 
     def _check(self) -> None:
         here = self._config.supervisor.api_server_count + len(self._engines)
-        alone = self._coordinator and not (
-            self._config.supervisor.api_server_count and self._engines
-        )
-        if alone or not here:
+        lacks = self._is_alone and not (self._config.supervisor.api_server_count and self._engines)
+        if lacks or not here:
             raise StartupFailed(
-                "a node without --coordinator needs engines and API servers of its own"
-                if alone
+                "a node that no other can join needs engines and API servers of its own"
+                if lacks
                 else "nothing to run: neither engines nor API servers are asked for"
             )
 
@@ -191,24 +188,38 @@ class Supervisor:
         scaler = EngineScaler(
             self._keeper,
             self._engines,
-            lambda place: engine_role(self._config, place),
+            self._engine_role,
             retire_within=self._config.cluster.drain_timeout + STOP_TIMEOUT,
             start_within=self._config.supervisor.startup_timeout,
         )
         transport = Transport(self._config.cluster, self._context)
         socket = transport.bind(zmq.ROUTER, control_address(self._directory))
         requests = Inbox(socket, ControlRequest, "control")
+        tasks = [asyncio.create_task(scaler.run())]
+        handle, link = scaler.handle, None
+        if not self._is_alone:
+            capacity = engine_capacity(self._config, visible_devices(os.environ))
+            link = NodeLink(scaler, capacity, self._config.cluster, transport)
+            handle = link.handle
+            tasks.append(asyncio.create_task(link.run()))
         requests.attach(
             asyncio.get_running_loop(),
-            lambda sender, request: requests.send(sender, encode(scaler.handle(request))),
+            lambda sender, request: requests.send(sender, encode(handle(request))),
         )
-        scaling = asyncio.create_task(scaler.run())
         try:
             await self._stop.wait()
         finally:
             requests.close()
-            scaling.cancel()
-            await asyncio.gather(scaling, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if link is not None:
+                link.close()
+
+    def _engine_role(self, place: int) -> Role:
+        """Return another engine's place; ranks beyond the configured ones may be others' here."""
+        configured = place < self._config.parallel.engines_on_node
+        return engine_role(self._config, place, numbered=self._is_alone or configured)
 
     # -- stopping --------------------------------------------------------------------------------
 
@@ -268,6 +279,6 @@ def run(config: ServeConfig) -> int:
 async def _run(config: ServeConfig, console: Console) -> int:
     try:
         return await Supervisor(config, console).run()
-    except OSError as error:
+    except (OSError, BadNode) as error:
         console.print(f"[bold red]swell cannot start:[/] {error}", highlight=False, soft_wrap=True)
         return 1

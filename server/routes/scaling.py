@@ -14,7 +14,7 @@ from server.asgi import Call
 from server.errors import invalid, unavailable
 from server.processes.control import SupervisorControl, SupervisorSilent
 from server.routes.context import Context
-from server.schemas.admin import ScaleRequest, ScaleStatus
+from server.schemas.admin import NodeScale, ScaleRequest, ScaleStatus
 
 
 class ScalingRoutes:
@@ -49,7 +49,11 @@ class ScalingRoutes:
 
 
 def _answer(status: ControlStatus) -> ScaleStatus:
-    return ScaleStatus(status.data_parallel_size, status.engines, status.busy, status.error)
+    nodes = {
+        node.name: NodeScale(node.target, node.capacity, node.phases, node.busy, node.error)
+        for node in status.nodes
+    }
+    return ScaleStatus(status.data_parallel_size, status.engines, status.busy, status.error, nodes)
 
 
 def _json(status: ControlStatus) -> Response:

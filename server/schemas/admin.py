@@ -58,19 +58,37 @@ class UtilityAnswers(msgspec.Struct):
 
 
 class ScaleRequest(RequestBody):
-    """How many engines the node shall run."""
+    """How many engines there shall be: on the node, or on all nodes that can join each other."""
 
     data_parallel_size: int = Field(ge=1, le=1024)
 
 
+class NodeScale(msgspec.Struct):
+    """The engines of one node."""
+
+    data_parallel_size: int
+    """How many there shall be."""
+    capacity: int
+    """How many there can be."""
+    engines: dict[str, str]
+    """Phase of each by its number on the node."""
+    busy: bool
+    error: str | None
+
+
 class ScaleStatus(msgspec.Struct):
-    """The engines of the node as its supervisor sees them."""
+    """The engines as the node's supervisor sees them."""
 
     data_parallel_size: int
     """How many engines there shall be."""
     engines: dict[str, str]
-    """Phase of each engine by rank: "ready", "retiring", or what it does while it starts."""
+    """Phase of each engine: "ready", "retiring", or what it does while it starts.
+
+    By rank, or, where other nodes can join, as NODE/NUMBER of all nodes.
+    """
     busy: bool
     """Whether engines are being added, retired or replaced."""
     error: str | None
     """Why the last change was not carried out."""
+    nodes: dict[str, NodeScale] = {}
+    """Each node by name; empty where no other can join."""

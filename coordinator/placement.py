@@ -1,0 +1,183 @@
+"""How many engines each node runs: decided when an operator asks for another number, never else.
+
+Without I/O. Supervisors keep what was decided: one that is lost takes its share with it, and a
+coordinator that was restarted learns all from their reports. Until those had time to come it
+decides nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from coordinator.agreement import refused_by_protocol
+from coordinator.events import Action, Notice, Reply
+from engine.messages import Assignment, NodeEngines, NodeOrder, NodeReport, ScaleWish
+
+
+class Share(NamedTuple):
+    """One node's engines, and most engines."""
+
+    engines: int
+    capacity: int
+
+
+def spread(total: int, shares: Sequence[Share]) -> list[int]:
+    """Return how many engines each node gets of `total`, which fit.
+
+    Engines are added one by one where there are fewest, and taken where there are most; of nodes
+    that have equally many the one that came last gives up, and the one that came first gets.
+    """
+    engines = [share.engines for share in shares]
+    order = range(len(shares))
+    while sum(engines) > total:
+        engines[max(order, key=lambda node: (engines[node], node))] -= 1
+    while sum(engines) < total:
+        free = [node for node in order if engines[node] < shares[node].capacity]
+        engines[min(free, key=lambda node: (engines[node], node))] += 1
+    return engines
+
+
+@dataclass(eq=False)
+class _Node:
+    """What is known of one node's supervisor."""
+
+    sender: bytes
+    engines: NodeEngines
+    last_seen: float
+    assigned: int = 0
+    assignment: Assignment | None = None
+    wish: ScaleWish | None = None
+    """Its newest wish, until all nodes have taken what follows from it."""
+    heard: int = 0
+    error: str | None = None
+
+    @property
+    def target(self) -> int:
+        return self.engines.target if self.assignment is None else self.assignment.target
+
+    @property
+    def is_busy(self) -> bool:
+        return self.engines.busy or self.assignment is not None
+
+
+class Placement:
+    """The nodes of a cluster and the engines they shall run."""
+
+    def __init__(self, timeout: float) -> None:
+        """Make one; supervisors that are silent for `timeout` seconds are gone."""
+        self._timeout = timeout
+        self._nodes: dict[int, _Node] = {}
+        self._number = 0
+        self._settled_at: float | None = None
+        self._decided: set[int] = set()
+        self._restarts: list[int] = []
+
+    def report(self, sender: bytes, report: NodeReport, now: float) -> list[Action]:
+        """Take a supervisor's report at `now` (seconds, monotonic) and answer it."""
+        refusal = refused_by_protocol(report.protocol, report.version)
+        if refusal is not None:
+            return [Reply(sender, refusal)]
+        if report.leaving:
+            return self._remove(report.incarnation, "left")
+        if self._settled_at is None:
+            self._settled_at = now + self._timeout
+        actions: list[Action] = []
+        node = self._nodes.get(report.incarnation)
+        if node is None:
+            node = self._nodes[report.incarnation] = _Node(sender, report.engines, now)
+            room = report.engines.capacity
+            actions.append(Notice(f"node {report.engines.name} joined, room for {room} engines"))
+        node.sender, node.engines, node.last_seen = sender, report.engines, now
+        node.assigned = report.assigned
+        self._number = max(self._number, report.assigned)
+        if node.assignment is not None and node.assignment.number <= report.assigned:
+            node.assignment = None
+        if report.wish is not None and report.wish.number != node.heard:
+            node.wish = report.wish
+        decided = self._proceed(now)
+        if decided:
+            return [*actions, *decided, *self._tell_all()]
+        return [*actions, Reply(sender, self._order(node))]
+
+    def tick(self, now: float) -> list[Action]:
+        """Forget who is silent, and go on with what waits."""
+        limit = now - self._timeout
+        silent = [inc for inc, node in self._nodes.items() if node.last_seen < limit]
+        actions: list[Action] = []
+        for incarnation in silent:
+            actions += self._remove(incarnation, "has been silent for too long")
+        decided = self._proceed(now)
+        return [*actions, *decided, *(self._tell_all() if decided else [])]
+
+    def _remove(self, incarnation: int, why: str) -> list[Action]:
+        node = self._nodes.pop(incarnation, None)
+        if incarnation in self._restarts:
+            self._restarts.remove(incarnation)
+        return [] if node is None else [Notice(f"node {node.engines.name} {why}")]
+
+    def _proceed(self, now: float) -> list[Action]:
+        """Decide what is wished and restart the next node; return what to say about it."""
+        if self._settled_at is None or now < self._settled_at:
+            return []
+        actions: list[Action] = []
+        for node in self._nodes.values():
+            if node.wish is not None and node.wish.number not in self._decided:
+                actions += self._decide(node, node.wish)
+        actions += self._restart_next()
+        if not self._restarts and not any(node.assignment for node in self._nodes.values()):
+            for node in self._nodes.values():
+                if node.wish is not None:
+                    node.heard, node.wish = node.wish.number, None
+            self._decided.clear()
+        return actions
+
+    def _decide(self, node: _Node, wish: ScaleWish) -> list[Action]:
+        self._decided.add(wish.number)
+        node.error = None
+        if wish.size is None:
+            self._restarts = [inc for inc, each in self._nodes.items() if each.target]
+            return [Notice("all engines are replaced, node by node")]
+        nodes = list(self._nodes.values())
+        room = sum(max(each.engines.capacity, each.target) for each in nodes)
+        if not room or wish.size > room:
+            node.error = (
+                f"the nodes have room for {room} engines, not {wish.size}"
+                if room
+                else "no supervisor here runs engines: scale with what started them"
+            )
+            return [Notice(f"cannot run {wish.size} engines: {node.error}")]
+        shares = [Share(each.target, each.engines.capacity) for each in nodes]
+        targets = spread(wish.size, shares)
+        self._number += 1
+        for each, target in zip(nodes, targets, strict=True):
+            if target != each.target:
+                restart = each.assignment is not None and each.assignment.restart
+                each.assignment = Assignment(self._number, target, restart)
+        parts = (
+            f"{target} on {each.engines.name}"
+            for each, target in zip(nodes, targets, strict=True)
+            if target or each.engines.capacity
+        )
+        return [Notice(f"{wish.size} engines from now on: {', '.join(parts)}")]
+
+    def _restart_next(self) -> list[Action]:
+        """Have the next node replace its engines once the one before has done so."""
+        if not self._restarts or any(node.is_busy for node in self._nodes.values()):
+            return []
+        node = self._nodes[self._restarts.pop(0)]
+        self._number += 1
+        node.assignment = Assignment(self._number, node.target, restart=True)
+        return [Notice(f"node {node.engines.name} replaces its engines")]
+
+    def _tell_all(self) -> list[Action]:
+        return [Reply(node.sender, self._order(node)) for node in self._nodes.values()]
+
+    def _order(self, node: _Node) -> NodeOrder:
+        return NodeOrder(
+            nodes=[each.engines for each in self._nodes.values()],
+            you=list(self._nodes.values()).index(node),
+            busy=bool(self._restarts) or any(each.is_busy for each in self._nodes.values()),
+            assignment=node.assignment,
+            heard=node.heard,
+            error=node.error,
+        )

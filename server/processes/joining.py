@@ -1,0 +1,68 @@
+"""What a node is in its cluster: alone, the head that others join, or one that joins."""
+
+import socket
+from typing import NamedTuple
+
+import msgspec
+
+from server.config import ServeConfig
+
+
+class BadNode(ValueError):
+    """The settings that say how nodes find each other contradict each other."""
+
+
+class Joining(NamedTuple):
+    """A node's place in its cluster."""
+
+    config: ServeConfig
+    """With the coordinator's address, and nothing left to be decided by it."""
+    leads: bool
+    """Whether the node hosts the coordinator."""
+    is_alone: bool
+    """Whether no other node can join."""
+
+
+def joining(config: ServeConfig, local_address: str) -> Joining:
+    """Return what the settings make of a node.
+
+    Args:
+        local_address: where a coordinator listens that only this node reaches.
+
+    Raises:
+        BadNode: a setting contradicts another, or lacks one.
+        OSError: the head's name cannot be resolved.
+    """
+    nodes, coordinator = config.nodes, config.cluster.coordinator
+    address = nodes.data_parallel_address
+    if address is not None and coordinator is not None:
+        raise BadNode("--data-parallel-address and --coordinator say the same: give one of them")
+    if nodes.headless:
+        if address is None and coordinator is None:
+            raise BadNode("--headless needs --data-parallel-address, the head node to join")
+        config = _replace(config, "supervisor", api_server_count=0)
+    if coordinator is not None:
+        return Joining(config, leads=False, is_alone=False)
+    if address is None:
+        config = _replace(config, "cluster", coordinator=local_address)
+        if config.parallel.rank_on_node(0) is None:
+            config = _replace(config, "parallel", data_parallel_start_rank=0)
+        return Joining(config, leads=True, is_alone=True)
+    if not nodes.headless:
+        address = _own_address(address)
+    coordinator = f"{address}:{nodes.data_parallel_rpc_port}"
+    config = _replace(config, "cluster", coordinator=coordinator)
+    return Joining(config, leads=not nodes.headless, is_alone=False)
+
+
+def _own_address(name: str) -> str:
+    """Return the address to listen on, for which sockets take no names."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise OSError(f"--data-parallel-address {name} cannot be resolved: {error}") from error
+
+
+def _replace(config: ServeConfig, section: str, **settings: object) -> ServeConfig:
+    changed = msgspec.structs.replace(getattr(config, section), **settings)
+    return msgspec.structs.replace(config, **{section: changed})

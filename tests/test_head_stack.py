@@ -1,0 +1,152 @@
+"""A head that others join, and a node of engines only: watched, scaled and checked as one."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.running_stack import RunningStack
+from engine.config import BUNDLED_MODEL
+from tests.test_nodes_stack import SWELL, engines_of, four_free_ports, served_by, wait_until
+from tests.test_scaling_stack import ADMIN_KEY, FLAGS, Load, call
+
+pytestmark = pytest.mark.stack
+
+QUICK = ("--engine-timeout", "2", "--heartbeat-interval", "0.3")
+
+
+class Nodes:
+    """A head, and what joins it."""
+
+    def __init__(self, directory: Path, running: ExitStack) -> None:
+        self._running = running
+        self.port = four_free_ports()
+        self.key = directory / "cluster.key"
+        self.key.write_text("a secret of these tests, long enough")
+        self.join = (
+            "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(self.port),
+            "--cluster-key-file", str(self.key), *QUICK,
+        )  # fmt: skip
+        self.head = running.enter_context(
+            RunningStack(
+                *self.join, *FLAGS, "--node", "head", "--data-parallel-size-local", "1",
+                "--api-server-count", "2",
+            )
+        )  # fmt: skip
+        self.url = self.head.url
+
+    def headless(self, name: str) -> "subprocess.Popen[bytes]":
+        flags = ("--headless", *self.join, *FLAGS, "--node", name)
+        node = subprocess.Popen(
+            [SWELL, "serve", *flags, "--data-parallel-size-local", "1"], stderr=subprocess.DEVNULL
+        )
+        self._running.callback(self.end, node)
+        return node
+
+    @staticmethod
+    def end(node: "subprocess.Popen[bytes]") -> None:
+        node.terminate()
+        assert node.wait(15) == 0
+
+    def sizes(self) -> dict[str, int]:
+        nodes = call(f"{self.url}/admin/scale")["nodes"]
+        assert isinstance(nodes, dict)
+        return {name: len(node["engines"]) for name, node in nodes.items()}
+
+    def hosts(self) -> list[str]:
+        """Return the node of each engine that is ready."""
+        engines = call(f"{self.url}/admin/engines")["engines"]
+        assert isinstance(engines, list)
+        return sorted(engine["host"] for engine in engines if engine["ready"])
+
+    def scale(self, size: int) -> str:
+        """Run `swell scale` and return what it says in the end."""
+        run = subprocess.run(
+            [SWELL, "scale", str(size), "--url", self.url, "--admin-key", ADMIN_KEY],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    def run(self, *command: str, timeout: float = 40) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with ExitStack() as running:
+        made = Nodes(tmp_path_factory.mktemp("head"), running)
+        made.headless("far")
+        wait_until(lambda: made.hosts() == ["far", "head"], "both engines serve")
+        wait_until(lambda: set(made.sizes()) == {"far", "head"}, "both supervisors are known")
+        yield made
+
+
+def test_a_killed_coordinator_is_restarted_by_the_head_and_everybody_is_back(nodes: Nodes) -> None:
+    with Load(nodes.url, 8).running() as load:
+        wait_until(lambda: len(served_by(nodes.url)) == 2, "both engines work")
+        killed = nodes.head.processes()["coordinator"]
+        killed.kill()
+        psutil.wait_procs([killed], timeout=5)
+        wait_until(lambda: "coordinator" in nodes.head.processes(), "another coordinator")
+        wait_until(
+            lambda: sum("registered again" in line for line in nodes.head.lines) >= 3,
+            "the head's engine and front ends have registered again",
+        )
+        wait_until(lambda: nodes.hosts() == ["far", "head"], "both engines are known again")
+        before = load.count
+        wait_until(lambda: load.count > before + 30, "requests are answered")
+    load.check()
+    assert nodes.scale(2).startswith("2 engines; ")
+
+
+def test_engines_are_scaled_over_all_nodes_under_load(nodes: Nodes) -> None:
+    with Load(nodes.url, 8).running() as load:
+        for size, hosts in ((4, ["far", "far", "head", "head"]), (2, ["far", "head"])):
+            said = nodes.scale(size)
+            assert f"head: {size // 2} engine" in said
+            assert f"far: {size // 2} engine" in said
+            assert nodes.hosts() == hosts
+            assert nodes.sizes() == {"head": size // 2, "far": size // 2}
+    load.check()
+
+
+def test_a_front_end_of_another_tokenizer_is_refused_by_name(nodes: Nodes, tmp_path: Path) -> None:
+    model = tmp_path / BUNDLED_MODEL.name
+    shutil.copytree(BUNDLED_MODEL, model)
+    tokenizer = model / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    join = ("--coordinator", f"127.0.0.1:{nodes.port}", "--cluster-key-file", str(nodes.key))
+    refused = nodes.run(
+        SWELL, "api-server", str(model), *join, "--port", "0", "--api-server-count", "1"
+    )
+    assert refused.returncode != 0
+    said = refused.stdout + refused.stderr
+    assert "tokenizer is '" in said
+    assert "front ends have to serve the model that the engines do" in said
+    assert len(engines_of(nodes.url)) == 2
+
+
+def test_a_process_of_another_protocol_is_refused_by_name(nodes: Nodes) -> None:
+    program = (
+        "import engine.version; engine.version.PROTOCOL_VERSION = 99; "
+        "import sys; from server.cli import main; sys.exit(main())"
+    )
+    refused = nodes.run(
+        sys.executable, "-c", program, "engine", "--executor", "simulated",
+        "--coordinator", f"127.0.0.1:{nodes.port}", "--cluster-key-file", str(nodes.key),
+    )  # fmt: skip
+    assert refused.returncode != 0
+    assert "protocol is 99 there" in refused.stdout + refused.stderr
+    assert len(engines_of(nodes.url)) == 2
+
+
+def test_contradicting_settings_of_a_node_are_named() -> None:
+    run = subprocess.run([SWELL, "serve", "--headless"], capture_output=True, text=True, timeout=30)
+    assert run.returncode == 1
+    assert "--headless needs --data-parallel-address" in run.stderr
