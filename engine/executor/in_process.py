@@ -10,13 +10,14 @@ from typing import Protocol
 import msgspec
 import torch
 
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.distributed.group import Group
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.loading import device_for, load_model, most_head_threads, set_threads
 from engine.grammar.masks import GrammarTable, grammar_table
 from engine.model_files import model_directory
 from engine.models.decoder import Decoder, Followers
+from engine.models.expert_parallel import MirrorGroup
 from engine.models.loader import GroupPlace, Shard, model_length
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
@@ -48,8 +49,19 @@ class Leader(Followers, Protocol):
         """This process, which is the first, and the others."""
         ...
 
-    def least_available(self, own: int) -> int:
-        """Wait until all have loaded their part; return the least memory that any has left."""
+    def least_blocks(self, own: int) -> int:
+        """Wait until all have answered; return the fewest KV blocks that any has memory for.
+
+        They answer when they have loaded their part, and at the end of a trial.
+        """
+        ...
+
+    def begin_trial(self, num_blocks: int) -> None:
+        """Have them watch their memory, with a KV cache of so many blocks."""
+        ...
+
+    def end_trial(self) -> None:
+        """Have them free that cache and answer how many blocks they have memory for."""
         ...
 
     def allocate(self, num_blocks: int) -> None:
@@ -103,10 +115,8 @@ class InProcessExecutor:
         self._most_head_threads = most_head_threads(spec, config, engines_on_node)
         max_model_len = model_length(spec, config.model)
         self._report("allocating the KV cache")
-        available = self._memory_for_cache(model, max_model_len, engines_on_node * processes)
-        if leader is not None:
-            available = leader.least_available(available)
-        num_blocks = _num_blocks(config, model, max_model_len, available)
+        free = self._free_blocks(model, max_model_len, engines_on_node * processes)
+        num_blocks = _num_blocks(config, model, max_model_len, free)
         self._info = ExecutorInfo(
             num_kv_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -275,13 +285,47 @@ class InProcessExecutor:
             most_head_threads=self._most_head_threads,
         )
 
-    def _memory_for_cache(self, model: Decoder, max_model_len: int, processes: int) -> int:
-        """Return the bytes for the KV cache; on CUDA the largest step is tried first."""
+    def _free_blocks(self, model: Decoder, max_model_len: int, processes: int) -> int:
+        """Return the KV blocks that all processes of this engine have memory for.
+
+        On CUDA the largest step is tried first.
+        """
         cache = self._config.cache
+        free = available_memory(self._device, processes) // _block_bytes(cache, model)
+        if self._leader is not None:
+            free = self._leader.least_blocks(free)
         is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
-        if self._device.type != "cuda" or is_given or not model.is_alone:
-            return available_memory(self._device, processes)
-        return profiled_memory(model, cache, self._config.scheduler, max_model_len)
+        if self._device.type != "cuda" or is_given:
+            return free
+        return self.blocks_after_trial(model, max_model_len, processes)
+
+    def blocks_after_trial(self, model: Decoder, max_model_len: int, processes: int) -> int:
+        """Run the largest step in all processes of this engine; return what it leaves room for.
+
+        The other engines that hold experts are not there yet: the step is run as if they did the
+        same as this one. Nothing may be in the KV cache.
+        """
+        leader, experts = self._leader, model.expert_group
+        if experts is not None:
+            assert self._place is not None
+            experts.join(MirrorGroup(self._place.size))
+        try:
+            left = profiled_memory(
+                model,
+                self._config.cache,
+                self._config.scheduler,
+                max_model_len,
+                processes=processes,
+                prepare=(lambda _: None) if leader is None else leader.begin_trial,
+            )
+        finally:
+            if experts is not None:
+                experts.leave()
+        free = left // _block_bytes(self._config.cache, model)
+        if leader is None:
+            return free
+        leader.end_trial()
+        return leader.least_blocks(free)
 
     def _in_step_thread(self, function: Callable[[], None]) -> None:
         if self._worker is None:
@@ -302,12 +346,17 @@ def _worker_thread() -> ThreadPoolExecutor:
 
 
 def _num_blocks(
-    config: EngineConfig, model: Decoder, max_model_len: int, available_bytes: int
+    config: EngineConfig, model: Decoder, max_model_len: int, available_blocks: int
 ) -> int:
+    block_bytes = _block_bytes(config.cache, model)
     return count_blocks(
         config.cache,
-        block_bytes=bytes_per_block(model.spec, config.cache.block_size, model.cache_dtype),
+        block_bytes=block_bytes,
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
-        available_bytes=available_bytes,
+        available_bytes=available_blocks * block_bytes,
     )
+
+
+def _block_bytes(cache: CacheConfig, model: Decoder) -> int:
+    return bytes_per_block(model.spec, cache.block_size, model.cache_dtype)

@@ -50,6 +50,16 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_blocks: int
 
 
+class BeginTrial(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Have a KV cache of so many blocks for the largest step, and watch memory; answered."""
+
+    num_blocks: int
+
+
+class EndTrial(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Free that cache and answer with the blocks that the step has left room for."""
+
+
 class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Free the KV cache and at level 2 the weights; answered."""
 
@@ -66,13 +76,13 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
     path: str
 
 
-Command = Forward | Logits | Allocate | Sleep | StartProfile | StopProfile
+Command = Forward | Logits | Allocate | BeginTrial | EndTrial | Sleep | StartProfile | StopProfile
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """A worker has come to life, loaded its part, or done what it was told."""
 
-    free_bytes: int
-    """Memory that it could give to a KV cache."""
+    free_blocks: int
+    """KV blocks, of its part, that it has memory for."""
     error: str = ""
     """Why it could not; it goes on."""

@@ -15,7 +15,9 @@ from engine.executor.loading import device_for
 from engine.executor.team import Team
 from engine.executor.team_messages import (
     Allocate,
+    BeginTrial,
     Command,
+    EndTrial,
     Forward,
     Logits,
     Sleep,
@@ -55,9 +57,17 @@ class TeamLeader:
         self._team.tell(Logits(len(hidden)))
         self.group.broadcast(hidden.contiguous())
 
-    def least_available(self, own: int) -> int:
-        """Wait until all have loaded their part; return the least memory that any has left."""
-        return min(own, *(answer.free_bytes for answer in self._team.collect()))
+    def least_blocks(self, own: int) -> int:
+        """Wait until all have answered; return the fewest KV blocks that any has memory for."""
+        return min(own, *(answer.free_blocks for answer in self._team.collect()))
+
+    def begin_trial(self, num_blocks: int) -> None:
+        """Have them watch their memory, with a KV cache of so many blocks."""
+        self.call(BeginTrial(num_blocks))
+
+    def end_trial(self) -> None:
+        """Have them free that cache and answer how many blocks they have memory for."""
+        self._team.tell(EndTrial())
 
     def allocate(self, num_blocks: int) -> None:
         """Have them hold their weights, and an empty KV cache of so many blocks."""

@@ -23,7 +23,9 @@ from engine.executor.loading import device_for, load_model, set_threads
 from engine.executor.team_messages import (
     Allocate,
     Answer,
+    BeginTrial,
     Command,
+    EndTrial,
     Forward,
     Logits,
     Sleep,
@@ -37,7 +39,8 @@ from engine.models.attention_plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.loader import Shard
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
-from engine.runner.kv_memory import allocate_cache, available_memory
+from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
+from engine.runner.memory_profile import MemoryTrial
 from engine.runner.profiling import StepProfiler
 
 logger = logging.getLogger(__name__)
@@ -58,12 +61,10 @@ class Worker:
         self._model: Decoder | None = self._load()
         self._cache: list[Tensor] = []
         self._profiler: StepProfiler | None = None
+        self._trial: MemoryTrial | None = None
+        self.free_blocks = available_memory(device, self._processes) // self._block_bytes
+        """KV blocks of this rank that there is memory for, as was found last."""
         keep_freed_memory()
-
-    @property
-    def free_bytes(self) -> int:
-        """Memory for the KV cache of this rank."""
-        return available_memory(self._device, self._processes)
 
     @torch.inference_mode()
     def obey(self, command: Command) -> bool:
@@ -83,6 +84,10 @@ class Worker:
                 model.logits(self._shard.group.broadcast(states))
             case Allocate(num_blocks):
                 self._allocate(num_blocks)
+            case BeginTrial(num_blocks):
+                self._begin_trial(num_blocks)
+            case EndTrial():
+                self._end_trial()
             case Sleep(level):
                 self._sleep(level)
             case StartProfile():
@@ -110,6 +115,23 @@ class Worker:
             self._model.cache_dtype,
             self._model.device,
         )
+
+    @property
+    def _block_bytes(self) -> int:
+        model = self._loaded
+        return bytes_per_block(model.spec, self._config.cache.block_size, model.cache_dtype)
+
+    def _begin_trial(self, num_blocks: int) -> None:
+        self._trial = MemoryTrial(self._device, self._processes)
+        self._allocate(num_blocks)
+
+    def _end_trial(self) -> None:
+        trial, self._trial = self._trial, None
+        assert trial is not None, "no trial was begun"
+        peak = trial.peak(sum(layer.nbytes for layer in self._cache))
+        self._cache = []
+        left = trial.left(peak, self._config.cache.gpu_memory_utilization)
+        self.free_blocks = left // self._block_bytes
 
     def _sleep(self, level: int) -> None:
         self._cache = []
@@ -174,11 +196,11 @@ def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
         GroupSpec(launch.address, launch.rank, launch.size, 0, GROUP_TIMEOUT), device
     )
     worker = Worker(launch, group, device)
-    connection.sendall(pack_frame(Answer(worker.free_bytes)))
+    connection.sendall(pack_frame(Answer(worker.free_blocks)))
     for command in commands(connection):
         try:
             if worker.obey(command):
-                connection.sendall(pack_frame(Answer(worker.free_bytes)))
+                connection.sendall(pack_frame(Answer(worker.free_blocks)))
         except (CannotDo, OSError) as error:
             connection.sendall(pack_frame(Answer(0, str(error))))
 

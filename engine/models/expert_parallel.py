@@ -8,12 +8,11 @@ In each layer all engines take part, whether they have tokens or not.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
 from engine.models.layers import Linear
 from engine.models.moe import run_experts, weighted_sum
@@ -33,6 +32,53 @@ def expert_share(num_experts: int, rank: int, size: int) -> range:
     return range(num_experts * rank // size, num_experts * (rank + 1) // size)
 
 
+class Exchange(Protocol):
+    """What sparse layers need of a group; see `engine.distributed.group.Group`."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def all_gather_counts(self, count: int) -> list[int]:
+        """Return every rank's number."""
+        ...
+
+    def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks."""
+        ...
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Return the rows that all ranks sent to this one."""
+        ...
+
+
+class MirrorGroup:
+    """Stands for a group whose other ranks do the same as this one, to try what memory it takes.
+
+    What comes from them is made of what goes to them, and means nothing.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather_counts(self, count: int) -> list[int]:
+        """Return this rank's number for every rank."""
+        return [count] * self.size
+
+    def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows for every rank."""
+        assert list(counts) == [len(rows)] * self.size
+        return rows.repeat(self.size, *[1] * (rows.dim() - 1))
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Return as many rows as are expected, made of those that are sent."""
+        assert sum(sent) == len(rows)
+        if not len(rows):
+            return rows.new_zeros(sum(received), *rows.shape[1:])
+        return rows[torch.arange(sum(received), device=rows.device) % len(rows)]
+
+
 class ExpertGroup:
     """What the sparse layers of one engine share: the group, and how the step is laid out."""
 
@@ -40,7 +86,7 @@ class ExpertGroup:
         self._num_experts = num_experts
         self._device = device
         self._per_token = experts_per_token
-        self._group: Group | None = None
+        self._group: Exchange | None = None
         self.rule = SendingRule()
         """Has to be the same at all ranks."""
         self.rank_of = torch.empty(0, dtype=torch.int64)
@@ -48,7 +94,7 @@ class ExpertGroup:
         self.counts: list[int] = []
         """Tokens of each rank in this step."""
 
-    def join(self, group: Group) -> None:
+    def join(self, group: Exchange) -> None:
         """Hold all further collectives with this group."""
         self._group = group
         ranks = torch.empty(self._num_experts, dtype=torch.int64)
@@ -62,7 +108,7 @@ class ExpertGroup:
         self._group = None
 
     @property
-    def group(self) -> Group:
+    def group(self) -> Exchange:
         """The group.
 
         Raises:

@@ -1,19 +1,29 @@
 """How much memory a step takes at most, found by running the largest one."""
 
+from collections.abc import Callable
+
 import torch
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.messages import SamplingParams
 from engine.models.decoder import Decoder
-from engine.runner.kv_memory import bytes_per_block
+from engine.runner.kv_memory import available_memory, bytes_per_block
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
 
 
 def heaviest_plan(
-    *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    block_size: int,
+    vocab_size: int = 1,
 ) -> tuple[BatchPlan, int]:
-    """Return a step with all the tokens and draws that there can be, and the KV blocks it needs."""
+    """Return a step with all the tokens and draws that there can be, and the KV blocks it needs.
+
+    Tokens are of all kinds that there are, so that they go to different experts.
+    """
     rows = min(max_num_seqs, max_num_batched_tokens)
     share, rest = divmod(max_num_batched_tokens, rows)
     counts = [min(share + (row < rest), max_model_len) for row in range(rows)]
@@ -21,7 +31,7 @@ def heaviest_plan(
     starting, blocks, used = [], [], 0
     for slot, count in enumerate(counts):
         needed = -(-count // block_size)
-        starting.append(SlotStart(slot, [0] * count, count, sampling))
+        starting.append(SlotStart(slot, [i % vocab_size for i in range(count)], count, sampling))
         blocks.append(SlotBlocks(slot, 0, list(range(used, used + needed))))
         used += needed
     order = sorted(range(rows), key=lambda row: counts[row] > 1)
@@ -49,19 +59,59 @@ def free_for_cache(*, total: int, utilization: float, peak: int, others: int) ->
     return max(0, int(total * utilization) - peak - others)
 
 
+class MemoryTrial:
+    """One process's memory around the largest step; on a CPU what is free, the step aside."""
+
+    def __init__(self, device: torch.device, processes: int) -> None:
+        """Begin; so many `processes` share the node's memory."""
+        self._device = device
+        self._processes = processes
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def peak(self, own_cache: int) -> int:
+        """Return the most bytes taken since, but for the KV cache of the trial."""
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - own_cache
+
+    def left(self, peak: int, utilization: float) -> int:
+        """Return the bytes left for a KV cache; that of the trial has been freed."""
+        if self._device.type != "cuda":
+            return available_memory(self._device, self._processes)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        others = total - free - torch.cuda.memory_reserved(self._device)
+        return free_for_cache(total=total, utilization=utilization, peak=peak, others=others)
+
+
 def profiled_memory(
-    model: Decoder, cache: CacheConfig, scheduling: SchedulerConfig, max_model_len: int
+    model: Decoder,
+    cache: CacheConfig,
+    scheduling: SchedulerConfig,
+    max_model_len: int,
+    *,
+    processes: int,
+    prepare: Callable[[int], None],
 ) -> int:
-    """Return the bytes of a CUDA device that are left for the KV cache of its engine."""
-    device = model.device
+    """Return the bytes that the largest step leaves for this process's KV cache.
+
+    Args:
+        processes: how many compute on this node.
+        prepare: has the processes that hold other parts of the model allocate a KV cache of so many
+            blocks for the step.
+    """
     plan, num_blocks = heaviest_plan(
         max_num_seqs=scheduling.max_num_seqs,
         max_num_batched_tokens=scheduling.max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=cache.block_size,
+        vocab_size=model.spec.vocab_size,
     )
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
+    prepare(num_blocks)
+    trial = MemoryTrial(model.device, processes)
     runner = ModelRunner(
         model,
         max_num_seqs=scheduling.max_num_seqs,
@@ -71,13 +121,7 @@ def profiled_memory(
         record_decodes=False,
     )
     runner.run(plan)
-    torch.cuda.synchronize(device)
-    own_cache = (num_blocks + 1) * bytes_per_block(model.spec, cache.block_size, model.cache_dtype)
-    peak = torch.cuda.max_memory_allocated(device) - own_cache
+    block_bytes = bytes_per_block(model.spec, cache.block_size, model.cache_dtype)
+    peak = trial.peak((num_blocks + 1) * block_bytes)
     del runner
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return free_for_cache(
-        total=total, utilization=cache.gpu_memory_utilization, peak=peak, others=others
-    )
+    return trial.left(peak, cache.gpu_memory_utilization)

@@ -13,11 +13,11 @@ from engine.config import (
     ExecutorConfig,
     ModelConfig,
     SchedulerConfig,
-    group_config,
 )
 from engine.core import EngineCore
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo
+from engine.group_config import group_config
 from engine.messages import AbortRequests, AddRequest, SamplingParams
 from engine.model_files import ModelNotFound
 from engine.models.checkpoint import CheckpointError

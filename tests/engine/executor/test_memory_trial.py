@@ -1,0 +1,122 @@
+"""What the largest step leaves for the KV cache, where several processes compute a model.
+
+On a CPU the trial runs the same steps and commands as on CUDA, but there is no share to honour.
+"""
+
+import pytest
+import torch
+
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.distributed.group import Group
+from engine.distributed.spec import GroupBroken
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.team import Team
+from engine.executor.team_messages import Answer
+from engine.executor.tensor_parallel import TeamLeader, TensorParallelExecutor
+from engine.models import expert_parallel
+from engine.models.expert_parallel import MirrorGroup
+from engine.scheduler.batch import BatchPlan, BatchResult
+from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+
+TOKENS = 48
+
+
+def settings(directory, **parallel):
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), device="cpu"),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=TOKENS),
+        executor=ExecutorConfig(threads=1),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+class Steps:
+    """Runs plans on an executor, one by one."""
+
+    def __init__(self, executor: TensorParallelExecutor) -> None:
+        self._executor = executor
+
+    def run(self, plan: BatchPlan) -> BatchResult:
+        return self._executor.submit(plan).result()
+
+
+class Told:
+    """A team whose workers answer with these block counts."""
+
+    def __init__(self, *blocks: int) -> None:
+        self._blocks = blocks
+
+    def collect(self) -> list[Answer]:
+        return [Answer(count) for count in self._blocks]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "agreed"), [(9, (5, 7), 5), (4, (5, 7), 4), (9, (0,), 0)]
+)
+def test_all_processes_get_the_blocks_that_the_one_with_the_least_memory_has(own, others, agreed):
+    leader = TeamLeader(Told(*others), Group.alone())  # type: ignore[arg-type]
+    assert leader.least_blocks(own) == agreed
+
+
+def test_processes_that_hold_a_model_together_try_the_largest_step_together(
+    checkpoint, driver, prompt
+):
+    model = checkpoint("llama")
+    config = settings(model.directory, tensor_parallel_size=2, data_parallel_size=1)
+    team = Team(config, 0, 1)
+    executor = TensorParallelExecutor(config, team)
+    try:
+        inner = executor._inner
+        assert inner._model is not None
+        blocks = inner.blocks_after_trial(inner._model, executor.info.max_model_len, 2)
+        assert blocks > 0
+        executor._leader.allocate(NUM_BLOCKS)
+        cut, whole = Driver(Steps(executor)), driver(model.directory)
+        for engine in (cut, whole):
+            engine.start(0, prompt(30))
+            engine.prefill(0)
+            engine.decode(10, 0)
+        assert cut.tokens == whole.tokens
+    finally:
+        executor.shutdown()
+
+
+def test_an_engine_with_a_part_of_the_experts_tries_the_step_that_all_of_them_fill(
+    checkpoint, monkeypatch
+):
+    model = checkpoint("qwen3-moe")
+    config = settings(model.directory, data_parallel_size=2, enable_expert_parallel=True)
+    executor = InProcessExecutor(config, rank=1)
+    loaded = executor._model
+    assert loaded is not None
+    assert loaded.expert_group is not None
+    rows = []
+    run = expert_parallel.run_experts
+
+    def watched(x, *arguments):
+        rows.append(len(x))
+        return run(x, *arguments)
+
+    monkeypatch.setattr(expert_parallel, "run_experts", watched)
+    assert executor.blocks_after_trial(loaded, executor.info.max_model_len, 1) > 0
+    assert rows == [2 * TOKENS] * len(loaded.sparse_layers), "tokens of both engines"
+    with pytest.raises(GroupBroken):
+        _ = loaded.expert_group.group
+    executor.shutdown()
+
+
+def test_a_mirror_returns_what_others_would_send_that_do_the_same():
+    mirror = MirrorGroup(3)
+    rows = torch.arange(4).view(2, 2)
+    assert mirror.all_gather_counts(5) == [5, 5, 5]
+    assert mirror.all_gather(rows, [2, 2, 2]).tolist() == [[0, 1], [2, 3]] * 3
+    assert mirror.all_to_all(rows, [1, 1, 0], [2, 0, 1]).tolist() == [[0, 1], [2, 3], [0, 1]]
+    assert mirror.all_to_all(rows[:0], [0, 0, 0], [1, 1, 0]).tolist() == [[0, 0], [0, 0]]
