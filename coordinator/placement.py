@@ -145,7 +145,7 @@ class Placement:
                 if room
                 else "no supervisor here runs engines: scale with what started them"
             )
-            return [Notice(f"cannot run {wish.size} engines: {node.error}")]
+            return [Notice(f"cannot scale to {wish.size}: {node.error}")]
         shares = [Share(each.target, each.engines.capacity) for each in nodes]
         targets = spread(wish.size, shares)
         self._number += 1
@@ -158,7 +158,7 @@ class Placement:
             for each, target in zip(nodes, targets, strict=True)
             if target or each.engines.capacity
         )
-        return [Notice(f"{wish.size} engines from now on: {', '.join(parts)}")]
+        return [Notice(f"{wish.size} in all from now on: {', '.join(parts)}")]
 
     def _restart_next(self) -> list[Action]:
         """Have the next node replace its engines once the one before has done so."""
