@@ -14,6 +14,7 @@ from server.answer.parts import (
 from server.answer.plan import AnswerPlan
 from server.answer.reader import AnswerReader
 from server.asgi import Call
+from server.checks import check_chat
 from server.generation import Answer, Delta, FinishReason, ScoredToken
 from server.preprocess import prepare_chat
 from server.prompt_scores import MIN_LOGPROB, prompt_scores
@@ -43,9 +44,11 @@ async def create_chat_completion(call: Call, context: Context) -> None:
     request = await call.body(ChatCompletionRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
+    limits = context.limits()
+    check_chat(request, limits)
     context.admit(call, 1, request.n or 1)
     spec, plan = await prepare_chat(
-        request, call.request_id, context.tokenizer, context.limits(), context.formats
+        request, call.request_id, context.tokenizer, limits, context.formats
     )
     kind = "chat.completion.chunk" if request.stream else "chat.completion"
     head = chunk_head("chatcmpl", kind, call, model)

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from server.asgi import Call
+from server.checks import check_completion, num_prompts
 from server.generation import Answer, Delta, ScoredToken
-from server.preprocess import num_prompts, prepare_completion
+from server.preprocess import prepare_completion
 from server.prompt_scores import MIN_LOGPROB, prompt_scores
 from server.routes.context import Context
 from server.routes.serve import chunk_frames, chunk_head, serve
@@ -25,8 +26,10 @@ async def create_completion(call: Call, context: Context) -> None:
     request = await call.body(CompletionRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
+    limits = context.limits()
+    check_completion(request, limits)
     context.admit(call, num_prompts(request.prompt), request.best_of or request.n or 1)
-    spec = await prepare_completion(request, call.request_id, context.tokenizer, context.limits())
+    spec = await prepare_completion(request, call.request_id, context.tokenizer, limits)
     head = chunk_head("cmpl", "text_completion", call, model)
     show_ids = bool(request.return_token_ids)
     writer = None

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.limits import MAX_TOOLS
+from server.limits import MAX_TOKENS, MAX_TOOLS
 from server.schemas.common import (
     JsonObject,
     OptionalTokenIds,
@@ -52,11 +52,14 @@ class ChatCompletionRequest(SamplingFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(
-        None, ge=1, description="Default: all that fits. max_completion_tokens wins."
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Default: all that fits. max_completion_tokens wins.",
     )
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, description="Needs logprobs.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS, description="Needs logprobs.")
     add_generation_prompt: bool | None = Field(
         None, description="Default: true unless continue_final_message."
     )
