@@ -76,18 +76,46 @@ class Answer(msgspec.Struct):
     """Of every token of the prompt but the first, if asked for."""
 
 
+_PIECES = 256
+"""Pieces of text that become one."""
+
+
+class DeltaSum:
+    """Adds up the deltas of one sequence, keeping no more than the answer needs."""
+
+    __slots__ = ("_logprobs", "_pieces", "_reasons", "_token_ids")
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[ScoredToken] | None = None
+        self._reasons: tuple[FinishReason | None, int | str | None] = (None, None)
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta; the last one says how the answer ended."""
+        if delta.text:
+            self._pieces.append(delta.text)
+            if len(self._pieces) == _PIECES:
+                self._pieces = ["".join(self._pieces)]
+        self._token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += delta.logprobs
+        self._reasons = delta.finish_reason, delta.stop_reason
+
+    def answer(self) -> Answer:
+        """Return the whole answer."""
+        text, (finish_reason, stop_reason) = "".join(self._pieces), self._reasons
+        return Answer(text, self._token_ids, self._logprobs, finish_reason, stop_reason)
+
+
 def sum_deltas(deltas: Sequence[Delta]) -> Answer:
     """Return the whole answer; the last delta says how it ended."""
-    last = deltas[-1]
-    return Answer(
-        text="".join([delta.text for delta in deltas]),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        logprobs=None
-        if last.logprobs is None
-        else [token for delta in deltas for token in delta.logprobs or ()],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
+    total = DeltaSum()
+    for delta in deltas:
+        total.add(delta)
+    return total.answer()
 
 
 def _at_most(scores: TokenLogprob, count: int) -> TokenLogprob:

@@ -32,5 +32,7 @@ MAX_SCORES = 2**18
 a stream's output do not count, because they are gone once sent."""
 MAX_TOOLS = 128
 """Tools that a request offers to the model."""
+MAX_UNREAD = 2**19
+"""Tokens and scores of a request that are kept for a client that does not read."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 """Range of seeds."""

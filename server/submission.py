@@ -1,6 +1,7 @@
 """All sequences of one HTTP request, from the hand-over to the engines to the last delta."""
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -8,12 +9,13 @@ import msgspec
 from engine.messages import RequestOutput, SamplingParams
 from server.access.admission import Reservation
 from server.cluster.generation_client import GenerationClient, TokenStream
-from server.generation import Answer, ChoiceFold, Delta, FoldOptions, Prompt, sum_deltas
+from server.generation import Answer, ChoiceFold, Delta, DeltaSum, FoldOptions, Prompt
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import SequenceTimer
 from server.schemas.common import PromptTokensDetails, Usage
 from server.text.detokenizer import TokenTable
+from server.unread import Unread, parts
 
 
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +38,6 @@ def _seed(base: int, index: int) -> int:
     """Return base + index, wrapped to a signed 64-bit integer."""
     seed = base + index
     return seed if seed <= INT64_MAX else seed - 2**64
-
-
-_MAX_UNREAD = 1024
-"""Outputs of all sequences that are taken from their streams before somebody reads them."""
 
 
 class Submission:
@@ -71,9 +69,10 @@ class Submission:
         self._timers: list[SequenceTimer] = []
         self._finish_reasons: list[str] = []
         self._pumps: list[asyncio.Task[None]] = []
-        self._outputs: list[tuple[int, RequestOutput | Exception]] = []
+        self._parts: deque[RequestOutput] = deque()
+        """Of an only sequence: what has been read and is still to be folded."""
+        self._unread = Unread()
         self._something_arrived = asyncio.Event()
-        self._taken = asyncio.Event()
         try:
             for prompt in spec.prompts:
                 for _ in range(spec.best_of):
@@ -115,38 +114,45 @@ class Submission:
             NoEngineAvailable: a sequence was lost and nothing can take it over.
         """
         if len(self._streams) == 1:
-            return [(0, self._fold(0, await self._streams[0].next()))]
+            if self._parts:
+                await asyncio.sleep(0)
+            else:
+                self._parts.extend(parts(await self._streams[0].next()))
+            return [(0, self._fold(0, self._parts.popleft()))]
         if not self._pumps:
             self._pumps = [
                 asyncio.create_task(self._pump(index)) for index in range(len(self._streams))
             ]
-        await self._something_arrived.wait()
+        if self._unread:
+            await asyncio.sleep(0)  # others may have something to do between parts of much
+        else:
+            await self._something_arrived.wait()
         self._something_arrived.clear()
-        arrived, self._outputs = self._outputs, []
-        self._taken.set()
-        self._taken.clear()
-        deltas = []
-        for index, output in arrived:
-            if isinstance(output, Exception):
-                raise output
-            if not self._folds[index].finished:
-                deltas.append((index, self._fold(index, output)))
-        return deltas
+        return [
+            (index, self._fold(index, output))
+            for index, output in self._unread.take()
+            if not self._folds[index].finished
+        ]
 
     async def _pump(self, index: int) -> None:
-        output: RequestOutput | Exception
         finished = False
         while not finished:
             try:
                 output = await self._streams[index].next()
-                finished = output.finish_reason is not None
             except Exception as error:
-                output, finished = error, True
-            self._outputs.append((index, output))
+                self._unread.fail(error)
+                finished = True
+            else:
+                finished = output.finish_reason is not None
+                if not self._unread.put(index, output):
+                    self._stop()
             self._something_arrived.set()
-            while len(self._outputs) >= _MAX_UNREAD:
-                # What comes meanwhile is merged and bounded by the stream.
-                await self._taken.wait()
+
+    def _stop(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        for stream in self._streams:
+            stream.close()
 
     def _fold(self, index: int, output: RequestOutput) -> Delta:
         fold, timer = self._folds[index], self._timers[index]
@@ -167,11 +173,11 @@ class Submission:
 
     async def collect(self) -> list[Answer]:
         """Wait for all sequences; return the answers to show, prompt by prompt, best first."""
-        deltas: list[list[Delta]] = [[] for _ in self._streams]
+        sums = [DeltaSum() for _ in self._streams]
         while not self.done:
             for index, delta in await self.next():
-                deltas[index].append(delta)
-        answers = [sum_deltas(one) for one in deltas]
+                sums[index].add(delta)
+        answers = [one.answer() for one in sums]
         for answer, fold in zip(answers, self._folds, strict=True):
             answer.prompt_logprobs = fold.prompt_logprobs
         spec = self._spec
@@ -218,10 +224,7 @@ class Submission:
 
     def close(self, reason: str = "abort") -> None:
         """Abort whatever still runs, counting it as ended for `reason`; idempotent."""
-        for pump in self._pumps:
-            pump.cancel()
-        for stream in self._streams:
-            stream.close()
+        self._stop()
         for fold, timer in zip(self._folds, self._timers, strict=True):
             if not fold.finished:
                 fold.finished = True
