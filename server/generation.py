@@ -4,6 +4,7 @@ A streamed answer is the deltas, encoded; a whole answer is their sum, encoded. 
 I/O or knows an endpoint.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Literal
 
@@ -68,12 +69,26 @@ class Answer(msgspec.Struct):
     """The sum of the deltas of one sequence."""
 
     text: str
-    token_ids: list[int]
+    token_ids: "array[int]"
     logprobs: list[ScoredToken] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     prompt_logprobs: list[TokenLogprob] | None = None
     """Of every token of the prompt but the first, if asked for."""
+
+    @property
+    def size(self) -> int:
+        """Tokens, and log probabilities of them."""
+        count = len(self.token_ids)
+        for each in self.logprobs or ():
+            count += 1 if each.logprob is None else 1 + len(each.logprob.top_ids)
+        for score in self.prompt_logprobs or ():
+            count += 1 + len(score.top_ids)
+        return count
+
+    def drop_scores(self) -> None:
+        """Forget what takes most memory, once it has been shown."""
+        self.logprobs = self.prompt_logprobs = None
 
 
 _PIECES = 256
@@ -87,7 +102,7 @@ class DeltaSum:
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
-        self._token_ids: list[int] = []
+        self._token_ids = array("i")
         self._logprobs: list[ScoredToken] | None = None
         self._reasons: tuple[FinishReason | None, int | str | None] = (None, None)
 
@@ -97,7 +112,7 @@ class DeltaSum:
             self._pieces.append(delta.text)
             if len(self._pieces) == _PIECES:
                 self._pieces = ["".join(self._pieces)]
-        self._token_ids += delta.token_ids
+        self._token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             if self._logprobs is None:
                 self._logprobs = []
@@ -108,14 +123,6 @@ class DeltaSum:
         """Return the whole answer."""
         text, (finish_reason, stop_reason) = "".join(self._pieces), self._reasons
         return Answer(text, self._token_ids, self._logprobs, finish_reason, stop_reason)
-
-
-def sum_deltas(deltas: Sequence[Delta]) -> Answer:
-    """Return the whole answer; the last delta says how it ended."""
-    total = DeltaSum()
-    for delta in deltas:
-        total.add(delta)
-    return total.answer()
 
 
 def _at_most(scores: TokenLogprob, count: int) -> TokenLogprob:

@@ -1,6 +1,7 @@
 """All sequences of one HTTP request, from the hand-over to the engines to the last delta."""
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ import msgspec
 
 from engine.messages import RequestOutput, SamplingParams
 from server.access.admission import Reservation
-from server.cluster.generation_client import GenerationClient, TokenStream
+from server.cluster.generation_client import GenerationClient, ReaderTooSlow, TokenStream
 from server.generation import Answer, ChoiceFold, Delta, DeltaSum, FoldOptions, Prompt
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
@@ -38,6 +39,10 @@ def _seed(base: int, index: int) -> int:
     """Return base + index, wrapped to a signed 64-bit integer."""
     seed = base + index
     return seed if seed <= INT64_MAX else seed - 2**64
+
+
+_READER_CHECK = 0.5
+"""Seconds between looks at whether a reader of very much goes on."""
 
 
 class Submission:
@@ -73,6 +78,9 @@ class Submission:
         """Of an only sequence: what has been read and is still to be folded."""
         self._unread = Unread()
         self._something_arrived = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._reading = False
+        """Whether `next` is under way: what is unread then waits for nobody but this process."""
         try:
             for prompt in spec.prompts:
                 for _ in range(spec.best_of):
@@ -123,14 +131,20 @@ class Submission:
             self._pumps = [
                 asyncio.create_task(self._pump(index)) for index in range(len(self._streams))
             ]
+        self._reading = True
         if self._unread:
             await asyncio.sleep(0)  # others may have something to do between parts of much
         else:
             await self._something_arrived.wait()
         self._something_arrived.clear()
+        self._reading = False
+        outputs = self._unread.take()
+        if self._unread.has_room:
+            self._taken.set()
+            self._taken.clear()
         return [
             (index, self._fold(index, output))
-            for index, output in self._unread.take()
+            for index, output in outputs
             if not self._folds[index].finished
         ]
 
@@ -144,9 +158,20 @@ class Submission:
                 finished = True
             else:
                 finished = output.finish_reason is not None
-                if not self._unread.put(index, output):
-                    self._stop()
+                self._unread.put(index, output)
             self._something_arrived.set()
+            if self._unread.full and not finished:
+                await self._wait_for_reader()
+
+    async def _wait_for_reader(self) -> None:
+        """Hold a pump until something has been read; give up if nobody wants to read."""
+        while self._unread.full:
+            if not self._reading:
+                slow = ReaderTooSlow("The client read too slowly: the request was aborted.")
+                self._unread.fail(slow)
+                self._stop()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._taken.wait(), _READER_CHECK)
 
     def _stop(self) -> None:
         for pump in self._pumps:

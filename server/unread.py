@@ -5,7 +5,6 @@ from collections import deque
 import msgspec
 
 from engine.messages import RequestOutput
-from server.cluster.generation_client import ReaderTooSlow
 from server.cluster.token_stream import merge, weight
 from server.limits import MAX_UNREAD
 
@@ -57,8 +56,18 @@ class Unread:
         """Whether there is anything to take."""
         return bool(self._pieces) or self._error is not None
 
-    def put(self, index: int, output: RequestOutput) -> bool:
-        """Add an output of a sequence; return whether the request may go on."""
+    @property
+    def full(self) -> bool:
+        """Whether it is as much as one request may have unread."""
+        return self._weight > MAX_UNREAD
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it is so little that those who wait to add more may go on."""
+        return self._weight < MAX_UNREAD // 2
+
+    def put(self, index: int, output: RequestOutput) -> None:
+        """Add an output of a sequence."""
         pieces = self._pieces.setdefault(index, deque())
         pieces.append(output)
         small = self._small.get(index, 0) + 1
@@ -68,16 +77,10 @@ class Unread:
             small = 0
         self._small[index] = small
         self._weight += weight(output)
-        if self._weight <= MAX_UNREAD:
-            return True
-        self.fail(ReaderTooSlow("The client read too slowly: the request was aborted."))
-        return False
 
     def fail(self, error: Exception) -> None:
         """Let whoever reads know that something went wrong, once what came before is read."""
         self._error = self._error or error
-        if isinstance(error, ReaderTooSlow):
-            self._pieces.clear()
 
     def take(self) -> list[tuple[int, RequestOutput]]:
         """Return some of what there is, oldest sequences first.

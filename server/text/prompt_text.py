@@ -61,11 +61,11 @@ async def _refuse_too_long(tokenizer: ServedTokenizer, text: str, longest: int) 
     size = _PIECE
     while size < len(text):
         count = len(await tokenizer.encode_async(text[:size], add_special_tokens=False))
-        if count > longest + longest // 4 + _SLACK:
+        if count > longest + _SLACK:
             raise TextTooLong(size, count)
         # As much as decides it if the text goes on as it begins, but always a good deal more.
-        expected = size * (longest + longest // 2 + 2 * _SLACK) // max(1, count)
-        size = max(size + _PIECE, min(expected, 4 * size))
+        expected = size * (longest + 2 * _SLACK) // max(1, count)
+        size = max(size + _PIECE // 4, min(expected, 4 * size))
 
 
 async def _tail(

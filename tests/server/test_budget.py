@@ -88,7 +88,7 @@ def test_too_much_is_refused_before_anything_is_tokenized(
 
     monkeypatch.setattr(ServedTokenizer, "encode", encode)
     monkeypatch.setattr(ServedTokenizer, "encode_many", encode)
-    body = {"prompt": ["hello"] * 16, "n": 128, "logprobs": 5, "max_tokens": 500}
+    body = {"prompt": ["hello"] * 16, "n": 128, "logprobs": 5, "max_tokens": 200}
     response = http.post("/v1/completions", body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "logprobs"
