@@ -10,7 +10,7 @@ import msgspec
 from engine.messages import RequestOutput, SamplingParams
 from server.access.admission import Reservation
 from server.cluster.generation_client import GenerationClient, ReaderTooSlow, TokenStream
-from server.generation import Answer, ChoiceFold, Delta, DeltaSum, FoldOptions, Prompt
+from server.generation import Answer, ChoiceFold, Delta, DeltaSum, FoldOptions, Prompt, PromptEcho
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import SequenceTimer
@@ -83,9 +83,10 @@ class Submission:
         """Whether `next` is under way: what is unread then waits for nobody but this process."""
         try:
             for prompt in spec.prompts:
+                echo = PromptEcho(table, prompt)
                 for _ in range(spec.best_of):
                     self._submit(client, prompt)
-                    self._folds.append(ChoiceFold(table, prompt, spec.fold))
+                    self._folds.append(ChoiceFold(table, prompt, spec.fold, echo))
                     self._timers.append(metrics.sequence(arrived))
         except BaseException:
             self.close("error")
