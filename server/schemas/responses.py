@@ -12,6 +12,7 @@ from server.limits import (
     MAX_TOOLS,
     MIN_REPETITION_PENALTY,
 )
+from server.schemas.base import part_type
 from server.schemas.common import JsonObject, NamedTokenIds, RequestBody, StopStrings
 
 
@@ -22,12 +23,25 @@ class ContentPart(RequestBody):
     text: str
 
 
+class RefusalContent(RequestBody):
+    """A piece of an assistant's message that said no."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+MessageContent = Annotated[
+    Annotated[ContentPart, Tag("a text")] | Annotated[RefusalContent, Tag("a refusal")],
+    Discriminator(part_type),
+]
+
+
 class MessageItem(RequestBody):
     """A turn of the conversation; `type` may be left out."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ContentPart]
+    content: str | list[MessageContent]
 
 
 class FunctionCallItem(RequestBody):

@@ -2,6 +2,8 @@ from typing import Any
 
 import pytest
 
+from server.cluster.generation_client import NoSuchEngine
+
 TEXT = "hello 你好 world, a stream of 🙂🙂"
 
 
@@ -269,3 +271,16 @@ def test_echoed_token_ids_are_in_the_text_where_their_offsets_say(
         if not token.startswith("bytes:") and token != "<|eos|>":
             assert first["text"][offset:].startswith(token)
     assert http.complete(prompt=prompt, echo=True)["choices"][0]["text"].startswith("<|user|>the")
+
+
+@pytest.mark.parametrize("rank", ["339", "999999"])
+def test_a_rank_that_no_engine_has_is_no_reason_to_try_again(
+    http: Any, engines: Any, rank: str
+) -> None:
+    engines.script = lambda _: [NoSuchEngine(f"there is no engine {rank}")]
+    response = http.post(
+        "/v1/completions", {"prompt": "hello"}, headers={"X-data-parallel-rank": rank}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "X-data-parallel-rank"
+    assert "retry-after" not in response.headers
