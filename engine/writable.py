@@ -13,7 +13,10 @@ def writable_file(path: str | Path) -> Path:
         OSError: it cannot be written; the message names it.
     """
     path = Path(path)
-    writable_directory(path.parent)
+    try:
+        writable_directory(path.parent)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory, not a file to write to")
     if path.exists() and not os.access(path, os.W_OK):
