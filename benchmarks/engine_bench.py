@@ -31,6 +31,7 @@ from rich.table import Table
 
 from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from engine.executor.environment import settle_environment
+from engine.writable import writable_file
 
 PARTS = ("schedule", "prepare", "execute", "sample", "emit")
 _WARM_UP_STEPS = 8
@@ -253,6 +254,8 @@ def main() -> None:
         parser.error(f"--steps has to be more than {_WARM_UP_STEPS}, --prefills at least 1")
     if not options.rows and not options.prefill:
         parser.error("nothing to do: --rows or --prefill needs a number")
+    if options.json is not None:
+        writable_file(options.json)
     settle_environment()
     results = measure(options)
     console = Console(width=150)

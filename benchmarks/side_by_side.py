@@ -39,6 +39,7 @@ from benchmarks.versus.servers import (
     peer_command,
     swell_command,
 )
+from engine.writable import writable_directory, writable_file
 
 PEER = "vLLM"
 SWELL = "Swell"
@@ -237,7 +238,9 @@ def main() -> int:
         for case in CASES:
             print(f"{case.name}  ({case.unit}, {case.aim})")
         return 0
-    options.models = options.models.absolute()
+    for suffix in (".json", ".md"):
+        writable_file(options.output.with_suffix(suffix))
+    options.models = writable_directory(options.models).absolute()
     options.peer_python = options.peer_python.absolute()
     results = read_results(options)
     compare(options, results)

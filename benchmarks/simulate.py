@@ -55,6 +55,7 @@ from benchmarks.simulation.workload import (
     read_trace,
 )
 from engine.config import SchedulerConfig
+from engine.writable import writable_directory, writable_file
 from server.cluster.routing import POLICIES as ROUTING_POLICIES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -270,9 +271,11 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     try:
         if parsed.command == "c1":
+            writable_directory(parsed.output)
             load_pyplot()
             return 0 if simulate_c1(parsed.output, console) else 1
         if parsed.plot is not None:
+            writable_file(parsed.plot)
             load_pyplot()
         recorder = simulate(parsed, console)
     except (InvalidSpec, PlottingUnavailable, OSError) as error:

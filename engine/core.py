@@ -35,6 +35,7 @@ from engine.scheduler.outputs import Outputs
 from engine.scheduler.policies import build_admission_policy
 from engine.scheduler.scheduler import Scheduler
 from engine.utilities import call_utility
+from engine.writable import writable_directory
 
 logger = logging.getLogger(__name__)
 
@@ -344,6 +345,7 @@ class EngineCore:
         """
         if self._profile_dir is None:
             raise CannotDo("profiles need a place: start the engines with --torch-profiler-dir")
+        writable_directory(self._profile_dir)
         self._executor.start_profile()
         return self._profile_dir
 

@@ -14,6 +14,7 @@ from engine.receiver import (
     InboxItem,
     Stop,
 )
+from engine.shared_sampling import SharedSampling
 
 LATE_SENDS_SECONDS = 0.5
 """How long a draining engine without work waits for requests that are on their way."""
@@ -40,6 +41,7 @@ class Intake:
         self.turn = on_turn
         self._on_drain = on_drain
         self._drain_timeout = drain_timeout
+        self._sampling = SharedSampling()
         self._draining_since: float | None = None
         self._stopped: Stop | None = None
 
@@ -59,11 +61,14 @@ class Intake:
     def take(self, item: InboxItem) -> None:
         """Handle what means the same in every loop; the rest is ignored."""
         match item:
-            case AddRequest() | AbortRequests() | UtilityCall():
+            case AddRequest():
+                self._core.handle(self._sampling.shared(item))
+            case AbortRequests() | UtilityCall():
                 self._core.handle(item)
             case FrontEndJoined(index, incarnation):
                 self._core.front_end_joined(index, incarnation)
             case FrontEndLeft(index):
+                self._sampling.forget(index)
                 self._core.front_end_left(index)
             case GrammarsSettled():
                 self._core.grammars_settled()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.headless_chromium import Browser, find
 from benchmarks.running_stack import RunningStack
+from engine.writable import writable_file
 
 TARGET = Path(__file__).parent.parent / "docs" / "status-page.png"
 SWELL = str(Path(sys.executable).with_name("swell"))
@@ -66,6 +67,7 @@ def main() -> None:
     program = find()
     if program is None:
         parser.error("no Chromium is installed")
+    writable_file(options.target)
     if options.url:
         picture = shoot(options.url, program, options)
     else:

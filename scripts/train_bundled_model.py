@@ -33,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bundled_training.export import export
 from bundled_training.trainer import Trainer
 
+from engine.writable import writable_directory
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -111,6 +113,8 @@ def set_up_process(threads: int) -> None:
 def main() -> None:
     """Train, then write the model directory."""
     options = parse_options()
+    writable_directory(options.output)
+    writable_directory(options.work_dir)
     set_up_process(options.threads)
     trainer = Trainer(options, Console(width=None if sys.stdout.isatty() else 200))
     if options.export_only:

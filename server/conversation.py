@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.errors import invalid
-from server.schemas.chat import ChatMessage
+from server.schemas.chat import ChatMessage, RefusalPart
 from server.schemas.common import JsonObject
 from server.text.chat_template import RESERVED_ARGUMENTS, TemplateFailed
 from server.text.tokenizer import ServedTokenizer
@@ -65,15 +65,10 @@ def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
     if message.function_call is not None:
         raise invalid(f"{field}.function_call: use tool_calls instead", f"{field}.function_call")
     turn = message.model_dump(exclude_none=True)
-    content = message.content
-    if isinstance(content, list):
-        turn["content"] = "\n".join([part.text for part in content])
-    elif content is None:
-        if message.role != "assistant":
-            raise invalid(
-                f"{field}.content: may be absent from assistant messages only", f"{field}.content"
-            )
-        turn["content"] = ""
+    turn["content"] = _content(message, field)
+    turn.pop("refusal", None)
+    if message.role == "function":
+        turn["role"] = "tool"  # its successor, which templates know
     if "reasoning" in turn:
         turn.setdefault("reasoning_content", turn["reasoning"])
     if not turn.get("tool_calls"):
@@ -84,6 +79,31 @@ def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
             place = f"{field}.tool_calls[{position}].function.arguments"
             function["arguments"] = _arguments(function["arguments"], place)
     return turn
+
+
+def _content(message: ChatMessage, field: str) -> str:
+    """Return the text of a message; what an assistant refused with is what it said."""
+    content, is_assistant = message.content, message.role == "assistant"
+    if message.refusal is not None and not is_assistant:
+        raise invalid(f"{field}.refusal: only assistants refuse", f"{field}.refusal")
+    if content is None:
+        if not is_assistant and message.role != "function":
+            raise invalid(
+                f"{field}.content: may be absent from assistant messages only", f"{field}.content"
+            )
+        return message.refusal or ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        if isinstance(part, RefusalPart):
+            if not is_assistant:
+                place = f"{field}.content[{index}]"
+                raise invalid(f"{place}: only assistants refuse", place)
+            texts.append(part.refusal)
+        else:
+            texts.append(part.text)
+    return "\n".join(texts)
 
 
 def _arguments(text: str, field: str) -> dict[str, Any]:

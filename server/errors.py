@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.access.admission import Overloaded
-from server.cluster.generation_client import NoEngineAvailable, ReaderTooSlow
+from server.cluster.generation_client import NoEngineAvailable, NoSuchEngine, ReaderTooSlow
 from server.schemas.common import ErrorDetail, ErrorResponse
 
 RETRY_AFTER_SECONDS = 1
@@ -110,6 +110,9 @@ def to_api_error(error: Exception) -> ApiError | None:
     match error:
         case ApiError():
             known = error
+        case NoSuchEngine():
+            header = "X-data-parallel-rank"
+            known = invalid(f"The header {header} names no engine: {error}.", header)
         case NoEngineAvailable():
             known = unavailable(str(error) or "No engine can serve the request now; try again.")
         case Overloaded():

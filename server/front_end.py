@@ -172,7 +172,12 @@ class FrontEnd:
         if self._launch.load_table is not None:
             table = LoadTable(Path(self._launch.load_table), self._launch.place)
         state = ClusterState(
-            index, self._launch.incarnation, self._config.cluster.engine_timeout, table, self._reach
+            index,
+            self._launch.incarnation,
+            self._config.cluster.engine_timeout,
+            table,
+            self._reach,
+            num_ranks=self._config.parallel.data_parallel_size,
         )
         return EngineClient(
             front_end=index,

@@ -4,6 +4,7 @@ A streamed answer is the deltas, encoded; a whole answer is their sum, encoded. 
 I/O or knows an endpoint.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Literal
 
@@ -68,26 +69,60 @@ class Answer(msgspec.Struct):
     """The sum of the deltas of one sequence."""
 
     text: str
-    token_ids: list[int]
+    token_ids: "array[int]"
     logprobs: list[ScoredToken] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     prompt_logprobs: list[TokenLogprob] | None = None
     """Of every token of the prompt but the first, if asked for."""
 
+    @property
+    def size(self) -> int:
+        """Tokens, and log probabilities of them."""
+        count = len(self.token_ids)
+        for each in self.logprobs or ():
+            count += 1 if each.logprob is None else 1 + len(each.logprob.top_ids)
+        for score in self.prompt_logprobs or ():
+            count += 1 + len(score.top_ids)
+        return count
 
-def sum_deltas(deltas: Sequence[Delta]) -> Answer:
-    """Return the whole answer; the last delta says how it ended."""
-    last = deltas[-1]
-    return Answer(
-        text="".join([delta.text for delta in deltas]),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        logprobs=None
-        if last.logprobs is None
-        else [token for delta in deltas for token in delta.logprobs or ()],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
+    def drop_scores(self) -> None:
+        """Forget what takes most memory, once it has been shown."""
+        self.logprobs = self.prompt_logprobs = None
+
+
+_PIECES = 256
+"""Pieces of text that become one."""
+
+
+class DeltaSum:
+    """Adds up the deltas of one sequence, keeping no more than the answer needs."""
+
+    __slots__ = ("_logprobs", "_pieces", "_reasons", "_token_ids")
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._token_ids = array("i")
+        self._logprobs: list[ScoredToken] | None = None
+        self._reasons: tuple[FinishReason | None, int | str | None] = (None, None)
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta; the last one says how the answer ended."""
+        if delta.text:
+            self._pieces.append(delta.text)
+            if len(self._pieces) == _PIECES:
+                self._pieces = ["".join(self._pieces)]
+        self._token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += delta.logprobs
+        self._reasons = delta.finish_reason, delta.stop_reason
+
+    def answer(self) -> Answer:
+        """Return the whole answer."""
+        text, (finish_reason, stop_reason) = "".join(self._pieces), self._reasons
+        return Answer(text, self._token_ids, self._logprobs, finish_reason, stop_reason)
 
 
 def _at_most(scores: TokenLogprob, count: int) -> TokenLogprob:
@@ -99,13 +134,66 @@ def _at_most(scores: TokenLogprob, count: int) -> TokenLogprob:
     )
 
 
+class PromptEcho:
+    """A prompt as an answer repeats it, worked out once for all choices.
+
+    A client that sent token ids sees the text of all of them, special tokens included. In a text
+    that the client wrote the tokens that were added to it have no place.
+    """
+
+    def __init__(self, table: TokenTable, prompt: Prompt) -> None:
+        self._table = table
+        self._prompt = prompt
+        self._spelled: tuple[str, list[int]] | None = None
+
+    @property
+    def text(self) -> str:
+        """The prompt's text."""
+        return self._prompt.text if self._prompt.text is not None else self._spell()[0]
+
+    def tokens(self, scores: Sequence[TokenLogprob], shown: int) -> list[ScoredToken]:
+        """Return the prompt's tokens with scores of all but the first, as many as are known."""
+        offsets = self._spell()[1]
+        each: list[TokenLogprob | None] = [None, *[_at_most(one, shown) for one in scores]]
+        return [
+            ScoredToken(token_id, offset, score)
+            for token_id, offset, score in zip(self._prompt.token_ids, offsets, each, strict=False)
+        ]
+
+    def _spell(self) -> tuple[str, list[int]]:
+        """Return the text, and where in it each token begins."""
+        if self._spelled is None:
+            token_ids, text = self._prompt.token_ids, self._prompt.text
+            skip = False
+            if text is not None:
+                decode = self._table.tokenizer.decode
+                # Special tokens that the client wrote are part of the text.
+                skip = decode(token_ids, skip_special_tokens=True) == text
+            decoder = self._table.decoder(skip_special_tokens=skip)
+            pieces, offsets, offset = [], [], 0
+            for token_id in token_ids:
+                offsets.append(offset)
+                pieces.append(decoder.push(token_id))
+                offset += len(pieces[-1])
+            if text is None:
+                text = "".join(pieces) + decoder.flush()
+            self._spelled = text, [min(offset, len(text)) for offset in offsets]
+        return self._spelled
+
+
 class ChoiceFold:
     """Folds the outputs of one sequence."""
 
-    def __init__(self, table: TokenTable, prompt: Prompt, options: FoldOptions) -> None:
-        self._table = table
-        self._prompt = prompt
+    def __init__(
+        self,
+        table: TokenTable,
+        prompt: Prompt,
+        options: FoldOptions,
+        echo: PromptEcho | None = None,
+    ) -> None:
+        """Fold what follows a prompt; `echo` is the prompt's, if choices share it."""
         self._options = options
+        self._echo = echo or PromptEcho(table, prompt)
         self._decoder: TokenDecoder = table.decoder(
             skip_special_tokens=options.skip_special_tokens, context=prompt.token_ids
         )
@@ -139,7 +227,7 @@ class ChoiceFold:
         delta = Delta("", [], [] if self._options.logprobs else None, None, None)
         if not self._echoed:
             self._echoed = True
-            self._echo(output.prompt_logprobs, delta)
+            self._repeat_prompt(output.prompt_logprobs, delta)
         if not self._options.discard_output:
             self._add_tokens(output, delta)
         if delta.finish_reason is None and output.finish_reason is not None:
@@ -201,23 +289,9 @@ class ChoiceFold:
             if output.stop_token_id in self._options.stop_token_ids:
                 delta.stop_reason = output.stop_token_id
 
-    def _echo(self, logprobs: Sequence[TokenLogprob] | None, delta: Delta) -> None:
+    def _repeat_prompt(self, logprobs: Sequence[TokenLogprob] | None, delta: Delta) -> None:
         """Put the prompt before the answer, with its tokens' log probabilities if wanted."""
-        prompt, skip = self._prompt, self._options.skip_special_tokens
-        decode = self._table.tokenizer.decode
-        if prompt.text is None:
-            delta.text = decode(prompt.token_ids, skip_special_tokens=skip)
-        else:
-            delta.text = prompt.text
-            # Special tokens that the client wrote are part of the text; those that were added not.
-            skip = decode(prompt.token_ids, skip_special_tokens=True) == prompt.text
-        if delta.logprobs is not None:
-            shown = self._options.echo_logprobs
-            scores: list[TokenLogprob | None] = [None]
-            scores += [_at_most(each, shown) for each in logprobs or ()]
-            decoder = self._table.decoder(skip_special_tokens=skip)
-            offset = 0
-            for token_id, score in zip(prompt.token_ids, scores, strict=False):
-                delta.logprobs.append(ScoredToken(token_id, min(offset, len(delta.text)), score))
-                offset += len(decoder.push(token_id))
+        delta.text = self._echo.text
         self._offset = len(delta.text)
+        if delta.logprobs is not None:
+            delta.logprobs += self._echo.tokens(logprobs or (), self._options.echo_logprobs)

@@ -11,9 +11,28 @@ MAX_PROMPTS = 2048
 """Prompts of a completion request."""
 MAX_SEQUENCES = 2048
 """Sequences of a request: prompts times choices."""
+MAX_TOKENS = 2**31 - 1
+"""Of every field that counts tokens or names one; what a model takes is far less."""
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+"""Characters of a stop string: the end of the text is searched for each of them at each token."""
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 128
+"""Characters of a word that the output must not contain."""
+MAX_REPETITION_PENALTY = 100.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_NAMED_TOKENS = 2**17
+"""Token ids that the sampling fields of a request name (`stop_token_ids`, `logit_bias`,
+`allowed_token_ids`, and those that spell its `bad_words`), times its sequences."""
+MAX_ANSWER_TOKENS = 2**19
+"""Tokens that a request may make: its sequences times `max_tokens`, with the prompts that the
+answer repeats."""
+MAX_SCORES = 2**17
+"""Log probabilities that an answer may hold: of tokens and of the alternatives to them. Those of
+a stream's output do not count, because they are gone once sent."""
 MAX_TOOLS = 128
 """Tools that a request offers to the model."""
+MAX_UNREAD = 2**18
+"""Tokens and scores of a request that are kept for a client that does not read."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 """Range of seeds."""

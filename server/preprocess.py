@@ -1,33 +1,26 @@
 """From a validated body to what the engines get: prompts as token ids, sampling, limits."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from engine.messages import GrammarSpec, SamplingParams
 from server.answer.formats import AnswerFormats
 from server.answer.plan import AnswerPlan
+from server.budget import AnswerSize, room_for_output
+from server.checks import Limits, chat_size, completion_size, stop_strings
 from server.conversation import render_chat
 from server.errors import context_length_exceeded, invalid
 from server.generation import FoldOptions, Prompt
-from server.limits import MAX_SEQUENCES
-from server.sampling import check_prompt_logprobs, check_vocabulary, sampling_params
+from server.prompts import completion_prompts, text_prompt
+from server.sampling import bad_word_tokens, sampling_params
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.common import JsonObject, SamplingFields
 from server.schemas.completions import CompletionRequest
-from server.structured_outputs import GrammarCheck, check_copies, requested_grammar
+from server.structured_outputs import check_copies, requested_grammar
 from server.submission import GenerationSpec
 from server.text.tokenizer import ServedTokenizer
 from server.tool_calls.choice import ToolUse, tool_use
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What requests are held against."""
-
-    max_model_len: int
-    max_logprobs: int
-    grammars: GrammarCheck
 
 
 async def prepare_completion(
@@ -38,24 +31,22 @@ async def prepare_completion(
     Raises:
         ApiError: the request is wrong; `param` names the field.
     """
-    _check_completion(request, limits)
     grammar = await requested_grammar(request, limits.grammars)
-    prompts = await _completion_prompts(request, tokenizer, limits)
-    sequences = len(prompts) * (request.best_of or request.n or 1)
-    _check_sequences(sequences)
+    size = completion_size(request)
     if grammar is not None:
-        check_copies(grammar, sequences)
-    scoring_only = request.max_tokens == 0
+        check_copies(grammar, size.sequences)
+    bad_words = await bad_word_tokens(request, size.sequences, tokenizer)
+    prompts = await completion_prompts(request, tokenizer, limits)
     max_tokens = _max_tokens(
         prompts,
-        1 if scoring_only else request.max_tokens,
+        size,
         limits,
         default=tokenizer.sampling_defaults.max_new_tokens or 16,
-        params=("prompt", "max_tokens"),
+        of_prompt="prompt",
     )
-    n, best_of = request.n or 1, request.best_of or request.n or 1
-    logprobs = request.logprobs
-    sampling = sampling_params(request, tokenizer, max_tokens, logprobs)
+    n, best_of = request.n or 1, size.copies
+    logprobs, scoring_only = request.logprobs, request.max_tokens == 0
+    sampling = sampling_params(request, tokenizer, max_tokens, logprobs, bad_words)
     if grammar is not None:
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
     if logprobs is None and best_of > n:
@@ -91,7 +82,6 @@ async def prepare_chat(
     Raises:
         ApiError: the request is wrong; `param` names the field.
     """
-    _check_chat(request, limits)
     tools = tool_use(
         request.tools,
         request.tool_choice,
@@ -109,21 +99,27 @@ async def prepare_chat(
         arguments=_template_arguments(request),
     )
     plan = _answer_plan(request, tools, formats, text, tokenizer)
-    prompt = await _text_prompt(
-        text, request, tokenizer, limits, add_special_tokens=bool(request.add_special_tokens)
+    size = chat_size(request)
+    bad_words = await bad_word_tokens(request, size.sequences, tokenizer)
+    prompt = await text_prompt(
+        text,
+        request,
+        tokenizer,
+        limits,
+        add_special_tokens=bool(request.add_special_tokens),
+        name="messages",
     )
     if not prompt.token_ids:
         raise invalid("messages: the rendered conversation has no tokens", "messages")
-    param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = _max_tokens(
         [prompt],
-        request.max_completion_tokens or request.max_tokens,
+        size,
         limits,
         default=tokenizer.sampling_defaults.max_new_tokens or limits.max_model_len,
-        params=("messages", param),
+        of_prompt="messages",
     )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    sampling = sampling_params(request, tokenizer, max_tokens, logprobs)
+    sampling = sampling_params(request, tokenizer, max_tokens, logprobs, bad_words)
     if grammar is not None:
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
         if plan.reasoning is not None and not any_text:
@@ -188,140 +184,32 @@ def _answer_plan(
     )
 
 
-# -- checks --------------------------------------------------------------------------------------
-
-
-def _check_completion(request: CompletionRequest, limits: Limits) -> None:
-    _check_common(request, limits)
-    if request.suffix:
-        raise invalid("suffix: infilling is not supported", "suffix")
-    if request.max_tokens == 0 and not request.echo:
-        raise invalid("max_tokens: must be at least 1 unless echo is set", "max_tokens")
-    if request.logprobs is not None and request.logprobs > limits.max_logprobs:
-        raise invalid(f"logprobs: at most {limits.max_logprobs} are served", "logprobs")
-    if request.best_of is not None:
-        if request.best_of < (request.n or 1):
-            raise invalid("best_of: must not be less than n", "best_of")
-        if request.stream and request.best_of > (request.n or 1):
-            raise invalid("best_of: must equal n in a stream", "best_of")
-
-
-def _check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
-    _check_common(request, limits)
-    if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
-    if (request.top_logprobs or 0) > limits.max_logprobs:
-        raise invalid(f"top_logprobs: at most {limits.max_logprobs} are served", "top_logprobs")
-    if request.functions is not None:
-        raise invalid("functions: use tools instead", "functions")
-    if request.function_call is not None:
-        raise invalid("function_call: use tool_choice instead", "function_call")
-
-
-def _check_common(request: SamplingFields, limits: Limits) -> None:
-    check_prompt_logprobs(request, limits.max_logprobs)
-    if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options: only allowed when stream is true", "stream_options")
-    if "" in _stop_strings(request):
-        raise invalid("stop: strings must not be empty", "stop")
-    if request.truncate_prompt_tokens == 0:
-        raise invalid("truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
-
-
-def _check_sequences(count: int) -> None:
-    if count > MAX_SEQUENCES:
-        raise invalid(
-            f"prompt: {count} sequences (prompts times choices), more than {MAX_SEQUENCES}",
-            "prompt",
-        )
-
-
-# -- prompts -------------------------------------------------------------------------------------
-
-
-def num_prompts(source: str | Sequence[Any]) -> int:
-    """Return how many prompts the prompt field of a completion request holds."""
-    return 1 if isinstance(source, str) or isinstance(source[0], int) else len(source)
-
-
-async def _completion_prompts(
-    request: CompletionRequest, tokenizer: ServedTokenizer, limits: Limits
-) -> list[Prompt]:
-    add_special_tokens = request.add_special_tokens is not False
-    source = request.prompt
-    items: list[Any] = [source]
-    if not isinstance(source, str) and not isinstance(source[0], int):
-        items = list(source)
-    prompts = []
-    for index, item in enumerate(items):
-        name = "prompt" if len(items) == 1 else f"prompt[{index}]"
-        if isinstance(item, str):
-            prompt = await _text_prompt(
-                item, request, tokenizer, limits, add_special_tokens=add_special_tokens
-            )
-        else:
-            check_vocabulary(item, tokenizer, name)
-            prompt = Prompt(_truncated(item, request, limits), None)
-        if not prompt.token_ids:
-            raise invalid(f"{name}: must not be empty", "prompt")
-        prompts.append(prompt)
-    return prompts
-
-
-async def _text_prompt(
-    text: str,
-    request: SamplingFields,
-    tokenizer: ServedTokenizer,
-    limits: Limits,
-    *,
-    add_special_tokens: bool,
-) -> Prompt:
-    token_ids = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-    kept = _truncated(token_ids, request, limits)
-    return Prompt(kept, text if len(kept) == len(token_ids) else None)
-
-
-def _truncated(token_ids: list[int], request: SamplingFields, limits: Limits) -> list[int]:
-    """Return the last tokens that the request wants to keep; -1 leaves room for one more."""
-    keep = request.truncate_prompt_tokens
-    if keep is None:
-        return token_ids
-    return token_ids[-(limits.max_model_len - 1 if keep == -1 else keep) :]
-
-
 def _max_tokens(
     prompts: Sequence[Prompt],
-    asked: int | None,
+    size: AnswerSize,
     limits: Limits,
     *,
     default: int,
-    params: tuple[str, str],
+    of_prompt: str,
 ) -> int:
     """Return how many tokens to generate; a default is cut to what fits, a wish is not.
 
-    `params` are the fields of the prompt and of the wish: what is too long is blamed.
+    `of_prompt` is the field of the prompt: it or the wish is blamed for what is too long.
     """
     longest = max(len(prompt.token_ids) for prompt in prompts)
+    asked = size.max_tokens
     if longest + (asked or 1) > limits.max_model_len:
-        of_prompt, of_wish = params
-        param = of_prompt if longest >= limits.max_model_len else of_wish
+        param = of_prompt if longest >= limits.max_model_len else size.tokens_field
         raise context_length_exceeded(limits.max_model_len, longest, asked or 1, param)
-    return asked or min(default, limits.max_model_len - longest)
-
-
-# -- sampling ------------------------------------------------------------------------------------
-
-
-def _stop_strings(request: SamplingFields) -> tuple[str, ...]:
-    if request.stop is None:
-        return ()
-    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    room = room_for_output(size, prompt_tokens, limits.max_model_len)
+    return asked or min(default, limits.max_model_len - longest, room)
 
 
 def _fold_options(request: SamplingFields, sampling: SamplingParams, logprobs: bool) -> FoldOptions:
     return FoldOptions(
         skip_special_tokens=request.skip_special_tokens is not False,
-        stop=_stop_strings(request),
+        stop=stop_strings(request),
         include_stop=bool(request.include_stop_str_in_output),
         min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,

@@ -1,8 +1,9 @@
 """How likely the prompt's tokens were, as answers show it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.messages import TokenLogprob
+from server.encoded import encoded_list
 from server.schemas.common import PromptLogprob, PromptLogprobs
 from server.text.detokenizer import TokenTable
 
@@ -13,21 +14,24 @@ MIN_LOGPROB = -9999.0
 def prompt_scores(
     token_ids: Sequence[int], scores: Sequence[TokenLogprob], table: TokenTable
 ) -> PromptLogprobs:
-    """Return one entry per token of the prompt.
+    """Return one entry per token of the prompt, as JSON already.
 
     Args:
         token_ids: the prompt.
         scores: of every token but the first.
         table: names tokens.
     """
-    entries: PromptLogprobs = [None]
-    for token_id, score in zip(token_ids[1:], scores, strict=True):
-        found = {str(token_id): _entry(token_id, score.logprob, score.rank, table)}
-        best = zip(score.top_ids, score.top_logprobs, strict=True)
-        for rank, (other, logprob) in enumerate(best, 1):
-            found.setdefault(str(other), _entry(other, logprob, rank, table))
-        entries.append(found)
-    return entries
+
+    def entries() -> Iterator[dict[str, PromptLogprob] | None]:
+        yield None
+        for token_id, score in zip(token_ids[1:], scores, strict=True):
+            found = {str(token_id): _entry(token_id, score.logprob, score.rank, table)}
+            best = zip(score.top_ids, score.top_logprobs, strict=True)
+            for rank, (other, logprob) in enumerate(best, 1):
+                found.setdefault(str(other), _entry(other, logprob, rank, table))
+            yield found
+
+    return encoded_list(entries())
 
 
 def _entry(token_id: int, logprob: float, rank: int, table: TokenTable) -> PromptLogprob:

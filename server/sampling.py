@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from engine.messages import SamplingParams
+from server.budget import check_named_tokens
 from server.errors import ApiError, invalid
 from server.schemas.common import SamplingFields
 from server.text.tokenizer import ServedTokenizer
@@ -16,7 +17,11 @@ _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
 def sampling_params(
-    request: SamplingFields, tokenizer: ServedTokenizer, max_tokens: int, logprobs: int | None
+    request: SamplingFields,
+    tokenizer: ServedTokenizer,
+    max_tokens: int,
+    logprobs: int | None,
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     """Return what the engines are told; what a request leaves open is the model's default.
 
@@ -29,7 +34,7 @@ def sampling_params(
             f"min_tokens: {min_tokens} is more than max_tokens, which is {max_tokens}",
             "min_tokens",
         )
-    stop_token_ids = tuple(request.stop_token_ids or ())
+    stop_token_ids = tuple(sorted(set(request.stop_token_ids or ())))
     check_vocabulary(stop_token_ids, tokenizer, "stop_token_ids")
     return SamplingParams(
         max_tokens=max_tokens,
@@ -48,7 +53,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         allowed_token_ids=_allowed_token_ids(request.allowed_token_ids, tokenizer),
-        bad_words=bad_word_tokens(request.bad_words or (), tokenizer),
+        bad_words=bad_words,
     )
 
 
@@ -81,25 +86,30 @@ def check_vocabulary(token_ids: Sequence[int], tokenizer: ServedTokenizer, field
         )
 
 
-def bad_word_tokens(
-    words: Sequence[str], tokenizer: ServedTokenizer
+async def bad_word_tokens(
+    request: SamplingFields, sequences: int, tokenizer: ServedTokenizer
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences that spell words, at the beginning of a text and after a space.
 
     Raises:
-        ApiError: a word has no tokens.
+        ApiError: a word has no tokens, or together they have too many for so many sequences.
     """
+    bare = list(dict.fromkeys([word.lstrip() for word in request.bad_words or ()]))
+    if "" in bare:
+        index = [word.lstrip() for word in request.bad_words or ()].index("")
+        raise invalid(f"bad_words[{index}]: must not be empty", "bad_words")
+    if not bare:
+        return ()
+    encoded = await tokenizer.encode_many_async(
+        [*bare, *[" " + word for word in bare]], add_special_tokens=False
+    )
     found: dict[tuple[int, ...], None] = {}
-    for index, word in enumerate(words):
-        bare = word.lstrip()
-        if not bare:
-            raise invalid(f"bad_words[{index}]: must not be empty", "bad_words")
-        first = tokenizer.encode(bare, add_special_tokens=False)
-        spaced = tokenizer.encode(" " + bare, add_special_tokens=False)
+    for first, spaced in zip(encoded[: len(bare)], encoded[len(bare) :], strict=True):
         found[tuple(first)] = None
         # A space that is a token of its own only comes before the word: that is ruled out already.
         if len(spaced) == len(first) and spaced[:1] != first[:1]:
             found[tuple(spaced)] = None
+    check_named_tokens(request, sequences, sum(map(len, found)))
     return tuple(found)
 
 

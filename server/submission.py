@@ -1,19 +1,22 @@
 """All sequences of one HTTP request, from the hand-over to the engines to the last delta."""
 
 import asyncio
+import contextlib
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
 from engine.messages import RequestOutput, SamplingParams
 from server.access.admission import Reservation
-from server.cluster.generation_client import GenerationClient, TokenStream
-from server.generation import Answer, ChoiceFold, Delta, FoldOptions, Prompt, sum_deltas
+from server.cluster.generation_client import GenerationClient, ReaderTooSlow, TokenStream
+from server.generation import Answer, ChoiceFold, Delta, DeltaSum, FoldOptions, Prompt, PromptEcho
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import SequenceTimer
 from server.schemas.common import PromptTokensDetails, Usage
 from server.text.detokenizer import TokenTable
+from server.unread import Unread, parts
 
 
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +41,8 @@ def _seed(base: int, index: int) -> int:
     return seed if seed <= INT64_MAX else seed - 2**64
 
 
-_MAX_UNREAD = 1024
-"""Outputs of all sequences that are taken from their streams before somebody reads them."""
+_READER_CHECK = 0.5
+"""Seconds between looks at whether a reader of very much goes on."""
 
 
 class Submission:
@@ -71,14 +74,19 @@ class Submission:
         self._timers: list[SequenceTimer] = []
         self._finish_reasons: list[str] = []
         self._pumps: list[asyncio.Task[None]] = []
-        self._outputs: list[tuple[int, RequestOutput | Exception]] = []
+        self._parts: deque[RequestOutput] = deque()
+        """Of an only sequence: what has been read and is still to be folded."""
+        self._unread = Unread()
         self._something_arrived = asyncio.Event()
         self._taken = asyncio.Event()
+        self._reading = False
+        """Whether `next` is under way: what is unread then waits for nobody but this process."""
         try:
             for prompt in spec.prompts:
+                echo = PromptEcho(table, prompt)
                 for _ in range(spec.best_of):
                     self._submit(client, prompt)
-                    self._folds.append(ChoiceFold(table, prompt, spec.fold))
+                    self._folds.append(ChoiceFold(table, prompt, spec.fold, echo))
                     self._timers.append(metrics.sequence(arrived))
         except BaseException:
             self.close("error")
@@ -115,38 +123,62 @@ class Submission:
             NoEngineAvailable: a sequence was lost and nothing can take it over.
         """
         if len(self._streams) == 1:
-            return [(0, self._fold(0, await self._streams[0].next()))]
+            if self._parts:
+                await asyncio.sleep(0)
+            else:
+                self._parts.extend(parts(await self._streams[0].next()))
+            return [(0, self._fold(0, self._parts.popleft()))]
         if not self._pumps:
             self._pumps = [
                 asyncio.create_task(self._pump(index)) for index in range(len(self._streams))
             ]
-        await self._something_arrived.wait()
+        self._reading = True
+        if self._unread:
+            await asyncio.sleep(0)  # others may have something to do between parts of much
+        else:
+            await self._something_arrived.wait()
         self._something_arrived.clear()
-        arrived, self._outputs = self._outputs, []
-        self._taken.set()
-        self._taken.clear()
-        deltas = []
-        for index, output in arrived:
-            if isinstance(output, Exception):
-                raise output
-            if not self._folds[index].finished:
-                deltas.append((index, self._fold(index, output)))
-        return deltas
+        self._reading = False
+        outputs = self._unread.take()
+        if self._unread.has_room:
+            self._taken.set()
+            self._taken.clear()
+        return [
+            (index, self._fold(index, output))
+            for index, output in outputs
+            if not self._folds[index].finished
+        ]
 
     async def _pump(self, index: int) -> None:
-        output: RequestOutput | Exception
         finished = False
         while not finished:
             try:
                 output = await self._streams[index].next()
-                finished = output.finish_reason is not None
             except Exception as error:
-                output, finished = error, True
-            self._outputs.append((index, output))
+                self._unread.fail(error)
+                finished = True
+            else:
+                finished = output.finish_reason is not None
+                self._unread.put(index, output)
             self._something_arrived.set()
-            while len(self._outputs) >= _MAX_UNREAD:
-                # What comes meanwhile is merged and bounded by the stream.
-                await self._taken.wait()
+            if self._unread.full and not finished:
+                await self._wait_for_reader()
+
+    async def _wait_for_reader(self) -> None:
+        """Hold a pump until something has been read; give up if nobody wants to read."""
+        while self._unread.full:
+            if not self._reading:
+                slow = ReaderTooSlow("The client read too slowly: the request was aborted.")
+                self._unread.fail(slow)
+                self._stop()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._taken.wait(), _READER_CHECK)
+
+    def _stop(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        for stream in self._streams:
+            stream.close()
 
     def _fold(self, index: int, output: RequestOutput) -> Delta:
         fold, timer = self._folds[index], self._timers[index]
@@ -167,11 +199,11 @@ class Submission:
 
     async def collect(self) -> list[Answer]:
         """Wait for all sequences; return the answers to show, prompt by prompt, best first."""
-        deltas: list[list[Delta]] = [[] for _ in self._streams]
+        sums = [DeltaSum() for _ in self._streams]
         while not self.done:
             for index, delta in await self.next():
-                deltas[index].append(delta)
-        answers = [sum_deltas(one) for one in deltas]
+                sums[index].add(delta)
+        answers = [one.answer() for one in sums]
         for answer, fold in zip(answers, self._folds, strict=True):
             answer.prompt_logprobs = fold.prompt_logprobs
         spec = self._spec
@@ -218,10 +250,7 @@ class Submission:
 
     def close(self, reason: str = "abort") -> None:
         """Abort whatever still runs, counting it as ended for `reason`; idempotent."""
-        for pump in self._pumps:
-            pump.cancel()
-        for stream in self._streams:
-            stream.close()
+        self._stop()
         for fold, timer in zip(self._folds, self._timers, strict=True):
             if not fold.finished:
                 fold.finished = True

@@ -15,6 +15,7 @@ from benchmarks.load.plot import PlotUnavailable, check_plotting, save_plot
 from benchmarks.load.run import BenchError, Progress, run
 from benchmarks.load.server_tokens import TargetError
 from benchmarks.load.summary import Summary, client_warnings, parse_goodput, summarize
+from engine.writable import writable_file
 
 
 def bench(config: BenchConfig) -> int:
@@ -26,7 +27,9 @@ def bench(config: BenchConfig) -> int:
         limits = parse_goodput(config.report.goodput)
         if config.report.plot is not None:
             check_plotting()
-        _check_writable(config.report.output, config.report.plot)
+        for path in (config.report.output, config.report.plot):
+            if path is not None:
+                writable_file(path)
         progress = _run(config, console)
     except TargetError as error:
         print(f"swell bench: {config.target.url}: {error}", file=sys.stderr)
@@ -83,9 +86,3 @@ def _run(config: BenchConfig, console: Console) -> Progress:
 
 def _ignore(progress: Progress) -> None:
     pass
-
-
-def _check_writable(*paths: str | None) -> None:
-    for path in paths:
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no such directory")

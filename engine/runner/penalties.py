@@ -105,18 +105,11 @@ def forbid_bad_words(
     if not len(rows):
         return
     tokens = []
-    for row in rows:
-        slot, end = slots[row], positions[row]
+    for slot, end in zip(slots[rows].tolist(), positions[rows].tolist(), strict=True):
         output = table.token_ids[slot, table.num_prompt_tokens[slot] : end]
-        words = table.sampling.bad_words[slot]
-        tokens.append(np.array([w[-1] for w in words if _ends_with(output, w[:-1])], np.int64))
+        tokens.append(table.sampling.bad_words[slot].completing(output))
     index = _index(rows, tokens, logits.device)
     logits.index_put_(index, logits.new_tensor(float("-inf")))
-
-
-def _ends_with(output: npt.NDArray[np.int32], tokens: Sequence[int]) -> bool:
-    count = len(tokens)
-    return count <= len(output) and output[len(output) - count :].tolist() == list(tokens)
 
 
 def allow_only(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntArray) -> None:
@@ -124,13 +117,16 @@ def allow_only(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntA
 
     A row of which nothing would be left may draw any of them, whatever else was asked for.
     """
-    for row, slot in zip(rows.tolist(), slots[rows].tolist(), strict=True):
-        allowed = torch.from_numpy(table.allowed[slot]).to(logits.device)
-        values = logits[row, allowed]
-        if bool(values.isneginf().all()):
-            values = torch.zeros_like(values)
-        logits[row] = float("-inf")
-        logits[row, allowed] = values
+    if not len(rows):
+        return
+    allowed = [table.allowed[slot] for slot in slots[rows]]
+    index = _index(rows, allowed, logits.device)
+    values = logits[index]
+    possible = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+    possible.index_add_(0, index[0], (~values.isneginf()).to(torch.int32))
+    values = torch.where(possible[index[0]] > 0, values, torch.zeros_like(values))
+    logits[torch.from_numpy(rows).to(logits.device)] = float("-inf")
+    logits.index_put_(index, values)
 
 
 def add_bias(logits: Tensor, table: SamplingTable, slots: IntArray, rows: IntArray) -> None:

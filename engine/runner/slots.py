@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.messages import SamplingParams
+from engine.runner.bad_words import NO_BAD_WORDS, BadWords
 from engine.scheduler.batch import SlotBlocks, SlotStart
 
 NO_LOGPROBS = -1
@@ -40,7 +41,8 @@ class SamplingTable:
         self.allowed: list[IntArray] = [_NO_TOKENS] * max_num_seqs
         """The only tokens that may be drawn, where `restricted`."""
         self.has_bad_words = np.zeros(max_num_seqs, np.bool_)
-        self.bad_words: list[tuple[tuple[int, ...], ...]] = [()] * max_num_seqs
+        self.bad_words = [NO_BAD_WORDS] * max_num_seqs
+        self._newest_words: tuple[tuple[tuple[int, ...], ...], BadWords] = ((), NO_BAD_WORDS)
         self.ending: list[IntArray] = [_NO_TOKENS] * max_num_seqs
         """Tokens that may not be drawn before `min_tokens`."""
 
@@ -61,24 +63,22 @@ class SamplingTable:
         )
         penalties = (params.presence_penalty, params.frequency_penalty)
         self.penalized[slot] = params.repetition_penalty != 1.0 or any(penalties)
-        bias = {t: b for t, b in params.logit_bias.items() if 0 <= t < self._vocab_size}
-        self.biased[slot] = bool(bias)
-        self.bias[slot] = (
-            np.fromiter(bias.keys(), np.int64, len(bias)),
-            np.fromiter(bias.values(), np.float32, len(bias)),
-        )
-        within = [t for t in params.allowed_token_ids or () if 0 <= t < self._vocab_size]
-        self.restricted[slot] = bool(within)
-        self.allowed[slot] = np.array(within, np.int64)
-        self.bad_words[slot] = tuple(
-            word for word in params.bad_words if word and 0 <= word[-1] < self._vocab_size
-        )
+        biased = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
+        bias = np.fromiter(params.logit_bias.values(), np.float32, len(biased))
+        inside = self._inside(biased)
+        self.bias[slot] = biased[inside], bias[inside]
+        self.biased[slot] = bool(inside.any())
+        allowed = np.array(params.allowed_token_ids or (), np.int64)
+        self.allowed[slot] = allowed[self._inside(allowed)]
+        self.restricted[slot] = bool(len(self.allowed[slot]))
+        self.bad_words[slot] = self._words(params.bad_words)
         self.has_bad_words[slot] = bool(self.bad_words[slot])
         self.filtered[slot] = (
             0 < params.top_k < self._vocab_size or params.top_p < 1.0 or params.min_p > 0.0
         )
-        ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
-        self.ending[slot] = np.array(sorted(t for t in ending if 0 <= t < self._vocab_size), int)
+        stops = params.stop_token_ids + (() if params.ignore_eos else self._eos)
+        ending = np.unique(np.array(stops, np.int64))
+        self.ending[slot] = ending[self._inside(ending)]
         self.plain_greedy[slot] = params.temperature == 0.0 and not (
             self.penalized[slot]
             or self.biased[slot]
@@ -87,6 +87,18 @@ class SamplingTable:
             or params.min_tokens > 0
             or params.logprobs is not None
         )
+
+    def _inside(self, token_ids: IntArray) -> npt.NDArray[np.bool_]:
+        inside: npt.NDArray[np.bool_] = (token_ids >= 0) & (token_ids < self._vocab_size)
+        return inside
+
+    def _words(self, words: tuple[tuple[int, ...], ...]) -> BadWords:
+        """Return an index of words, the one before if it is of the same: as in one request."""
+        if not words:
+            return NO_BAD_WORDS
+        if words != self._newest_words[0]:
+            self._newest_words = words, BadWords(words, self._vocab_size)
+        return self._newest_words[1]
 
 
 _NO_TOKENS: IntArray = np.zeros(0, np.int64)

@@ -34,8 +34,12 @@ class Totals(NamedTuple):
     """Prompt tokens of them that wait to be computed."""
 
 
+_NO_MARGIN = Totals(0, 0)
 _SMALL = Totals(16, 4096)
 """Largest addition that is tried without the lock."""
+
+_MOST = 2**31
+"""No addition is larger: words of 64 bits hold more of them than can ever be made."""
 
 Room = Callable[[Totals, int, int], bool]
 """Whether totals fit that include these sequences and tokens of a newcomer."""
@@ -114,28 +118,32 @@ class AdmissionTable:
         """Add to the own row if `room` says that the totals, these included, fit.
 
         Far from the limit this takes no lock: what a neighbour is adding at this moment may not
-        be visible yet, but it fits into the margin.
+        be visible yet, but it fits into the margin. Whatever `room` raises, nothing was added.
+
+        Raises:
+            ValueError: an amount is negative.
         """
-        if requests <= _SMALL.requests and tokens <= _SMALL.tokens:
-            self.add(requests, tokens)
-            seen = self.totals()
-            if room(
-                Totals(seen.requests + self._margin[0], seen.tokens + self._margin[1]),
-                requests,
-                tokens,
-            ):
-                return True
-            self.add(-requests, -tokens)
-        held = self._lock()
-        try:
-            self.add(requests, tokens)
-            if room(self.totals(), requests, tokens):
-                return True
-            self.add(-requests, -tokens)
+        if requests < 0 or tokens < 0:
+            raise ValueError(f"cannot reserve {requests} sequences and {tokens} tokens")
+        if requests > _MOST or tokens > _MOST:
             return False
+        small = requests <= _SMALL.requests and tokens <= _SMALL.tokens
+        if small and self._add_if(requests, tokens, room, self._margin):
+            return True
+        with self._locked():
+            return self._add_if(requests, tokens, room, _NO_MARGIN)
+
+    def _add_if(self, requests: int, tokens: int, room: Room, margin: Totals) -> bool:
+        self.add(requests, tokens)
+        fits = False
+        try:
+            seen = self.totals()
+            with_margin = Totals(seen.requests + margin.requests, seen.tokens + margin.tokens)
+            fits = room(with_margin, requests, tokens)
+            return fits
         finally:
-            if held:
-                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+            if not fits:
+                self.add(-requests, -tokens)
 
     def add(self, requests: int, tokens: int) -> None:
         """Add to the own row whatever the totals are."""

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from engine.writable import writable_file
 from server.batch.lines import BatchResult, read_result, write_result
 
 
@@ -33,6 +34,7 @@ class OutputFile:
             OutputBusy: another run writes to it.
             OSError: it cannot be read or written.
         """
+        writable_file(self._path)
         self._file = self._locked()
         kept, dropped = self._read()
         if dropped:

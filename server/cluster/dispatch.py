@@ -27,7 +27,7 @@ from engine.messages import (
     StepOutputs,
     WakeUp,
 )
-from server.cluster.generation_client import NoEngineAvailable
+from server.cluster.generation_client import NoEngineAvailable, NoSuchEngine
 from server.cluster.routing import Choice, RoutingPolicy
 from server.cluster.state import ClusterState, EngineLost
 from server.cluster.token_stream import RequestStream
@@ -209,6 +209,8 @@ class Dispatcher:
 
     def _choose(self, prompt_token_ids: list[int], pinned_rank: int | None = None) -> Choice:
         if pinned_rank is not None:
+            if pinned_rank >= self.state.num_ranks:
+                raise NoSuchEngine(f"there is no engine {pinned_rank}")
             if not self.state.loads(lambda rank: rank == pinned_rank):
                 raise NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
             return Choice(pinned_rank, "pinned")

@@ -9,6 +9,10 @@ class NoEngineAvailable(Exception):
     """No engine can serve now; the client may try again later (HTTP 503)."""
 
 
+class NoSuchEngine(NoEngineAvailable):
+    """The wished engine is none of those that there are or will be (HTTP 400)."""
+
+
 class ReaderTooSlow(Exception):
     """Too much had been generated for a client that does not read it; the request was aborted."""
 
@@ -87,5 +91,6 @@ class GenerationClient(Protocol):
 
         Raises:
             NoEngineAvailable: no engine can take it (or the pinned one cannot).
+            NoSuchEngine: there is no engine of the pinned rank.
         """
         ...

@@ -75,7 +75,11 @@ class ClusterState:
         grace: float,
         table: LoadTable | None,
         reach: Reach = EVERYTHING,
+        num_ranks: int = 0,
     ) -> None:
+        """Know nothing yet but that there shall be engines of ranks below `num_ranks`."""
+        self.num_ranks = num_ranks
+        """Ranks below this belong to engines that there are, were or shall be."""
         self.view: ClusterView | None = None
         """The newest snapshot, with the engines within reach."""
         self._reach = reach
@@ -97,6 +101,8 @@ class ClusterState:
         known = self.view
         if known is not None and view.epoch == known.epoch and view.version <= known.version:
             return []
+        ranks = [1 + entry.rank for entry in view.engines]
+        self.num_ranks = max(self.num_ranks, *ranks, 0)
         reach = self._reach
         if reach != EVERYTHING:
             near = [each for each in view.engines if reach.contains(each.rank, each.host)]

@@ -61,7 +61,7 @@ class RequestStream:
         piece = merge(self._unread[-_MERGED:])
         self._unread[-_MERGED:] = [piece]
         self._merge_at = len(self._unread) + _MERGED
-        self._backlog += _weight(piece)
+        self._backlog += weight(piece)
         if self._backlog > MAX_BACKLOG and not self.finished:
             self.close()
             self.finished = True
@@ -120,7 +120,7 @@ class RequestStream:
         self._on_close(self)
 
 
-def _weight(output: RequestOutput) -> int:
+def weight(output: RequestOutput) -> int:
     """Return how much an output holds, in tokens; scores weigh like the tokens that they name."""
     count = len(output.token_ids)
     if output.logprobs:

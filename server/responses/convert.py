@@ -1,6 +1,7 @@
 """A request for a response as the chat completion that answers it."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,8 +16,10 @@ from server.schemas.responses import (
     ContentPart,
     FunctionCallItem,
     FunctionCallOutputItem,
+    MessageContent,
     MessageItem,
     ReasoningItem,
+    RefusalContent,
     ResponsesRequest,
     ResponseTool,
     TextFormat,
@@ -136,6 +139,7 @@ class _Turns:
                 turn = self._assistant(index, closed_by=("content", "tool_calls"))
                 turn["content"] = _text(item.content)
             case MessageItem():
+                _refuse_refusals(item.content, index)
                 self.say(item.role, _text(item.content), index)
             case ReasoningItem():
                 turn = self._assistant(index, closed_by=("content", "tool_calls"))
@@ -159,8 +163,19 @@ class _Turns:
         return self.messages[-1]
 
 
-def _text(content: str | list[ContentPart]) -> str:
-    return content if isinstance(content, str) else "\n".join([part.text for part in content])
+def _text(content: str | Sequence[ContentPart | RefusalContent]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        [part.refusal if isinstance(part, RefusalContent) else part.text for part in content]
+    )
+
+
+def _refuse_refusals(content: str | list[MessageContent], index: int) -> None:
+    for place, part in enumerate(content):
+        if isinstance(part, RefusalContent):
+            field = f"input[{index}].content[{place}]"
+            raise invalid(f"{field}: only assistants refuse", field)
 
 
 def _tool(tool: ResponseTool, index: int) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from server.answer.parts import (
 from server.answer.plan import AnswerPlan
 from server.answer.reader import AnswerReader
 from server.asgi import Call
+from server.checks import check_chat
+from server.encoded import encoded, encoded_each, encoded_list
 from server.generation import Answer, Delta, FinishReason, ScoredToken
 from server.preprocess import prepare_chat
 from server.prompt_scores import MIN_LOGPROB, prompt_scores
@@ -43,9 +45,11 @@ async def create_chat_completion(call: Call, context: Context) -> None:
     request = await call.body(ChatCompletionRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
+    limits = context.limits()
+    check_chat(request, limits)
     context.admit(call, 1, request.n or 1)
     spec, plan = await prepare_chat(
-        request, call.request_id, context.tokenizer, context.limits(), context.formats
+        request, call.request_id, context.tokenizer, limits, context.formats
     )
     kind = "chat.completion.chunk" if request.stream else "chat.completion"
     head = chunk_head("chatcmpl", kind, call, model)
@@ -58,21 +62,26 @@ async def create_chat_completion(call: Call, context: Context) -> None:
     if whole is None:
         return
     readers = [plan.reader() for _ in whole.answers]
-    choices = [
-        _choice(index, answer, reader, context.table, spec, plan)
-        for index, (answer, reader) in enumerate(zip(whole.answers, readers, strict=True))
-    ]
-    _add_details(whole.usage, readers)
-    response = ChatCompletionResponse(head.id, head.created, model, choices, whole.usage)
-    scores = whole.answers[0].prompt_logprobs
-    if scores is not None:
-        prompt = spec.prompts[0].token_ids
-        response.prompt_logprobs = prompt_scores(prompt, scores, context.table)
-    if show_ids:
-        response.prompt_token_ids = spec.prompts[0].token_ids
-        for choice, answer in zip(choices, whole.answers, strict=True):
-            choice.token_ids = answer.token_ids
-    await call.send_struct(response)
+
+    def shown(index: int, answer: Answer) -> ChatChoice:
+        choice = _choice(index, answer, readers[index], context.table, spec, plan)
+        if show_ids:
+            choice.token_ids = list(answer.token_ids)
+        answer.drop_scores()
+        return choice
+
+    def response() -> ChatCompletionResponse:
+        prompt, scores = spec.prompts[0].token_ids, whole.answers[0].prompt_logprobs
+        choices = encoded_each(whole.answers, shown)
+        _add_details(whole.usage, readers)
+        made = ChatCompletionResponse(head.id, head.created, model, choices, whole.usage)
+        if scores is not None:
+            made.prompt_logprobs = prompt_scores(prompt, scores, context.table)
+        if show_ids:
+            made.prompt_token_ids = prompt
+        return made
+
+    await call.send_json(200, await encoded(response, large=whole.large))
 
 
 def _add_details(usage: Usage, readers: Iterable[AnswerReader | None]) -> None:
@@ -96,7 +105,7 @@ def _choice(
     return ChatChoice(
         index,
         message,
-        chat_logprobs(answer.logprobs, table, spec),
+        _whole_logprobs(answer.logprobs, table, spec),
         _finish_reason(answer.finish_reason, reader, plan),
         answer.stop_reason,
     )
@@ -217,24 +226,33 @@ def chat_logprobs(
     if tokens is None:
         return None
     shown = spec.sampling.logprobs or 0
-    content = []
-    for token in tokens:
-        scores = token.logprob
-        assert scores is not None, "only a prompt's first token has no log probability"
-        alternatives = zip(scores.top_ids[:shown], scores.top_logprobs[:shown], strict=True)
-        content.append(
-            ChatLogprob(
-                table.name_of(token.token_id),
-                max(scores.logprob, MIN_LOGPROB),
-                list(table.bytes_of(token.token_id)),
-                [
-                    TopLogprob(
-                        table.name_of(token_id),
-                        max(logprob, MIN_LOGPROB),
-                        list(table.bytes_of(token_id)),
-                    )
-                    for token_id, logprob in alternatives
-                ],
+    return ChatLogprobs([_logprob(token, table, shown) for token in tokens])
+
+
+def _whole_logprobs(
+    tokens: Sequence[ScoredToken] | None, table: TokenTable, spec: GenerationSpec
+) -> ChatLogprobs | None:
+    """Return the same as JSON already."""
+    if tokens is None:
+        return None
+    shown = spec.sampling.logprobs or 0
+    return ChatLogprobs(encoded_list(_logprob(token, table, shown) for token in tokens))
+
+
+def _logprob(token: ScoredToken, table: TokenTable, shown: int) -> ChatLogprob:
+    scores = token.logprob
+    assert scores is not None, "only a prompt's first token has no log probability"
+    alternatives = zip(scores.top_ids[:shown], scores.top_logprobs[:shown], strict=True)
+    return ChatLogprob(
+        table.name_of(token.token_id),
+        max(scores.logprob, MIN_LOGPROB),
+        list(table.bytes_of(token.token_id)),
+        [
+            TopLogprob(
+                table.name_of(token_id),
+                max(logprob, MIN_LOGPROB),
+                list(table.bytes_of(token_id)),
             )
-        )
-    return ChatLogprobs(content)
+            for token_id, logprob in alternatives
+        ],
+    )

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from server.asgi import Call
+from server.checks import check_completion, num_prompts
+from server.encoded import encoded, encoded_each
 from server.generation import Answer, Delta, ScoredToken
-from server.preprocess import num_prompts, prepare_completion
+from server.preprocess import prepare_completion
 from server.prompt_scores import MIN_LOGPROB, prompt_scores
 from server.routes.context import Context
 from server.routes.serve import chunk_frames, chunk_head, serve
@@ -25,8 +27,10 @@ async def create_completion(call: Call, context: Context) -> None:
     request = await call.body(CompletionRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
+    limits = context.limits()
+    check_completion(request, limits)
     context.admit(call, num_prompts(request.prompt), request.best_of or request.n or 1)
-    spec = await prepare_completion(request, call.request_id, context.tokenizer, context.limits())
+    spec = await prepare_completion(request, call.request_id, context.tokenizer, limits)
     head = chunk_head("cmpl", "text_completion", call, model)
     show_ids = bool(request.return_token_ids)
     writer = None
@@ -36,17 +40,22 @@ async def create_completion(call: Call, context: Context) -> None:
     whole = await serve(call, context, spec, writer)
     if whole is None:
         return
-    choices = [
-        _choice(index, answer, context.table, spec, show_ids=show_ids)
-        for index, answer in enumerate(whole.answers)
-    ]
-    for index, (choice, answer) in enumerate(zip(choices, whole.answers, strict=True)):
+
+    def shown(index: int, answer: Answer) -> CompletionChoice:
+        choice = _choice(index, answer, context.table, spec, show_ids=show_ids)
         if answer.prompt_logprobs is not None:
             prompt = spec.prompts[index // spec.n]
             choice.prompt_logprobs = prompt_scores(
                 prompt.token_ids, answer.prompt_logprobs, context.table
             )
-    await call.send_struct(CompletionResponse(head.id, head.created, model, choices, whole.usage))
+        answer.drop_scores()
+        return choice
+
+    def response() -> CompletionResponse:
+        choices = encoded_each(whole.answers, shown)
+        return CompletionResponse(head.id, head.created, model, choices, whole.usage)
+
+    await call.send_json(200, await encoded(response, large=whole.large))
 
 
 class CompletionChunks:
@@ -87,7 +96,7 @@ def _choice(
     )
     if show_ids:
         choice.prompt_token_ids = spec.prompts[index // spec.n].token_ids
-        choice.token_ids = part.token_ids
+        choice.token_ids = list(part.token_ids)
     return choice
 
 

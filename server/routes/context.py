@@ -6,12 +6,12 @@ from engine.model_files import served_names
 from server.access.admission import BYTES_PER_TOKEN, Admission
 from server.answer.formats import AnswerFormats, answer_formats
 from server.asgi import BodyLimits, Call
+from server.checks import Limits
 from server.cluster.generation_client import GenerationClient, NoEngineAvailable
 from server.config import FrontEndConfig
 from server.errors import model_not_found
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer
-from server.preprocess import Limits
 from server.structured_outputs import GrammarCheck
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer

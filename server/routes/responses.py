@@ -10,6 +10,7 @@ from engine.messages import SamplingParams
 from server.answer.parts import ContentText, Part
 from server.answer.plan import AnswerPlan
 from server.asgi import Call
+from server.checks import check_chat
 from server.errors import ApiError, invalid
 from server.generation import Answer, Delta, FinishReason
 from server.preprocess import prepare_chat
@@ -42,11 +43,13 @@ async def create_response(call: Call, context: Context) -> None:
     request = await call.body(ResponsesRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
-    context.admit(call, 1, 1)
+    limits = context.limits()
     conversion = as_chat(request)
     try:
+        check_chat(conversion.chat, limits)
+        context.admit(call, 1, 1)
         spec, plan = await prepare_chat(
-            conversion.chat, call.request_id, context.tokenizer, context.limits(), context.formats
+            conversion.chat, call.request_id, context.tokenizer, limits, context.formats
         )
     except ApiError as error:
         raise conversion.blame(error) from error

@@ -15,12 +15,21 @@ from server.schemas.common import SamplingFields, Usage
 from server.sse import ChunkFrames, ChunkHead, StreamWriter, send_stream
 from server.submission import GenerationSpec, Submission
 
+_LARGE = 2000
+"""Tokens and scores of answers that are made into JSON beside the event loop."""
+
 
 class Whole(msgspec.Struct):
     """All answers of a request that is not streamed."""
 
     answers: list[Answer]
     usage: Usage
+
+    @property
+    def large(self) -> bool:
+        """Whether to show it takes more than a moment."""
+        size = sum(answer.size for answer in self.answers)
+        return size > _LARGE
 
 
 def chunk_head(prefix: str, kind: str, call: Call, model: str) -> ChunkHead:

@@ -1,9 +1,13 @@
 """GET and POST /admin/*."""
 
+import sys
+from typing import Annotated
+
 import msgspec
 from pydantic import Field
 
 from engine.messages import UtilityValue
+from server.limits import INT64_MAX, INT64_MIN, MAX_TOKENS
 from server.schemas.common import RequestBody
 
 
@@ -35,12 +39,18 @@ class EngineList(msgspec.Struct):
     num_front_ends: int
 
 
+_Integer = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+_Number = Annotated[float, Field(ge=-sys.float_info.max, le=sys.float_info.max)]
+
+
 class UtilityRequest(RequestBody):
     """A utility of the engines, by name."""
 
     name: str = Field(min_length=1, max_length=100)
-    arguments: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
-    rank: int | None = Field(None, ge=0, description="The engine to ask; default: all.")
+    arguments: dict[str, str | _Integer | _Number | bool | None] = Field(default_factory=dict)
+    rank: int | None = Field(
+        None, ge=0, le=MAX_TOKENS, description="The engine to ask; default: all."
+    )
 
 
 class UtilityAnswer(msgspec.Struct):

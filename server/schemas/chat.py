@@ -4,9 +4,10 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from server.limits import MAX_TOOLS
+from server.limits import MAX_TOKENS, MAX_TOOLS
+from server.schemas.base import part_type
 from server.schemas.common import (
     JsonObject,
     OptionalTokenIds,
@@ -34,11 +35,25 @@ class TextPart(RequestBody):
     text: str
 
 
+class RefusalPart(RequestBody):
+    """A piece of an assistant's message that said no."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+MessagePart = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
+    Discriminator(part_type),
+]
+
+
 class ChatMessage(RequestBody):
     """One turn. What a template may read beyond role and content is passed to it as it is."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[MessagePart] | None = None
+    refusal: str | None = Field(None, description="What an assistant said instead of content.")
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="Another name for reasoning_content.")
@@ -52,11 +67,14 @@ class ChatCompletionRequest(SamplingFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(
-        None, ge=1, description="Default: all that fits. max_completion_tokens wins."
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Default: all that fits. max_completion_tokens wins.",
     )
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, description="Needs logprobs.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS, description="Needs logprobs.")
     add_generation_prompt: bool | None = Field(
         None, description="Default: true unless continue_final_message."
     )

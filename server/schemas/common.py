@@ -11,11 +11,30 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.limits import INT64_MAX, INT64_MIN, MAX_BAD_WORDS, MAX_CHOICES, MAX_STOP_STRINGS
+from server.limits import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_NAMED_TOKENS,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS,
+    MIN_REPETITION_PENALTY,
+)
 from server.schemas.base import JsonObject, RequestBody
 from server.schemas.structured import ResponseFormat, StructuredOutputs
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+NamedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_NAMED_TOKENS)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+StopStrings = (
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+)
+BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_LENGTH)]
 
 
 class StreamOptions(RequestBody):
@@ -37,13 +56,16 @@ class SamplingFields(RequestBody):
     n: int | None = Field(1, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
-        None, description=f"One string or up to {MAX_STOP_STRINGS}."
+    stop: StopStrings | None = Field(
+        None,
+        description=f"One string or up to {MAX_STOP_STRINGS}, of {MAX_STOP_LENGTH} characters.",
     )
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, description="Token id, as a string, to what is added to its logit."
+        None,
+        max_length=MAX_NAMED_TOKENS,
+        description="Token id, as a string, to what is added to its logit.",
     )
     seed: int | None = Field(
         None,
@@ -57,19 +79,27 @@ class SamplingFields(RequestBody):
     )
     min_p: float | None = Field(None, ge=0, le=1, description="Default: the model's, else 0.")
     repetition_penalty: float | None = Field(
-        None, gt=0, description="Default: the model's, else 1, which changes nothing."
+        None,
+        ge=MIN_REPETITION_PENALTY,
+        le=MAX_REPETITION_PENALTY,
+        description="Default: the model's, else 1, which changes nothing.",
     )
-    min_tokens: int | None = Field(0, ge=0)
+    min_tokens: int | None = Field(0, ge=0, le=MAX_TOKENS)
     ignore_eos: bool | None = False
-    stop_token_ids: TokenIds | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = Field(
+    stop_token_ids: NamedTokenIds | None = None
+    allowed_token_ids: Annotated[NamedTokenIds, Field(min_length=1)] | None = Field(
         None, description="The only tokens that may be generated."
     )
-    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = Field(
-        None, description="Words that the output must not contain, each as the model spells it."
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
+        Field(
+            None, description="Words that the output must not contain, each as the model spells it."
+        )
     )
     prompt_logprobs: int | None = Field(
-        None, ge=0, description="Alternatives reported beside each token of the prompt."
+        None,
+        ge=0,
+        le=MAX_TOKENS,
+        description="Alternatives reported beside each token of the prompt.",
     )
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
@@ -89,6 +119,7 @@ class SamplingFields(RequestBody):
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
+        le=MAX_TOKENS,
         description="Keep only this many of the prompt's last tokens; -1: all that fit.",
     )
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UnsetType
 from pydantic import Field
 
-from server.limits import MAX_PROMPTS
+from server.limits import MAX_CHOICES, MAX_PROMPTS, MAX_TOKENS
 from server.schemas.common import (
     UNSET,
     FinishReasonField,
@@ -39,12 +39,15 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = Field(
         None,
         ge=0,
+        le=MAX_TOKENS,
         description="Default: 16, or what fits. 0 only with echo: the prompt is scored, nothing "
         "is generated.",
     )
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS)
     echo: bool | None = False
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="Sequences per prompt, of which the n best count."
+    )
     add_special_tokens: bool | None = True
 
 

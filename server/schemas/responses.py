@@ -4,8 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from server.limits import INT64_MAX, INT64_MIN, MAX_TOOLS
-from server.schemas.common import JsonObject, RequestBody, TokenIds
+from server.limits import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_REPETITION_PENALTY,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    MIN_REPETITION_PENALTY,
+)
+from server.schemas.base import part_type
+from server.schemas.common import JsonObject, NamedTokenIds, RequestBody, StopStrings
 
 
 class ContentPart(RequestBody):
@@ -15,12 +23,25 @@ class ContentPart(RequestBody):
     text: str
 
 
+class RefusalContent(RequestBody):
+    """A piece of an assistant's message that said no."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+MessageContent = Annotated[
+    Annotated[ContentPart, Tag("a text")] | Annotated[RefusalContent, Tag("a refusal")],
+    Discriminator(part_type),
+]
+
+
 class MessageItem(RequestBody):
     """A turn of the conversation; `type` may be left out."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ContentPart]
+    content: str | list[MessageContent]
 
 
 class FunctionCallItem(RequestBody):
@@ -134,12 +155,16 @@ class ResponsesRequest(RequestBody):
         None, ge=0, le=2, description="0 is greedy. Default: the model's, else 1."
     )
     top_p: float | None = Field(None, gt=0, le=1, description="Default: the model's, else 1.")
-    max_output_tokens: int | None = Field(None, ge=1, description="Default: all that fits.")
-    top_logprobs: int | None = Field(None, ge=0)
+    max_output_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="Default: all that fits."
+    )
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS)
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = True
-    max_tool_calls: int | None = Field(None, description="Accepted: it is about hosted tools.")
+    max_tool_calls: int | None = Field(
+        None, ge=0, le=MAX_TOKENS, description="Accepted: it is about hosted tools."
+    )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = Field(None, description="Comes back in the response.")
@@ -162,23 +187,25 @@ class ResponsesRequest(RequestBody):
     service_tier: str | None = Field(None, description="Accepted and not used.")
 
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    stop: str | list[str] | None = None
+    stop: StopStrings | None = None
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
     top_k: int | None = Field(0, ge=-1, lt=2**31, description="0 and -1 mean all tokens.")
     min_p: float | None = Field(0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(1.0, gt=0)
-    min_tokens: int | None = Field(0, ge=0)
+    repetition_penalty: float | None = Field(
+        1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY
+    )
+    min_tokens: int | None = Field(0, ge=0, le=MAX_TOKENS)
     ignore_eos: bool | None = False
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: NamedTokenIds | None = None
     priority: int | None = Field(0, ge=-(2**31), lt=2**31)
     request_id: str | None = Field(None, min_length=1, max_length=256, pattern=r"^[!-~]+$")
     chat_template_kwargs: JsonObject | None = None
 
 
 PASSED_ON = (
-    "temperature", "top_p", "parallel_tool_calls", "stream", "user", "seed", "stop",
+    "temperature", "top_p", "parallel_tool_calls", "user", "seed", "stop",
     "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens",
     "ignore_eos", "stop_token_ids", "priority", "chat_template_kwargs",
 )  # fmt: skip
-"""Fields that mean the same in a chat completion."""
+"""Fields that mean the same in a chat completion; a stream too keeps its whole answer."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +15,9 @@ from server.text.chat_template import ChatTemplate
 # More than this takes over a millisecond and is done beside the event loop.
 _INLINE_CHARACTERS = 4000
 _INLINE_TOKENS = 4000
+
+_BATCH_CHARACTERS = 1 << 17
+"""Characters of texts that are encoded at once: they take some hundred bytes each meanwhile."""
 
 NO_DEFAULTS = SamplingDefaults()
 
@@ -63,6 +66,25 @@ class ServedTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the token ids of several texts."""
+        batch = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in batch]
+
+    async def encode_many_async(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """The same without holding up other requests, and with little memory at a time."""
+        found: list[list[int]] = []
+        for batch in _batches(texts):
+            if sum(map(len, batch)) + len(batch) <= _INLINE_CHARACTERS:
+                found += self.encode_many(batch, add_special_tokens=add_special_tokens)
+            else:
+                found += await asyncio.to_thread(
+                    self.encode_many, batch, add_special_tokens=add_special_tokens
+                )
+        return found
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The same without holding up other requests when the text is long."""
@@ -140,6 +162,17 @@ class ServedTokenizer:
             chat_template=template,
             sampling_defaults=read_sampling_defaults(directory, model.generation_config),
         )
+
+
+def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Cut texts into groups of so many characters, or of one longer text."""
+    first = size = 0
+    for index, text in enumerate(texts):
+        if index > first and size + len(text) > _BATCH_CHARACTERS:
+            yield texts[first:index]
+            first, size = index, 0
+        size += len(text)
+    yield texts[first:]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

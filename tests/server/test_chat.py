@@ -152,3 +152,47 @@ def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -
     error = response.json()["error"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+def test_refusals_of_earlier_turns_are_what_the_assistant_said(http: Any, engines: Any) -> None:
+    question = {"role": "user", "content": "why?"}
+    expected = None
+    for refused in (
+        {"content": "I cannot."},
+        {"content": [{"type": "refusal", "refusal": "I cannot."}]},
+        {"content": None, "refusal": "I cannot."},
+        {"refusal": "I cannot."},
+    ):
+        http.chat(messages=[question, {"role": "assistant", **refused}, question])
+        expected = expected or engines.streams[-1].prompt_token_ids
+        assert engines.streams[-1].prompt_token_ids == expected
+    item = {"type": "message", "role": "assistant", "content": [
+        {"type": "refusal", "refusal": "I cannot."}
+    ]}  # fmt: skip
+    response = http.post("/v1/responses", {"input": [question, item, question]})
+    assert response.status_code == 200, response.text
+    assert engines.streams[-1].prompt_token_ids == expected
+
+
+def test_only_assistants_refuse(http: Any) -> None:
+    part = {"type": "refusal", "refusal": "no"}
+    for path, body, param in (
+        ("chat/completions", {"messages": [{"role": "user", "content": [part]}]},
+            "messages[0].content[0]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x", "refusal": "no"}]},
+            "messages[0].refusal"),
+        ("chat/completions", {"messages": [{"role": "assistant", "content": [
+            {"type": "refusal", "text": "no"}]}]}, "messages[0].content[0].refusal"),
+        ("responses", {"input": [{"role": "user", "content": [part]}]}, "input[0].content[0]"),
+    ):  # fmt: skip
+        response = http.post(f"/v1/{path}", body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+
+
+def test_a_function_role_is_a_tool(http: Any, engines: Any) -> None:
+    question = {"role": "user", "content": "how warm?"}
+    for role in ("function", "tool"):
+        http.chat(messages=[question, {"role": role, "name": "thermometer", "content": "21"}])
+    first, second = engines.streams
+    assert first.prompt_token_ids == second.prompt_token_ids

@@ -2,6 +2,8 @@ from typing import Any
 
 import pytest
 
+from server.cluster.generation_client import NoSuchEngine
+
 TEXT = "hello 你好 world, a stream of 🙂🙂"
 
 
@@ -243,3 +245,42 @@ def test_requests_can_be_pinned_to_an_engine(http: Any, engines: Any) -> None:
     assert [stream.pinned_rank for stream in engines.streams] == [None, 3]
     response = http.post("/v1/completions", {"prompt": "x"}, headers={"X-data-parallel-rank": "-1"})
     assert response.json()["error"]["param"] == "X-data-parallel-rank"
+
+
+@pytest.mark.parametrize("skip", [True, False, None])
+@pytest.mark.parametrize("stream", [True, False])
+def test_echoed_token_ids_are_in_the_text_where_their_offsets_say(
+    http: Any, engines: Any, skip: bool | None, stream: bool
+) -> None:
+    special = {name: engines.tokenizer.token_to_id(name) for name in ("<|user|>", "<|end|>")}
+    words = engines.tokenizer.encode("the fox 🙂", add_special_tokens=False)
+    prompt = [special["<|user|>"], *words, special["<|end|>"], special["<|user|>"]]
+    fields = {
+        "prompt": prompt, "echo": True, "logprobs": 1, "n": 2, "skip_special_tokens": skip
+    }  # fmt: skip
+    if stream:
+        events = http.stream("/v1/completions", fields)
+        choices = [event["choices"][0] for event in events]
+        first = next(choice for choice in choices if choice["index"] == 0)
+    else:
+        first, second = http.complete(**fields)["choices"]
+        assert first["logprobs"] == second["logprobs"]
+    assert first["text"].startswith("<|user|>the fox 🙂<|end|><|user|>")
+    shown = first["logprobs"]
+    for token, offset in zip(shown["tokens"], shown["text_offset"], strict=True):
+        if not token.startswith("bytes:") and token != "<|eos|>":
+            assert first["text"][offset:].startswith(token)
+    assert http.complete(prompt=prompt, echo=True)["choices"][0]["text"].startswith("<|user|>the")
+
+
+@pytest.mark.parametrize("rank", ["339", "999999"])
+def test_a_rank_that_no_engine_has_is_no_reason_to_try_again(
+    http: Any, engines: Any, rank: str
+) -> None:
+    engines.script = lambda _: [NoSuchEngine(f"there is no engine {rank}")]
+    response = http.post(
+        "/v1/completions", {"prompt": "hello"}, headers={"X-data-parallel-rank": rank}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "X-data-parallel-rank"
+    assert "retry-after" not in response.headers

@@ -5,17 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import RequestOutput, TokenLogprob
+from server.cluster.token_stream import merge, weight
 from server.generation import (
     Answer,
     ChoiceFold,
+    DeltaSum,
     FoldOptions,
     GenerationFailed,
     Prompt,
-    sum_deltas,
 )
+from server.limits import MAX_UNREAD
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
+from server.unread import Unread, parts
 
+SCORE = TokenLogprob(-0.5, 1, list(range(20)), [-1.0] * 20)
 TEXT = "hello 你好 world 🙂🙂 END of the stream"
 
 
@@ -29,7 +33,10 @@ def fold_all(
         deltas.append(fold.push(output))
         if fold.finished:
             break
-    return sum_deltas(deltas), fold
+    total = DeltaSum()
+    for delta in deltas:
+        total.add(delta)
+    return total.answer(), fold
 
 
 def outputs_of(ids: list[int], cuts: list[int], reason: Any = "length") -> list[RequestOutput]:
@@ -72,7 +79,7 @@ def test_a_stop_string_drops_what_follows_it(tokenizer: ServedTokenizer, width: 
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "END")
     upto = tokenizer.decode(ids[: fold.num_tokens], skip_special_tokens=True)
     assert upto.endswith("END")
-    assert answer.token_ids == ids[: fold.num_tokens]
+    assert list(answer.token_ids) == ids[: fold.num_tokens]
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: ServedTokenizer) -> None:
@@ -122,3 +129,41 @@ def test_an_incomplete_character_ends_the_text_once(tokenizer: ServedTokenizer) 
 def test_a_failed_request_raises(tokenizer: ServedTokenizer) -> None:
     with pytest.raises(GenerationFailed, match="out of blocks"):
         fold_all(tokenizer, [RequestOutput(1, [], "error", error="out of blocks")])
+
+
+def test_much_that_is_read_at_once_is_folded_in_parts() -> None:
+    scores = [TokenLogprob(-0.5, 1, list(range(20)), [-1.0] * 20) for _ in range(3000)]
+    whole = RequestOutput(1, list(range(3000)), "stop", 7, scores, scores[:2], 5)
+    cut = parts(whole)
+    assert len(cut) > 50
+    assert max(weight(each) for each in cut) <= 1024
+    assert merge(cut) == whole
+    assert parts(RequestOutput(1, [], "length")) == [RequestOutput(1, [], "length")]
+
+
+def test_unread_outputs_of_many_sequences_come_back_in_order() -> None:
+    unread = Unread()
+    given: dict[int, list[int]] = {index: [] for index in range(40)}
+    found: dict[int, list[int]] = {index: [] for index in range(40)}
+    for step in range(300):
+        for index in range(step % 40, 40, 1 + step % 3):
+            given[index].append(step)
+            unread.put(index, RequestOutput(1, [step]))
+        if step % 50 == 49:
+            for index, output in unread.take():
+                found[index] += output.token_ids
+    unread.fail(LookupError("an engine died"))
+    while found != given:
+        for index, output in unread.take():
+            found[index] += output.token_ids
+    with pytest.raises(LookupError):
+        unread.take()
+    assert unread.has_room
+
+
+def test_nothing_more_is_taken_for_a_client_that_does_not_read() -> None:
+    unread = Unread()
+    while not unread.full:
+        for index in range(128):
+            unread.put(index, RequestOutput(1, [7], logprobs=[SCORE]))
+    assert unread._weight < 1.1 * MAX_UNREAD

@@ -149,7 +149,7 @@ def test_an_interrupted_run_shows_what_it_has(
         (["--extra-body", '{"temperature": -1}'], "every request of the warm-up failed: http_400"),
         (["--model", "absent"], "404"),
         (["--header", "novalue"], "NAME=VALUE"),
-        (["--output", "/nonexistent/x.json"], "/nonexistent/x.json"),
+        (["--output", "/dev/null/x.json"], "/dev/null/x.json"),
         (["--dataset-name", "sharegpt"], "--dataset-path"),
     ],
 )

@@ -1,5 +1,6 @@
 """Fields that say which tokens may be drawn, and defaults of the model."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
 from server.sampling import bad_word_tokens
 from server.sampling_defaults import BadGenerationConfig, SamplingDefaults, read_sampling_defaults
+from server.schemas.common import SamplingFields
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
 
@@ -93,7 +95,7 @@ def test_echoed_and_prompt_scores_have_as_many_alternatives_as_each_asked_for(ht
 
 def test_words_are_ruled_out_at_the_start_and_after_a_space(backend: Tokenizer) -> None:
     tokenizer = ServedTokenizer(backend)
-    found = bad_word_tokens(["hello"], tokenizer)
+    found = asyncio.run(bad_word_tokens(SamplingFields(bad_words=["hello"]), 1, tokenizer))
     assert found[0] == tuple(tokenizer.encode("hello", add_special_tokens=False))
     spaced = tuple(tokenizer.encode(" hello", add_special_tokens=False))
     assert (spaced in found) == (len(spaced) == len(found[0]))

@@ -289,3 +289,39 @@ class TestOverHttp:
     def test_without_engines_the_answer_is_503(self, http: Any, engines: Any) -> None:
         engines.ready = False
         assert http.post("/v1/completions", {"prompt": "a"}).status_code == 503
+
+
+@pytest.mark.parametrize("amounts", [(2**62, 1), (1, 2**62), (10**30, 1), (1, 10**30), (-1, 0)])
+def test_an_impossible_amount_changes_nothing(tmp_path: Path, amounts: tuple[int, int]) -> None:
+    create_admission_table(tmp_path / "table", 2)
+    node = admission(tmp_path / "table", max_queue=4, max_queue_tokens=100)
+    with pytest.raises(Overloaded if min(amounts) >= 0 else ValueError):
+        node.reserve(*amounts, now=0.0)
+    assert node.table.totals() == Totals(0, 0)
+    node.reserve(1, 10, 0.0).release()
+    assert node.table.totals() == Totals(0, 0)
+    assert node.table.ended() == 1
+
+
+@pytest.mark.parametrize("requests", [1, 100])
+def test_a_reservation_that_fails_half_way_changes_nothing(tmp_path: Path, requests: int) -> None:
+    create_admission_table(tmp_path / "table", 2)
+    table = AdmissionTable(tmp_path / "table", 0)
+
+    def room(totals: Totals, requests: int, tokens: int) -> bool:
+        raise LookupError("what the engines can run is not known")
+
+    with pytest.raises(LookupError):
+        table.try_add(requests, 10, room)
+    assert table.totals() == Totals(0, 0)
+    assert table.try_add(requests, 10, lambda *_: True), "the lock was given back"
+
+
+def test_growing_beyond_what_can_be_counted_keeps_what_was_reserved() -> None:
+    node = admission(max_queue=4, max_queue_tokens=100)
+    place = node.reserve(1, 10, 0.0)
+    with pytest.raises(Overloaded):
+        place.recount(2**70, 0.0)
+    assert node.table.totals() == Totals(1, 10)
+    place.release()
+    assert node.table.totals() == Totals(0, 0)

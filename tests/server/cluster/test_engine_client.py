@@ -34,7 +34,7 @@ from engine.messages import (
 )
 from engine.transport import Transport
 from server.cluster.engine_client import EngineClient
-from server.cluster.generation_client import NoEngineAvailable
+from server.cluster.generation_client import NoEngineAvailable, NoSuchEngine
 from server.cluster.routing import LeastLoaded
 from server.cluster.state import ClusterState
 
@@ -376,9 +376,13 @@ def test_a_pinned_request_goes_there_or_nowhere(tmp_path: Path) -> None:
             await w.two_engines()
             for _ in range(3):
                 assert w.client.submit("a", [1], GREEDY, pinned_rank=1).rank == 1
-            with pytest.raises(NoEngineAvailable, match="engine 5"):
+            with pytest.raises(NoSuchEngine, match="engine 5"):
                 w.client.submit("a", [1], GREEDY, pinned_rank=5)
             assert w.counts.routed == [(1, "pinned")] * 3
+            w.publish(w.engines[0])  # the other is down, not unknown
+            with pytest.raises(NoEngineAvailable, match="engine 1 cannot serve") as down:
+                w.client.submit("a", [1], GREEDY, pinned_rank=1)
+            assert not isinstance(down.value, NoSuchEngine)
 
     asyncio.run(scenario())
 

@@ -1,0 +1,81 @@
+"""Token ids of a prompt, at the price of what a model can hold, however long its text is.
+
+Tokenizing takes some hundred bytes of memory per byte of text. Of a text that is far too long only
+the beginning is tokenized, to know that it is; of one that is cut to its last tokens only the end.
+"""
+
+from server.text.tokenizer import ServedTokenizer
+
+_PIECE = 1 << 18
+"""Characters that are always tokenized at once."""
+_SLACK = 1024
+"""Tokens more than needed that settle a question about the tokens of a part of a text.
+
+Where a text is cut, a token may be cut too, and tokenizers that look at words cut anew at the next
+one: the tokens of a part are those of the whole but for a few where it was cut.
+"""
+
+
+class TextTooLong(Exception):
+    """A text has more tokens than a model can hold; `tokens` were counted in its beginning."""
+
+    def __init__(self, characters: int, tokens: int) -> None:
+        super().__init__(f"its first {characters} characters are {tokens} tokens")
+        self.tokens = tokens
+
+
+async def encode_prompt(
+    tokenizer: ServedTokenizer,
+    text: str,
+    *,
+    add_special_tokens: bool,
+    longest: int,
+    keep: int | None,
+) -> tuple[list[int], bool]:
+    """Return the token ids of a prompt, and whether they are all that it has.
+
+    Args:
+        tokenizer: of the model.
+        text: the prompt.
+        add_special_tokens: whether the tokenizer adds its own.
+        longest: tokens that the model can hold; of a longer prompt an unknown number comes back.
+        keep: how many of the last tokens to return; None for all.
+
+    Raises:
+        TextTooLong: the text is much longer than `longest`.
+    """
+    if len(text) > _PIECE:
+        if keep is None or keep > longest:
+            await _refuse_too_long(tokenizer, text, longest)
+        else:
+            tail = await _tail(tokenizer, text, add_special_tokens, keep)
+            if tail is not None:
+                return tail, False
+    token_ids = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+    if keep is None or len(token_ids) <= keep:
+        return token_ids, True
+    return token_ids[-keep:], False
+
+
+async def _refuse_too_long(tokenizer: ServedTokenizer, text: str, longest: int) -> None:
+    size = _PIECE
+    while size < len(text):
+        count = len(await tokenizer.encode_async(text[:size], add_special_tokens=False))
+        if count > longest + _SLACK:
+            raise TextTooLong(size, count)
+        # As much as decides it if the text goes on as it begins, but always a good deal more.
+        expected = size * (longest + 2 * _SLACK) // max(1, count)
+        size = max(size + _PIECE // 4, min(expected, 4 * size))
+
+
+async def _tail(
+    tokenizer: ServedTokenizer, text: str, add_special_tokens: bool, keep: int
+) -> list[int] | None:
+    """Return the last tokens of a text from its end; None if that is most of it."""
+    size = _PIECE
+    while size < len(text):
+        tail = await tokenizer.encode_async(text[-size:], add_special_tokens=add_special_tokens)
+        if len(tail) > keep + max(keep // 4, _SLACK):
+            return tail[-keep:]
+        size *= 2
+    return None

@@ -1,0 +1,91 @@
+"""Commands know that they can write their results before they begin to work."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks import engine_bench, side_by_side, simulate
+from benchmarks.load import command
+from benchmarks.load.config import BenchConfig
+from engine.writable import writable_directory, writable_file
+from server.batch.output import OutputFile
+
+
+class Worked(Exception):
+    """The command has begun its work."""
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*_: Any, **__: Any) -> None:
+        raise Worked
+
+    for module, name in (
+        (simulate, "run_case"), (simulate, "simulate"), (command, "run"),
+        (engine_bench, "measure"), (side_by_side, "compare"), (side_by_side, "read_results"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, begin)
+
+
+def bench(path: Path) -> int:
+    config = BenchConfig()
+    report = msgspec.structs.replace(config.report, output=str(path), progress=False)
+    return command.bench(msgspec.structs.replace(config, report=report))
+
+
+def from_command_line(main: Any, *arguments: str) -> Any:
+    def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr(sys, "argv", ["command", *arguments, str(path)])
+        return main()
+
+    return run
+
+
+COMMANDS: dict[str, Any] = {
+    "simulate c1": lambda path, _: simulate.main(["c1", "--output", str(path)]),
+    "simulate fleet": lambda path, _: simulate.main(["fleet", "--plot", str(path)]),
+    "swell bench": lambda path, _: bench(path),
+    "engine_bench": from_command_line(engine_bench.main, "2-layer", "--json"),
+    "side_by_side": from_command_line(
+        side_by_side.main, "--peer-python", sys.executable, "--models", "/tmp", "--output"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_missing_folder_for_results_is_made_before_the_work(
+    work: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with pytest.raises(Worked):
+        COMMANDS[name](tmp_path / "new" / "folder" / "result", monkeypatch)
+    assert (tmp_path / "new" / "folder").is_dir()
+    assert not (tmp_path / "new" / "folder" / "result").is_file()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_results_that_cannot_be_written_are_no_reason_to_work(
+    work: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    try:
+        code = COMMANDS[name](tmp_path / "file" / "result", monkeypatch)
+    except OSError:
+        return
+    assert code in (1, 2)
+
+
+def test_a_batch_makes_the_folder_of_its_output(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "new" / "out.jsonl") as output:
+        assert output.answered == set()
+    assert (tmp_path / "new" / "out.jsonl").is_file()
+
+
+def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "result").write_text("of an earlier run")
+    assert writable_file(tmp_path / "result").read_text() == "of an earlier run"
+    assert writable_directory(tmp_path) == tmp_path
+    with pytest.raises(IsADirectoryError):
+        writable_file(tmp_path)
