@@ -15,5 +15,7 @@ MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 MAX_TOOLS = 128
 """Tools that a request offers to the model."""
+MAX_CACHE_SALT = 256
+"""Characters of `cache_salt`."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 """Range of seeds."""

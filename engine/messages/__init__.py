@@ -71,6 +71,7 @@ from engine.messages.outputs import (
     UtilityResult,
 )
 from engine.messages.requests import (
+    ROOT_SIZE,
     AbortRequests,
     AddRequest,
     ChoiceGrammar,
@@ -93,6 +94,7 @@ from engine.messages.wire import (
 )
 
 __all__ = [
+    "ROOT_SIZE",
     "AbortRequests",
     "AddRequest",
     "ChildFailed",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from engine.messages import AddRequest, SamplingParams, TokenLogprob
 from engine.scheduler.grammars import Grammar
 from engine.scheduler.kv_cache import BlockTable
+from engine.scheduler.prefix_cache import ROOT_DIGEST
 
 NO_SLOT = -1
 
@@ -127,5 +128,6 @@ def request_from_message(
         max_total_tokens=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
         stop_ids=stop_ids,
         was_taken_over=bool(message.output_token_ids),
+        table=BlockTable(message.cache_root or ROOT_DIGEST),
         queued_tokens=len(token_ids),
     )

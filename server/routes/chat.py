@@ -43,7 +43,7 @@ async def create_chat_completion(call: Call, context: Context) -> None:
     request = await call.body(ChatCompletionRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
-    context.admit(call, 1, request.n or 1)
+    context.admit(call, request, 1, request.n or 1)
     spec, plan = await prepare_chat(
         request, call.request_id, context.tokenizer, context.limits(), context.formats
     )

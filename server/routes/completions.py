@@ -25,7 +25,7 @@ async def create_completion(call: Call, context: Context) -> None:
     request = await call.body(CompletionRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
-    context.admit(call, num_prompts(request.prompt), request.best_of or request.n or 1)
+    context.admit(call, request, num_prompts(request.prompt), request.best_of or request.n or 1)
     spec = await prepare_completion(request, call.request_id, context.tokenizer, context.limits())
     head = chunk_head("cmpl", "text_completion", call, model)
     show_ids = bool(request.return_token_ids)

@@ -42,7 +42,7 @@ async def create_response(call: Call, context: Context) -> None:
     request = await call.body(ResponsesRequest)
     call.request_id = request.request_id or call.request_id
     model = context.model_name(request.model)
-    context.admit(call, 1, 1)
+    context.admit(call, request, 1, 1)
     conversion = as_chat(request)
     try:
         spec, plan = await prepare_chat(
@@ -171,10 +171,12 @@ class ResponseStream:
         return told
 
     def _usage(self, usage: Usage) -> ResponseUsage:
+        details = usage.prompt_tokens_details
+        cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
         reasoning = 0 if self._reader is None else self._reader.reasoning_tokens
         return ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            InputTokensDetails(cached),
             usage.completion_tokens,
             OutputTokensDetails(reasoning),
             usage.total_tokens,

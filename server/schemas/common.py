@@ -11,11 +11,20 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.limits import INT64_MAX, INT64_MIN, MAX_BAD_WORDS, MAX_CHOICES, MAX_STOP_STRINGS
+from server.limits import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT,
+    MAX_CHOICES,
+    MAX_STOP_STRINGS,
+)
 from server.schemas.base import JsonObject, RequestBody
 from server.schemas.structured import ResponseFormat, StructuredOutputs
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
 
 
 class StreamOptions(RequestBody):
@@ -51,7 +60,9 @@ class SamplingFields(RequestBody):
         le=INT64_MAX,
         description="Makes draws repeatable; choice i uses seed + i. Default: random.",
     )
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: str | None = Field(
+        None, description="Where the operator says so, requests are limited and queued by it."
+    )
     top_k: int | None = Field(
         None, ge=-1, lt=2**31, description="0 and -1 mean all tokens. Default: the model's, else 0."
     )
@@ -75,6 +86,9 @@ class SamplingFields(RequestBody):
     include_stop_str_in_output: bool | None = False
     priority: int | None = Field(
         0, ge=-(2**31), lt=2**31, description="Lower runs first, where the engine has priorities."
+    )
+    cache_salt: CacheSalt | None = Field(
+        None, description="Cached prompts are shared only with requests of the same salt."
     )
     request_id: str | None = Field(
         None,
@@ -111,7 +125,8 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType
+    """Not shown where the operator hides it."""
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from server.limits import INT64_MAX, INT64_MIN, MAX_TOOLS
-from server.schemas.common import JsonObject, RequestBody, TokenIds
+from server.schemas.common import CacheSalt, JsonObject, RequestBody, TokenIds
 
 
 class ContentPart(RequestBody):
@@ -172,6 +172,7 @@ class ResponsesRequest(RequestBody):
     ignore_eos: bool | None = False
     stop_token_ids: TokenIds | None = None
     priority: int | None = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: CacheSalt | None = None
     request_id: str | None = Field(None, min_length=1, max_length=256, pattern=r"^[!-~]+$")
     chat_template_kwargs: JsonObject | None = None
 
@@ -179,6 +180,6 @@ class ResponsesRequest(RequestBody):
 PASSED_ON = (
     "temperature", "top_p", "parallel_tool_calls", "stream", "user", "seed", "stop",
     "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens",
-    "ignore_eos", "stop_token_ids", "priority", "chat_template_kwargs",
+    "ignore_eos", "stop_token_ids", "priority", "cache_salt", "chat_template_kwargs",
 )  # fmt: skip
 """Fields that mean the same in a chat completion."""
