@@ -37,6 +37,8 @@ class Request:
     """Order of arrival in this engine."""
     priority: int
     """The lowest number goes first; 0 for all where the scheduling policy ignores it."""
+    tenant: int
+    """Whose it is."""
     sampling: SamplingParams
     token_ids: list[int]
     """All known tokens: the prompt, then the output."""
@@ -96,11 +98,6 @@ class Request:
         self.prompt_logprobs[start : start + len(logprobs)] = logprobs
 
 
-def precedence(request: Request) -> tuple[int, int]:
-    """Return what requests are ordered by: the smaller goes first and is preempted last."""
-    return request.priority, request.arrival
-
-
 def request_from_message(
     message: AddRequest,
     *,
@@ -122,6 +119,7 @@ def request_from_message(
         front_end=message.front_end,
         arrival=arrival,
         priority=priority,
+        tenant=message.tenant,
         sampling=sampling,
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
