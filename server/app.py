@@ -84,7 +84,13 @@ def build_app(
     makes a span of each request, if there is one.
     """
     tenancy = Tenancy(config, api_keys(config.guards).num_tenants)
-    admission = Admission(table or AdmissionTable(None), config.overload, lambda: client.num_slots)
+    admission = Admission(
+        table or AdmissionTable(None),
+        config.overload,
+        lambda: client.num_slots,
+        config.tenants,
+        several=tenancy.several,
+    )
     created = int(time.time())
     context = make_context(config, client, tokenizer, metrics, admission, tenancy, created, tracer)
     meta = MetaRoutes(context)

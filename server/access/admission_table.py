@@ -17,7 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-_ROW_WORDS = 8  # one cache line
+PLACES = 4096
+"""Places for counting tenants; those that fall on the same one are counted as one."""
+
+_HEAD_WORDS = 8  # one cache line
+_TENANT_WORDS = 2
+_ROW_WORDS = _HEAD_WORDS + PLACES * _TENANT_WORDS
 _WORD = 8
 _REQUESTS, _TOKENS, _ENDED = range(3)
 
@@ -34,11 +39,20 @@ class Totals(NamedTuple):
     """Prompt tokens of them that wait to be computed."""
 
 
+_NOBODY = memoryview(bytes(PLACES * _TENANT_WORDS * _WORD)).cast("q")
+_NO_MARGIN = Totals(0, 0)
 _SMALL = Totals(16, 4096)
 """Largest addition that is tried without the lock."""
 
-Room = Callable[[Totals, int, int], bool]
-"""Whether totals fit that include these sequences and tokens of a newcomer."""
+_MOST = 2**31
+"""No addition is larger: words of 64 bits hold more of them than can ever be made."""
+
+Room = Callable[[Totals, Totals], bool]
+"""Whether the sums over all tenants, and over the one, fit; a newcomer is included."""
+
+
+def _sum(one: Totals, other: Totals) -> Totals:
+    return Totals(one.requests + other.requests, one.tokens + other.tokens)
 
 
 def create_admission_table(directory: Path, num_front_ends: int) -> None:
@@ -110,45 +124,48 @@ class AdmissionTable:
 
     # -- the own row -----------------------------------------------------------------------------
 
-    def try_add(self, requests: int, tokens: int, room: Room) -> bool:
+    def try_add(self, requests: int, tokens: int, room: Room, place: int = 0) -> bool:
         """Add to the own row if `room` says that the totals, these included, fit.
 
         Far from the limit this takes no lock: what a neighbour is adding at this moment may not
-        be visible yet, but it fits into the margin.
-        """
-        if requests <= _SMALL.requests and tokens <= _SMALL.tokens:
-            self.add(requests, tokens)
-            seen = self.totals()
-            if room(
-                Totals(seen.requests + self._margin[0], seen.tokens + self._margin[1]),
-                requests,
-                tokens,
-            ):
-                return True
-            self.add(-requests, -tokens)
-        held = self._lock()
-        try:
-            self.add(requests, tokens)
-            if room(self.totals(), requests, tokens):
-                return True
-            self.add(-requests, -tokens)
-            return False
-        finally:
-            if held:
-                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+        be visible yet, but it fits into the margin. Whatever `room` raises, nothing was added.
 
-    def add(self, requests: int, tokens: int) -> None:
+        Raises:
+            ValueError: an amount is negative.
+        """
+        if requests < 0 or tokens < 0:
+            raise ValueError(f"cannot reserve {requests} sequences and {tokens} tokens")
+        if requests > _MOST or tokens > _MOST:
+            return False
+        small = requests <= _SMALL.requests and tokens <= _SMALL.tokens
+        if small and self._add_if(requests, tokens, room, place, self._margin):
+            return True
+        with self._locked():
+            return self._add_if(requests, tokens, room, place, _NO_MARGIN)
+
+    def _add_if(self, requests: int, tokens: int, room: Room, place: int, margin: Totals) -> bool:
+        self.add(requests, tokens, place)
+        fits = False
+        try:
+            fits = room(_sum(self.totals(), margin), _sum(self.of_tenant(place), margin))
+            return fits
+        finally:
+            if not fits:
+                self.add(-requests, -tokens, place)
+
+    def add(self, requests: int, tokens: int, place: int = 0) -> None:
         """Add to the own row whatever the totals are."""
         words, own = self._words, self._own
         words[own + _REQUESTS] += requests
         words[own + _TOKENS] += tokens
+        cell = own + _HEAD_WORDS + place * _TENANT_WORDS
+        words[cell + _REQUESTS] += requests
+        words[cell + _TOKENS] += tokens
 
-    def end(self, requests: int, tokens: int) -> None:
+    def end(self, requests: int, tokens: int, place: int = 0) -> None:
         """Take sequences that have ended, and what they still queued, from the own row."""
-        words, own = self._words, self._own
-        words[own + _REQUESTS] -= requests
-        words[own + _TOKENS] -= tokens
-        words[own + _ENDED] += requests
+        self.add(-requests, -tokens, place)
+        self._words[self._own + _ENDED] += requests
 
     # -- all rows --------------------------------------------------------------------------------
 
@@ -158,6 +175,15 @@ class AdmissionTable:
         for start in self._starts:
             requests += words[start]
             tokens += words[start + _TOKENS]
+        return Totals(requests, tokens)
+
+    def of_tenant(self, place: int) -> Totals:
+        """Return the sums of one tenant over all rows."""
+        words, requests, tokens = self._words, 0, 0
+        offset = _HEAD_WORDS + place * _TENANT_WORDS
+        for start in self._starts:
+            requests += words[start + offset]
+            tokens += words[start + offset + _TOKENS]
         return Totals(requests, tokens)
 
     def ended(self) -> int:
@@ -192,6 +218,7 @@ class AdmissionTable:
     def _clear(self, start: int) -> None:
         self._words[start + _REQUESTS] = 0
         self._words[start + _TOKENS] = 0
+        self._words[start + _HEAD_WORDS : start + _ROW_WORDS] = _NOBODY
 
     def close(self) -> None:
         """Release the mapping and the row."""

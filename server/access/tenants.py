@@ -10,14 +10,12 @@ from hashlib import blake2b
 import msgspec
 
 from engine.messages import ROOT_SIZE
+from server.access.admission_table import PLACES
 from server.config import FrontEndConfig
 from server.errors import ApiError
 
 SCOPE_KEY = "swell.tenant"
 """Under which the guard notes the tenant in the scope of a request."""
-
-USER_PLACES = 4096
-"""Places for counting users; those that fall on the same one share what it may hold."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -28,7 +26,7 @@ class Tenant(msgspec.Struct, frozen=True):
     id: int
     """63 bits of a digest of the name; 0 is everybody."""
     place: int = 0
-    """Where it is counted in the admission table."""
+    """Where it is counted in the admission table; if they are too many, some share a place."""
 
 
 EVERYBODY = Tenant("", 0)
@@ -36,7 +34,7 @@ EVERYBODY = Tenant("", 0)
 
 def named_tenant(name: str, place: int = 0) -> Tenant:
     """Return the tenant of a key."""
-    return Tenant(name, _digest("key", name), place)
+    return Tenant(name, _digest("key", name), place % PLACES)
 
 
 def _digest(*parts: str) -> int:
@@ -56,23 +54,20 @@ class Tenancy:
     def __init__(self, config: FrontEndConfig, num_keys: int) -> None:
         """`num_keys` counts the tenants that have keys of their own."""
         self._by_user = config.tenants.tenant_by == "user"
+        self._max_sequences = config.tenants.max_sequences_per_key
         self._isolated = config.tenants.prefix_cache_isolation == "tenant"
         self._priority = config.allows_priority
         self._pinning = config.allows_rank_pinning
-        self._num_keys = max(1, num_keys)
+        self.several = num_keys > 1 or self._by_user
+        """Whether there are tenants to be told apart."""
         self.shows_cached_tokens = not config.tenants.hide_cached_tokens
-
-    @property
-    def num_places(self) -> int:
-        """Places that tenants need in the admission table; 1: there is only one tenant."""
-        return self._num_keys + (USER_PLACES if self._by_user else 0)
 
     def tenant(self, key: Tenant, user: str | None) -> Tenant:
         """Return whose a request is that came with a key and names a user."""
         if not self._by_user or not user:
             return key
         id_ = _digest("user", key.name, user)
-        return Tenant(f"{key.name}/{user}", id_, self._num_keys + id_ % USER_PLACES)
+        return Tenant(f"{key.name}/{user}", id_, id_ % PLACES)
 
     def cache_root(self, tenant: Tenant, salt: str | None) -> bytes:
         """Return what sets a request's cached prefixes apart; empty where nothing does."""
@@ -80,6 +75,23 @@ class Tenancy:
         if not owner and not salt:
             return b""
         return _hashed("cache", owner, salt or "", size=ROOT_SIZE)
+
+    def check_sequences(self, prompts: int, copies: int) -> None:
+        """Refuse a request that is more than a tenant may ever have.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        most, sequences = self._max_sequences, prompts * copies
+        if most is not None and sequences > most:
+            param = "n" if prompts == 1 else "prompt"
+            raise ApiError(
+                400,
+                f"{param}: {sequences} sequences (prompts times choices), but an API key may have "
+                f"{most} at once (max_sequences_per_key)",
+                param=param,
+                code="too_many_sequences",
+            )
 
     def check(self, priority: int | None, pins_rank: bool) -> None:
         """Refuse what only some operators allow.

@@ -63,11 +63,14 @@ class Context(msgspec.Struct, frozen=True):
             Overloaded: the queue is full.
         """
         self.tenancy.check(request.priority, call.pins_rank)
+        self.tenancy.check_sequences(prompts, copies)
         call.tenant = self.tenancy.tenant(call.tenant, request.user)
         if not self.client.ready:
             raise NoEngineAvailable("No engine can serve now; try again.")
         tokens = copies * call.body_size // BYTES_PER_TOKEN
-        call.reservation = self.admission.reserve(prompts * copies, tokens, call.arrived)
+        call.reservation = self.admission.reserve(
+            prompts * copies, tokens, call.arrived, call.tenant.place
+        )
 
     def limits(self) -> Limits:
         """Return what requests are held against now.
