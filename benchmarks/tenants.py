@@ -39,8 +39,7 @@ BUDGET = 16
 """Sequences that a key may have at once."""
 
 SERVE = (
-    "--data-parallel-size", "2", "--api-server-count", "2",
-    "--max-sequences-per-key", str(BUDGET), "--max-num-batched-tokens", "256",
+    "--data-parallel-size", "2", "--api-server-count", "2", "--max-num-batched-tokens", "256",
 )  # fmt: skip
 
 
@@ -189,7 +188,8 @@ def main() -> int:
     console = Console()
     with tempfile.TemporaryDirectory() as directory:
         keys = key_file(Path(directory), one_name=options.one_name)
-        flags = [*SERVE, "--api-key-file", str(keys), *options.serve]
+        limit = [] if options.one_name else ["--max-sequences-per-key", str(BUDGET)]
+        flags = [*SERVE, *limit, "--api-key-file", str(keys), *options.serve]
         with RunningStack(*flags, timeout=120) as stack:
             phases = {}
             for name, floods in (("warm-up", 0), ("calm", 0), ("hostile", options.floods)):

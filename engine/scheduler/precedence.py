@@ -20,11 +20,13 @@ class Precedence:
         self._engine = engine
         self._by_priority = by_priority
         self._heavy: set[int] = set()
+        self._short = False
 
     def look(self, running: Iterable[Request], *, short: bool) -> None:
         """Note for a step which tenants hold much; `short`: blocks may run short in it."""
         self._heavy = set()
-        if not short or not self._shares.contended:
+        self._short = short and self._shares.contended
+        if not self._short:
             return
         held: dict[int, int] = {}
         for request in running:
@@ -37,9 +39,12 @@ class Precedence:
         return request.priority, request.tenant in self._heavy, request.arrival
 
     def in_order(self, running: Iterable[Request]) -> list[Request]:
-        """Return running requests, which are in order of admission, in that of precedence."""
+        """Return running requests, which are in order of admission, in that of precedence.
+
+        Between tenants the order only matters where somebody may have to give way.
+        """
         ordered = list(running)
-        if self._by_priority or self._shares.contended:
+        if self._by_priority or self._short:
             ordered.sort(key=self.standing)
         return ordered
 
