@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from engine.scheduler.fairness import Shares
 from engine.scheduler.preemption import Engine, Room, choose_heaviest, choose_victims
-from engine.scheduler.request import Request
+from engine.scheduler.request import Request, precedence
 
 
 class Precedence:
@@ -56,11 +56,9 @@ class Precedence:
 
     def before(self, waiting: Request, begun: Request) -> bool:
         """Whether a waiting request goes before the rest of a prefill that has begun."""
-        if waiting.priority != begun.priority:
-            return waiting.priority < begun.priority
-        if waiting.tenant != begun.tenant:
+        if waiting.priority == begun.priority and waiting.tenant != begun.tenant:
             return self._shares.served(waiting.tenant) < self._shares.served(begun.tenant)
-        return waiting.arrival < begun.arrival
+        return precedence(waiting) < precedence(begun)
 
     def victims(
         self,

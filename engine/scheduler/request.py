@@ -98,6 +98,11 @@ class Request:
         self.prompt_logprobs[start : start + len(logprobs)] = logprobs
 
 
+def precedence(request: Request) -> tuple[int, int]:
+    """Return what requests of a tenant are ordered by: the smaller goes first."""
+    return request.priority, request.arrival
+
+
 def request_from_message(
     message: AddRequest,
     *,

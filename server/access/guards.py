@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.access.tenants import SCOPE_KEY, Tenant, named_tenant
+from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant, named_tenant
 from server.config import GuardConfig
 from server.errors import ApiError
 from server.observe.metrics import FrontEndMetrics
@@ -112,16 +112,14 @@ class KeyGuard:
             path = scope["path"]
             if self._api and path.startswith(API_PREFIX):
                 guarded = API_PREFIX
-                tenant = self._api.owner(_secret(scope))
-                if tenant is None:
+                if not _carries(scope, self._api):
                     refusal = _NO_KEY
-                else:
-                    scope[SCOPE_KEY] = tenant
             elif self._admin and path.startswith(ADMIN_PREFIX):
                 guarded = ADMIN_PREFIX
-                if _secret(scope) not in self._admin:
+                if not _carries(scope, self._admin):
                     refusal = _NOT_ADMIN
         if refusal is None:
+            _note_tenant(scope, self._api)
             await self._app(scope, receive, send)
             return
         self._metrics.http_request(f"{guarded}*", refusal.status)
@@ -145,6 +143,16 @@ _NOT_ADMIN = ApiError(
     "This needs the server's admin key. Send it as 'Authorization: Bearer KEY'.",
     code="admin_key_required",
 )
+
+
+def _carries(scope: Scope, keys: Keys) -> bool:
+    return _secret(scope) in keys
+
+
+def _note_tenant(scope: Scope, keys: Keys) -> None:
+    """Write into a request's scope whose key it carries."""
+    if keys and scope["type"] == "http":
+        scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
 
 
 def _secret(scope: Scope) -> bytes:
