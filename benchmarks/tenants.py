@@ -39,7 +39,7 @@ BUDGET = 16
 """Sequences that a key may have at once."""
 
 SERVE = (
-    "--data-parallel-size", "2", "--api-server-count", "2", "--max-num-batched-tokens", "256",
+    "--data-parallel-size", "2", "--api-server-count", "2", "--max-tenant-prefill-tokens", "128",
 )  # fmt: skip
 
 

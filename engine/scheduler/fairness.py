@@ -7,6 +7,7 @@ had had equal parts. So nobody saves up while away, and a tenant that waits is o
 for a bounded amount of work only, however many they are. A tenant alone is not counted at all.
 """
 
+import sys
 from collections.abc import Iterable
 
 from engine.scheduler.request import Request
@@ -14,14 +15,42 @@ from engine.scheduler.request import Request
 DECODE_WEIGHT = 2
 """Work of a decoded token in prompt tokens: it has to read all weights for few rows."""
 
+GUARDED_STEPS = 256
+"""Steps for which an engine keeps its steps short after the last request of another tenant: who
+sends now and then does not find it in the middle of a long one."""
+
 _FEW = 256
 """Tenants that have left and are not looked through for what can be forgotten."""
 
 
-class Shares:
-    """The books of one engine about its tenants."""
+class PrefillParts:
+    """How many prompt tokens each tenant may still have in one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken: dict[int, int] = {}
+
+    def left(self, tenant: int) -> int:
+        """Return what is left for a tenant."""
+        return self._most - self._taken.get(tenant, 0)
+
+    def take(self, tenant: int, tokens: int) -> int:
+        """Take up to so many tokens for a tenant; return how many."""
+        taken = min(tokens, self.left(tenant))
+        self._taken[tenant] = self._taken.get(tenant, 0) + taken
+        return taken
+
+
+class Shares:
+    """The books of one engine about its tenants.
+
+    Args:
+        most_prefill: prompt tokens of one tenant in a step, while there are others.
+    """
+
+    def __init__(self, most_prefill: int = sys.maxsize) -> None:
+        self._most_prefill = most_prefill
+        self._quiet_steps = GUARDED_STEPS
         self._time = 0.0
         self._served: dict[int, float] = {}
         self._present: dict[int, int] = {}
@@ -72,10 +101,17 @@ class Shares:
             self._served[tenant] += tokens
             self._time += tokens / len(self._present)
 
-    def charge_decodes(self) -> None:
+    def parts(self) -> PrefillParts:
+        """Return what each tenant may have of a step's prefill."""
+        guarded = self.contended or self._quiet_steps < GUARDED_STEPS
+        return PrefillParts(self._most_prefill if guarded else sys.maxsize)
+
+    def begin_step(self) -> None:
         """Count a step's decodes: one token for each request that runs."""
         if not self.contended:
+            self._quiet_steps += 1
             return
+        self._quiet_steps = 0
         for tenant, running in self._running.items():
             self.charge(tenant, DECODE_WEIGHT * running)
 

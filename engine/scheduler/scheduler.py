@@ -17,7 +17,7 @@ from engine.scheduler.accounts import Counters, Gauges, InFlight
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks
 from engine.scheduler.draft import Draft
-from engine.scheduler.fairness import Shares
+from engine.scheduler.fairness import PrefillParts, Shares
 from engine.scheduler.grammars import Grammars
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
@@ -62,7 +62,8 @@ class Scheduler:
         )
         self._headroom = int(executor.num_kv_blocks * ADMISSION_HEADROOM)
         self._by_priority = scheduling.scheduling_policy == "priority"
-        self._shares = Shares()
+        self._shares = Shares(scheduling.most_tenant_prefill)
+        self._parts = self._shares.parts()
         self._waiting = WaitingQueue(self._shares)
         self._precedence = Precedence(
             self._shares,
@@ -105,9 +106,14 @@ class Scheduler:
         The arguments describe the newest step that is over, for policies that weigh costs.
         """
         cap = self._max_prefill_tokens
-        partials = [min(r.queued_tokens, cap) for r in self._running.values() if r.queued_tokens]
+        parts = self._shares.parts()
+        partials = [
+            parts.take(r.tenant, min(r.queued_tokens, cap))
+            for r in self._running.values()
+            if r.queued_tokens
+        ]
         decodes = len(self._running) - len(partials)
-        ready_tokens, ready_requests = self._ready_prefill(partials, decodes)
+        ready_tokens, ready_requests = self._ready_prefill(partials, decodes, parts)
         return RankState(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -121,7 +127,9 @@ class Scheduler:
             last_prefill_tokens=last_prefill_tokens,
         )
 
-    def _ready_prefill(self, partials: list[int], decodes: int) -> tuple[int, int]:
+    def _ready_prefill(
+        self, partials: list[int], decodes: int, parts: PrefillParts
+    ) -> tuple[int, int]:
         """Return how many prefill tokens, of how many requests, the next step has room for."""
         room = max(0, self._max_batched_tokens - decodes)
         tokens, requests = sum(partials), len(partials)
@@ -137,7 +145,8 @@ class Scheduler:
                 break
             slots -= 1
             blocks -= needed
-            tokens += min(request.queued_tokens - cached, self._max_prefill_tokens)
+            wanted = min(request.queued_tokens - cached, self._max_prefill_tokens)
+            tokens += parts.take(request.tenant, wanted)
             requests += 1
         return min(tokens, room), requests
 
@@ -243,7 +252,8 @@ class Scheduler:
         budget = StepBudget(self._max_batched_tokens, grant)
         if budget.can_admit and self._waiting:
             self._make_room()
-        self._shares.charge_decodes()
+        self._shares.begin_step()
+        self._parts = self._shares.parts()
         short = self._kv.num_free_blocks < len(self._running)
         self._precedence.look(self._running.values(), short=short)
         partials = self._schedule_decodes(draft, budget)
@@ -356,7 +366,10 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by a decode of this step
             self._schedule_waiting(draft, budget, before=request)
-            count = budget.try_continue(min(request.queued_tokens, self._max_prefill_tokens))
+            wanted = self._chunk(request)
+            if wanted == 0:
+                continue
+            count = budget.try_continue(wanted)
             if count == 0:
                 break
             self._plan_prefill(draft, request, count)
@@ -372,6 +385,9 @@ class Scheduler:
                 return
             if before is not None and not self._precedence.before(request, before):
                 return
+            if not self._parts.left(request.tenant):
+                passed.add(request.tenant)
+                continue
             cached = self._try_admit(request)
             if cached is None:
                 if not self._shares.holds(request.tenant):
@@ -379,7 +395,7 @@ class Scheduler:
                 passed.add(request.tenant)  # it waits for what it holds itself
                 continue
             self._start(draft, request, cached)
-            count = budget.try_admit(min(request.queued_tokens, self._max_prefill_tokens))
+            count = budget.try_admit(self._chunk(request))
             self._plan_prefill(draft, request, count)
 
     def _try_admit(self, request: Request) -> int | None:
@@ -393,9 +409,15 @@ class Scheduler:
             headroom=self._headroom if self._running else 0,
         )
 
+    def _chunk(self, request: Request) -> int:
+        """Return how much of its prompt a request may have computed in this step."""
+        most = min(request.queued_tokens, self._max_prefill_tokens)
+        return min(most, self._parts.left(request.tenant))
+
     def _plan_prefill(self, draft: Draft, request: Request, count: int) -> None:
         self._queued_tokens -= count
         self._shares.charge(request.tenant, count)
+        self._parts.take(request.tenant, count)
         draft.prefill(request, count)
 
     def _start(self, draft: Draft, request: Request, cached: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.messages import AddRequest, SamplingParams
 from engine.scheduler.admission import Grant
-from engine.scheduler.fairness import Shares
+from engine.scheduler.fairness import GUARDED_STEPS, Shares
 from engine.scheduler.preemption import Engine, Room, choose_heaviest
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.waiting import WaitingQueue
@@ -98,7 +98,12 @@ def test_tenants_get_equal_parts_whatever_the_length_of_their_prompts(make_rig: 
 def test_the_rest_of_a_long_prompt_takes_turns_with_short_ones_of_others(
     make_rig: MakeRig,
 ) -> None:
-    rig = make_rig(max_num_batched_tokens=8, max_model_len=256, num_kv_blocks=128)
+    rig = make_rig(
+        max_num_batched_tokens=8,
+        max_tenant_prefill_tokens=8,
+        max_model_len=256,
+        num_kv_blocks=128,
+    )
     rig.add(1, prompt(200), max_tokens=1, tenant=HOG)
     rig.step()
     rig.step()
@@ -106,6 +111,24 @@ def test_the_rest_of_a_long_prompt_takes_turns_with_short_ones_of_others(
     assert steps_until(rig, 2) == 1
     rig.add(3, prompt(6, 60), max_tokens=1, tenant=HOG)
     assert steps_until(rig, 3) > 10, "within a tenant nobody overtakes"
+    finish(rig)
+
+
+def test_nobody_fills_the_steps_of_others_with_prompts(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_batched_tokens=64, num_kv_blocks=256, enable_prefix_caching=False)
+    for id in range(3):
+        rig.add(id, prompt(100, id), max_tokens=1, tenant=HOG)
+    assert rig.step().num_tokens == 64
+    rig.add(10, prompt(4, 10), max_tokens=2, tenant=GUEST)
+    assert rig.step().num_tokens == 16 + 4
+    while 10 not in rig.last:
+        rig.step()
+    assert rig.step().num_tokens == 16, "the guest may be back soon"
+    finish(rig)
+    for _ in range(GUARDED_STEPS):
+        rig.step()
+    rig.add(20, prompt(100), max_tokens=1, tenant=HOG)
+    assert rig.step().num_tokens == 64
     finish(rig)
 
 
