@@ -124,6 +124,14 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="Most prompt tokens of one request in one step; 0 is no limit."),
     ] = 0
+    max_tenant_prefill_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Most prompt tokens of one tenant (API key) in one step while others use "
+            "the engine: less keeps their tokens flowing, more computes long prompts faster; "
+            "default: a quarter of --max-num-batched-tokens."
+        ),
+    ] = None
     async_scheduling: Annotated[
         bool, Meta(description="Plan the next step while the one before it runs.")
     ] = False
@@ -173,6 +181,11 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is not None and longest is not None and shortest > longest:
             raise ValueError(f"prompt_lookup_min is {shortest}: more than prompt_lookup_max")
+
+    @property
+    def most_tenant_prefill(self) -> int:
+        """Most prompt tokens of a tenant in a step while others use the engine."""
+        return self.max_tenant_prefill_tokens or max(1, self.max_num_batched_tokens // 4)
 
     @property
     def steps_overlap(self) -> bool:

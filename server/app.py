@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException
 
 from server.access.admission import Admission
 from server.access.admission_table import AdmissionTable
-from server.access.guards import admin_keys, install
+from server.access.guards import admin_keys, api_keys, install
+from server.access.tenants import Tenancy
 from server.asgi import Call, foreseen, raw_endpoint
 from server.cluster.generation_client import GenerationClient, NoEngineAvailable
 from server.config import FrontEndConfig
@@ -82,9 +83,16 @@ def build_app(
     alone. `control` reaches the node's supervisor, if it has one. `tracer`
     makes a span of each request, if there is one.
     """
-    admission = Admission(table or AdmissionTable(None), config.overload, lambda: client.num_slots)
+    tenancy = Tenancy(config, api_keys(config.guards).num_tenants)
+    admission = Admission(
+        table or AdmissionTable(None),
+        config.overload,
+        lambda: client.num_slots,
+        config.tenants,
+        several=tenancy.several,
+    )
     created = int(time.time())
-    context = make_context(config, client, tokenizer, metrics, admission, created, tracer)
+    context = make_context(config, client, tokenizer, metrics, admission, tenancy, created, tracer)
     meta = MetaRoutes(context)
     app = FastAPI(
         title="Swell",

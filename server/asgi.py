@@ -18,6 +18,7 @@ import pydantic
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.access.admission import Reservation
+from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.errors import ApiError, internal, invalid, invalid_body, timed_out, to_api_error
 from server.observe.metrics import FrontEndMetrics
 
@@ -56,6 +57,7 @@ class Call:
         self.status: int | None = None
         """Status of the answer once it has begun."""
         self.body_size = 0
+        self.tenant: Tenant = scope.get(SCOPE_KEY, EVERYBODY)
         self.reservation: Reservation | None = None
         """The call's place in the queue, given back when the call ends."""
         self._send = send
@@ -76,6 +78,11 @@ class Call:
         """The client's W3C trace context, if it sent one."""
         wanted = (b"traceparent", b"tracestate")
         return {n.decode(): v.decode("latin-1") for n, v in self._headers if n in wanted}
+
+    @property
+    def pins_rank(self) -> bool:
+        """Whether the client wants its request to run on an engine of its choice."""
+        return self._pinned_rank is not None
 
     @property
     def pinned_rank(self) -> int | None:

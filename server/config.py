@@ -58,7 +58,11 @@ class GuardConfig(Section, frozen=True, kw_only=True):
         Meta(description="Key(s) of which clients must send one to /v1/*; default: none needed."),
     ] = ()
     api_key_file: Annotated[
-        str | None, Meta(description="File with such keys, one per line, in addition.")
+        str | None,
+        Meta(
+            description="File with such keys in addition, one per line: KEY, or NAME: KEY. Keys of "
+            "one name are one tenant."
+        ),
     ] = None
     admin_key: Annotated[
         str | None, Meta(description="Key for /admin/*; without one there is no /admin.")
@@ -110,6 +114,11 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     ] = None
 
     @property
+    def has_keys(self) -> bool:
+        """Whether clients of the API need a key."""
+        return bool(self.api_key) or self.api_key_file is not None
+
+    @property
     def scheme(self) -> str:
         """`http` or `https`."""
         return "http" if self.ssl_certfile is None else "https"
@@ -137,6 +146,58 @@ class OverloadConfig(Section, frozen=True, kw_only=True):
         Meta(
             description="Most prompt tokens that wait on this node to be computed; more are "
             "answered with 429; default: no limit."
+        ),
+    ] = None
+
+
+class TenantConfig(Section, frozen=True, kw_only=True):
+    """Tenants"""
+
+    tenant_by: Annotated[
+        Literal["key", "user"],
+        Meta(
+            description="Who shares the server fairly and is limited: key = each API key (keys of "
+            "one name are one); user = each value of the field user as well, for servers behind a "
+            "gateway that fills it in: whoever may name users can be many."
+        ),
+    ] = "key"
+    max_sequences_per_key: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Most sequences of one key (or user, see --tenant-by) on this node at "
+            "once; more are answered with 429; default: as many as are left free to others."
+        ),
+    ] = None
+    max_queue_tokens_per_key: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Most prompt tokens of one key (or user) that wait on this node to be "
+            "computed; more are answered with 429; default: with --max-queue-tokens as many as "
+            "are left free to others, else no limit."
+        ),
+    ] = None
+    prefix_cache_isolation: Annotated[
+        Literal["none", "tenant"],
+        Meta(
+            description="Who finds whose prompts in the prefix cache: none = everybody "
+            "everybody's with the same cache_salt; tenant = each key (or user) only its own."
+        ),
+    ] = "none"
+    hide_cached_tokens: Annotated[
+        bool, Meta(description="Do not tell clients how much of a prompt was in the prefix cache.")
+    ] = False
+    allow_priority: Annotated[
+        bool | None,
+        Meta(
+            description="Whether clients may send a priority; default: if there are no API keys "
+            "and this node's --scheduling-policy is not fcfs."
+        ),
+    ] = None
+    allow_rank_pinning: Annotated[
+        bool | None,
+        Meta(
+            description="Whether clients may choose an engine with the header "
+            "X-data-parallel-rank; default: if there are no API keys."
         ),
     ] = None
 
@@ -241,9 +302,22 @@ class FrontEndConfig(Section, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
     guards: GuardConfig = GuardConfig()
     overload: OverloadConfig = OverloadConfig()
+    tenants: TenantConfig = TenantConfig()
     answer: AnswerConfig = AnswerConfig()
     routing: RoutingConfig = RoutingConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def allows_priority(self) -> bool:
+        """Whether clients may send priorities."""
+        allowed = self.tenants.allow_priority
+        return not self.guards.has_keys if allowed is None else allowed
+
+    @property
+    def allows_rank_pinning(self) -> bool:
+        """Whether clients may choose engines."""
+        allowed = self.tenants.allow_rank_pinning
+        return not self.guards.has_keys if allowed is None else allowed
 
 
 class ApiServerConfig(FrontEndConfig, frozen=True, kw_only=True):
@@ -277,11 +351,16 @@ class ServeConfig(Section, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
     guards: GuardConfig = GuardConfig()
     overload: OverloadConfig = OverloadConfig()
+    tenants: TenantConfig = TenantConfig()
     answer: AnswerConfig = AnswerConfig()
     routing: RoutingConfig = RoutingConfig()
     publish: PublishConfig = PublishConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        if self.tenants.allow_priority and self.scheduler.scheduling_policy == "fcfs":
+            raise ValueError("allow_priority needs the scheduling_policy priority")
 
     def engine(self) -> EngineConfig:
         """Return the part that engines get."""
@@ -308,7 +387,14 @@ class ServeConfig(Section, frozen=True, kw_only=True):
             http=self.http,
             guards=self.guards,
             overload=self.overload,
+            tenants=self._tenants(),
             answer=self.answer,
             routing=self.routing,
             log=self.log,
         )
+
+    def _tenants(self) -> TenantConfig:
+        """Return the settings of tenants with what follows from the engines' policy."""
+        if self.tenants.allow_priority is None and self.scheduler.scheduling_policy == "fcfs":
+            return msgspec.structs.replace(self.tenants, allow_priority=False)
+        return self.tenants

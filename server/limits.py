@@ -34,5 +34,7 @@ MAX_TOOLS = 128
 """Tools that a request offers to the model."""
 MAX_UNREAD = 2**18
 """Tokens and scores of a request that are kept for a client that does not read."""
+MAX_CACHE_SALT = 256
+"""Characters of `cache_salt`."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 """Range of seeds."""

@@ -67,6 +67,7 @@ async def prepare_completion(
         n=n,
         best_of=best_of,
         priority=request.priority or 0,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -138,6 +139,7 @@ async def prepare_chat(
         n=n,
         best_of=n,
         priority=request.priority or 0,
+        cache_salt=request.cache_salt,
     )
     return spec, plan
 

@@ -14,7 +14,7 @@ from server.generation import Answer, ChoiceFold, Delta, DeltaSum, FoldOptions, 
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import SequenceTimer
-from server.schemas.common import PromptTokensDetails, Usage
+from server.schemas.common import UNSET, PromptTokensDetails, Usage
 from server.text.detokenizer import TokenTable
 from server.unread import Unread, parts
 
@@ -33,6 +33,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     best_of: int = 1
     """Sequences per prompt, of which the n best are shown."""
     priority: int = 0
+    cache_salt: str | None = None
+    """What the client wants its cached prompts to be set apart by."""
 
 
 def _seed(base: int, index: int) -> int:
@@ -58,17 +60,24 @@ class Submission:
         arrived: float,
         pinned_rank: int | None = None,
         reservation: Reservation | None = None,
+        tenant: int = 0,
+        cache_root: bytes = b"",
+        show_cached: bool = True,
     ) -> None:
         """Hand every sequence to an engine, the pinned one if there is one.
 
+        `tenant` and `cache_root` are what engines are told (`engine.messages.AddRequest`).
         `arrived` is when the request came, in monotonic seconds.
 
         Raises:
             NoEngineAvailable: nothing was left running.
         """
         self._spec = spec
+        self._show_cached = show_cached
         self._pinned_rank = pinned_rank
         self._reservation = reservation
+        self._tenant = tenant
+        self._cache_root = cache_root
         self._streams: list[TokenStream] = []
         self._folds: list[ChoiceFold] = []
         self._timers: list[SequenceTimer] = []
@@ -107,6 +116,8 @@ class Submission:
             sampling,
             priority=spec.priority,
             pinned_rank=self._pinned_rank,
+            tenant=self._tenant,
+            cache_root=self._cache_root,
         )
         self._streams.append(stream)
 
@@ -224,17 +235,21 @@ class Submission:
 
         return sorted(indices, key=score, reverse=True)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had; a prompt counts once, whatever its choices."""
+        return sum(fold.num_cached_tokens for fold in self._folds[:: self._spec.best_of])
+
     def usage(self) -> Usage:
         """Return the token counts so far; a prompt counts once however many choices it has."""
         spec = self._spec
         prompt_tokens = sum(len(prompt.token_ids) for prompt in spec.prompts)
         completion_tokens = sum(fold.num_tokens for fold in self._folds)
-        cached = sum(fold.num_cached_tokens for fold in self._folds[:: spec.best_of])
         return Usage(
             prompt_tokens,
             completion_tokens,
             prompt_tokens + completion_tokens,
-            PromptTokensDetails(cached),
+            PromptTokensDetails(self.cached_tokens) if self._show_cached else UNSET,
         )
 
     @property

@@ -79,6 +79,7 @@ from engine.messages.placement import (
     ScaleWish,
 )
 from engine.messages.requests import (
+    ROOT_SIZE,
     AbortRequests,
     AddRequest,
     ChoiceGrammar,
@@ -101,6 +102,7 @@ from engine.messages.wire import (
 )
 
 __all__ = [
+    "ROOT_SIZE",
     "AbortRequests",
     "AddRequest",
     "Assignment",

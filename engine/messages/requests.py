@@ -4,6 +4,9 @@ import msgspec
 
 from engine.messages.wire import Message
 
+ROOT_SIZE = 16
+"""Bytes of a root of the prefix cache."""
+
 UtilityValue = str | int | float | bool | None
 
 
@@ -101,6 +104,11 @@ class AddRequest(Message, frozen=True):
     sampling: SamplingParams
     output_token_ids: list[int] = []
     priority: int = 0
+    tenant: int = 0
+    """Whose request it is: tenants share an engine fairly. 0 where nobody is told apart."""
+    cache_root: bytes = b""
+    """Where the chain of its KV blocks' names begins (`ROOT_SIZE` bytes): only requests with the
+    same one find each other's prefixes. Empty: the common one."""
 
     @property
     def num_tokens(self) -> int:

@@ -12,9 +12,13 @@ NEVER = sys.maxsize
 class BlockTable:
     """The KV blocks of one sequence, in order of position; written by `KVCacheManager` only."""
 
-    __slots__ = ("block_ids", "capacity", "digests", "generation", "next_commit", "num_committed")
+    __slots__ = (
+        "block_ids", "capacity", "digests", "generation", "next_commit", "num_committed", "root",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, root: bytes = ROOT_DIGEST) -> None:
+        self.root = root
+        """Parent of its first block: tables with different ones share nothing."""
         self.block_ids: list[int] = []
         self.capacity = 0
         """Positions that the blocks have room for."""
@@ -170,6 +174,6 @@ class KVCacheManager:
     def _extend_digests(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
         size = self.block_size
         for index in range(len(table.digests), num_blocks):
-            parent = table.digests[-1] if table.digests else ROOT_DIGEST
+            parent = table.digests[-1] if table.digests else table.root
             block = token_ids[index * size : (index + 1) * size]
             table.digests.append(block_digest(parent, block))

@@ -1,9 +1,13 @@
-"""Which running requests give way to waiting ones of higher priority."""
+"""Which running requests give way to waiting ones: to more urgent ones, and to other tenants'."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from engine.scheduler.request import Request
+
+MARGIN = 2
+"""How many times the part of another tenant somebody has to hold to give way to it: computing a
+preempted request again costs something, so small differences are left to even out."""
 
 
 class Room(NamedTuple):
@@ -55,3 +59,98 @@ def choose_victims(
             slots += 1
             blocks += len(victim.table.block_ids)
     return victims
+
+
+class Engine(NamedTuple):
+    """What there is to share."""
+
+    slots: int
+    blocks: int
+
+
+class _Holding:
+    """What a tenant has of an engine, and which of its requests came last."""
+
+    def __init__(self) -> None:
+        self.running: list[Request] = []
+        self.slots = 0
+        self.blocks = 0
+
+    def part(self, of: Engine, slots: int = 0, blocks: int = 0) -> float:
+        """Return the share of slots or of blocks, whichever is larger, with so many more."""
+        return max((self.slots + slots) / of.slots, (self.blocks + blocks) / of.blocks)
+
+
+def choose_heaviest(
+    waiting: Iterable[Request],
+    running: list[Request],
+    room: Room,
+    blocks_needed: Callable[[Request], int],
+    engine: Engine,
+) -> list[Request]:
+    """Return the running requests to preempt so that each tenant comes to its part, last first.
+
+    The tenant that holds most gives way, with the request that came last, but only while it still
+    holds `MARGIN` times what the other one gets: tenants that are about equal never displace each
+    other. Nobody is preempted for a request that would not fit even then, or for a less urgent one.
+
+    Args:
+        waiting: in the order of admission.
+        running: in order of precedence.
+        room: what there is without any preemption.
+        blocks_needed: free blocks that the admission of a request takes.
+        engine: what there is in all.
+    """
+    holdings: dict[int, _Holding] = {}
+    for request in running:
+        holding = holdings.setdefault(request.tenant, _Holding())
+        holding.running.append(request)
+        holding.slots += 1
+        holding.blocks += len(request.table.block_ids)
+    victims: list[Request] = []
+    slots, blocks, headroom, tokens = room
+    for request in waiting:
+        if tokens <= 0:
+            break
+        needed = blocks_needed(request)
+        slots -= 1
+        blocks -= needed
+        tokens -= request.queued_tokens
+        own = holdings.setdefault(request.tenant, _Holding())
+        wanted = own.part(engine, 1, needed)
+        given: list[Request] = []
+        while slots < 0 or blocks < headroom:
+            victim = _of_heaviest(holdings, request, wanted, engine)
+            if victim is None:
+                return victims
+            given.append(victim)
+            slots += 1
+            blocks += len(victim.table.block_ids)
+        victims += given
+        own.slots += 1
+        own.blocks += needed
+    return victims
+
+
+def _of_heaviest(
+    holdings: dict[int, _Holding], request: Request, wanted: float, engine: Engine
+) -> Request | None:
+    """Take a request from the tenant that holds most, if it then still holds enough."""
+    others = [
+        each
+        for tenant, each in holdings.items()
+        if tenant != request.tenant
+        and each.running
+        and each.running[-1].priority >= request.priority
+    ]
+    if not others:
+        return None
+    heaviest = max(others, key=lambda each: each.part(engine))
+    victim = heaviest.running[-1]
+    size = len(victim.table.block_ids)
+    if heaviest.part(engine, -1, -size) < MARGIN * wanted:
+        return None
+    heaviest.running.pop()
+    heaviest.slots -= 1
+    heaviest.blocks -= size
+    return victim

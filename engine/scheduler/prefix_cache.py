@@ -4,15 +4,17 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from struct import pack
 
-ROOT_DIGEST = bytes(16)
-"""Parent of every sequence's first block."""
+from engine.messages import ROOT_SIZE
+
+ROOT_DIGEST = bytes(ROOT_SIZE)
+"""Parent of the first block of every sequence that has no root of its own."""
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the 16-byte name of a full block after the prefix that `parent` names.
 
-    A pure function of the tokens from position 0 on: the same in every process and on every
-    machine. Token ids have to fit in an int32.
+    A pure function of the sequence's root and the tokens from position 0 on: the same in every
+    process and on every machine. Token ids have to fit in an int32.
     """
     return blake2b(parent + pack(f"<{len(token_ids)}i", *token_ids), digest_size=16).digest()
 

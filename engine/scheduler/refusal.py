@@ -7,7 +7,7 @@ another version, must fail alone: here, before it shares a step with others.
 import math
 
 from engine.grammar_spec import MAX_GRAMMAR_SIZE, MAX_MARKER_SIZE, grammar_size
-from engine.messages import AddRequest, SamplingParams
+from engine.messages import ROOT_SIZE, AddRequest, SamplingParams
 
 _LARGEST = 2**31 - 1
 """Of the counts that executors keep in arrays."""
@@ -23,6 +23,8 @@ def refusal(message: AddRequest, *, max_model_len: int, vocab_size: int) -> str 
             f"the prompt has {num_prompt_tokens} tokens, but this engine takes at most "
             f"{max_model_len - 1} so that one token can be generated"
         )
+    if len(message.cache_root) not in (0, ROOT_SIZE):
+        return f"cache_root has {len(message.cache_root)} bytes: it must be {ROOT_SIZE} or none"
     sampling = message.sampling
     named_ids = {
         "prompt": message.prompt_token_ids,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from engine.messages import AddRequest, SamplingParams, TokenLogprob
 from engine.scheduler.grammars import Grammar
 from engine.scheduler.kv_cache import BlockTable
+from engine.scheduler.prefix_cache import ROOT_DIGEST
 
 NO_SLOT = -1
 
@@ -36,6 +37,8 @@ class Request:
     """Order of arrival in this engine."""
     priority: int
     """The lowest number goes first; 0 for all where the scheduling policy ignores it."""
+    tenant: int
+    """Whose it is."""
     sampling: SamplingParams
     token_ids: list[int]
     """All known tokens: the prompt, then the output."""
@@ -96,7 +99,7 @@ class Request:
 
 
 def precedence(request: Request) -> tuple[int, int]:
-    """Return what requests are ordered by: the smaller goes first and is preempted last."""
+    """Return what requests of a tenant are ordered by: the smaller goes first."""
     return request.priority, request.arrival
 
 
@@ -121,11 +124,13 @@ def request_from_message(
         front_end=message.front_end,
         arrival=arrival,
         priority=priority,
+        tenant=message.tenant,
         sampling=sampling,
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
         max_total_tokens=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
         stop_ids=stop_ids,
         was_taken_over=bool(message.output_token_ids),
+        table=BlockTable(message.cache_root or ROOT_DIGEST),
         queued_tokens=len(token_ids),
     )

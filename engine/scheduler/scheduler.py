@@ -17,20 +17,17 @@ from engine.scheduler.accounts import Counters, Gauges, InFlight
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks
 from engine.scheduler.draft import Draft
+from engine.scheduler.fairness import PrefillParts, Shares
 from engine.scheduler.grammars import Grammars
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
-from engine.scheduler.preemption import Room, choose_victims
+from engine.scheduler.precedence import Precedence
+from engine.scheduler.preemption import Engine, Room
 from engine.scheduler.refusal import refusal
-from engine.scheduler.request import (
-    Request,
-    RequestStatus,
-    precedence,
-    request_from_message,
-)
+from engine.scheduler.request import Request, RequestStatus, request_from_message
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
-from engine.scheduler.waiting import FcfsQueue, PriorityQueue, WaitingQueue
+from engine.scheduler.waiting import WaitingQueue
 
 ADMISSION_HEADROOM = 0.01
 """Share of the KV blocks that an admission leaves free for the running sequences to grow into,
@@ -65,7 +62,14 @@ class Scheduler:
         )
         self._headroom = int(executor.num_kv_blocks * ADMISSION_HEADROOM)
         self._by_priority = scheduling.scheduling_policy == "priority"
-        self._waiting: WaitingQueue = PriorityQueue() if self._by_priority else FcfsQueue()
+        self._shares = Shares(scheduling.most_tenant_prefill)
+        self._parts = self._shares.parts()
+        self._waiting = WaitingQueue(self._shares)
+        self._precedence = Precedence(
+            self._shares,
+            Engine(scheduling.max_num_seqs, executor.num_kv_blocks),
+            by_priority=self._by_priority,
+        )
         self._max_prefill_tokens = scheduling.long_prefill_token_threshold or sys.maxsize
         self._grammars = grammars
         self._compiling: dict[int, Request] = {}  # wait for their grammars, not in the queue yet
@@ -102,9 +106,14 @@ class Scheduler:
         The arguments describe the newest step that is over, for policies that weigh costs.
         """
         cap = self._max_prefill_tokens
-        partials = [min(r.queued_tokens, cap) for r in self._running.values() if r.queued_tokens]
+        parts = self._shares.parts()
+        partials = [
+            parts.take(r.tenant, min(r.queued_tokens, cap))
+            for r in self._running.values()
+            if r.queued_tokens
+        ]
         decodes = len(self._running) - len(partials)
-        ready_tokens, ready_requests = self._ready_prefill(partials, decodes)
+        ready_tokens, ready_requests = self._ready_prefill(partials, decodes, parts)
         return RankState(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -118,7 +127,9 @@ class Scheduler:
             last_prefill_tokens=last_prefill_tokens,
         )
 
-    def _ready_prefill(self, partials: list[int], decodes: int) -> tuple[int, int]:
+    def _ready_prefill(
+        self, partials: list[int], decodes: int, parts: PrefillParts
+    ) -> tuple[int, int]:
         """Return how many prefill tokens, of how many requests, the next step has room for."""
         room = max(0, self._max_batched_tokens - decodes)
         tokens, requests = sum(partials), len(partials)
@@ -134,7 +145,8 @@ class Scheduler:
                 break
             slots -= 1
             blocks -= needed
-            tokens += min(request.queued_tokens - cached, self._max_prefill_tokens)
+            wanted = min(request.queued_tokens - cached, self._max_prefill_tokens)
+            tokens += parts.take(request.tenant, wanted)
             requests += 1
         return min(tokens, room), requests
 
@@ -176,6 +188,7 @@ class Scheduler:
             self.counters.grammar_requests += 1
             self.counters.grammar_waits += not request.grammar.settled
         self._requests[request.id] = request
+        self._shares.come(request.tenant)
         self._queued_tokens += request.queued_tokens
         self._compiling[request.id] = request
         return self._queue_compiled(request)
@@ -224,7 +237,7 @@ class Scheduler:
         No plan may be in flight.
         """
         assert not self._in_flight
-        for request in reversed(self._in_precedence()):
+        for request in self._precedence.in_order(self._running.values()):
             self._preempt(request)
 
     def reset_prefix_cache(self) -> int:
@@ -237,8 +250,12 @@ class Scheduler:
         """Plan the next step; every plan has to be given to `update`, in order."""
         draft = Draft()
         budget = StepBudget(self._max_batched_tokens, grant)
-        if self._by_priority and budget.can_admit:
+        if budget.can_admit and self._waiting:
             self._make_room()
+        self._shares.begin_step()
+        self._parts = self._shares.parts()
+        short = self._kv.num_free_blocks < len(self._running)
+        self._precedence.look(self._running.values(), short=short)
         partials = self._schedule_decodes(draft, budget)
         self._schedule_partials(draft, budget, partials)
         self._schedule_waiting(draft, budget)
@@ -298,29 +315,28 @@ class Scheduler:
         assert self._queued_tokens == sum(r.queued_tokens for r in known.values())
         queued = len(self._waiting) + len(self._compiling)
         assert len(self._requests) == len(self._running) + queued
+        self._shares.check_integrity(self._requests.values(), self._running.values())
         assert all(r.num_steps_in_flight > 0 for r in known.values() if r.num_proposed_tokens)
         if self._speculator is not None:
             assert self._speculator.num_tracked <= len(self._running)
 
     # -- stages of schedule ----------------------------------------------------------------------
 
-    def _in_precedence(self) -> list[Request]:
-        """Return the running requests, those that are preempted last first."""
-        running = list(self._running.values())
-        if self._by_priority:  # else they are in order of arrival as they are
-            running.sort(key=precedence)
-        return running
-
     def _make_room(self) -> None:
-        """Preempt requests for waiting ones of higher priority that have no slot or blocks."""
+        """Preempt requests for waiting ones that should have their slots or blocks."""
         room = Room(
             slots=self._num_slots - len(self._running),
             blocks=self._kv.num_free_blocks + self._slots.num_leaving_blocks,
             headroom=self._headroom,
             tokens=self._max_batched_tokens,
         )
-        victims = choose_victims(self._waiting, self._in_precedence(), room, self._blocks_needed)
-        for victim in victims:
+        for victim in self._precedence.victims(
+            self._waiting,
+            self._running.values(),
+            room,
+            self._blocks_needed,
+            short=self._num_passed_over > 0 or not self._slots.num_free,
+        ):
             self._preempt(victim)
 
     def _blocks_needed(self, request: Request) -> int:
@@ -330,7 +346,7 @@ class Scheduler:
     def _schedule_decodes(self, draft: Draft, budget: StepBudget) -> list[Request]:
         """Plan one token for each decode and return the requests that are still in prefill."""
         partials = []
-        for request in self._in_precedence():
+        for request in self._precedence.in_order(self._running.values()):
             if request.queued_tokens:
                 partials.append(request)
                 continue
@@ -345,11 +361,15 @@ class Scheduler:
         return partials
 
     def _schedule_partials(self, draft: Draft, budget: StepBudget, partials: list[Request]) -> None:
+        self._precedence.sort_prefills(partials)
         for request in partials:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by a decode of this step
             self._schedule_waiting(draft, budget, before=request)
-            count = budget.try_continue(min(request.queued_tokens, self._max_prefill_tokens))
+            wanted = self._chunk(request)
+            if wanted == 0:
+                continue
+            count = budget.try_continue(wanted)
             if count == 0:
                 break
             self._plan_prefill(draft, request, count)
@@ -358,32 +378,53 @@ class Scheduler:
         self, draft: Draft, budget: StepBudget, before: Request | None = None
     ) -> None:
         """Start waiting requests, or only those that go before a running one."""
-        while budget.can_admit and self._slots.num_free and self._waiting:
-            request = self._waiting.first()
-            if draft.short_of_blocks or request.num_steps_in_flight:
+        passed: set[int] = set()
+        while budget.can_admit and self._slots.num_free and not draft.short_of_blocks:
+            request = self._waiting.first(passed)
+            if request is None:
                 return
-            if before is not None and precedence(before) < precedence(request):
+            if before is not None and not self._precedence.before(request, before):
                 return
-            cached = self._kv.try_admit(
-                request.table,
-                request.token_ids,
-                use_cache=not request.lacks_prompt_logprobs,
-                headroom=self._headroom if self._running else 0,
-            )
+            if not self._parts.left(request.tenant):
+                passed.add(request.tenant)
+                continue
+            cached = self._try_admit(request)
             if cached is None:
-                return
+                if not self._shares.holds(request.tenant):
+                    return
+                passed.add(request.tenant)  # it waits for what it holds itself
+                continue
             self._start(draft, request, cached)
-            count = budget.try_admit(min(request.queued_tokens, self._max_prefill_tokens))
+            count = budget.try_admit(self._chunk(request))
             self._plan_prefill(draft, request, count)
+
+    def _try_admit(self, request: Request) -> int | None:
+        """Get a waiting request its blocks; return how many cached tokens are in them."""
+        if request.num_steps_in_flight:
+            return None
+        return self._kv.try_admit(
+            request.table,
+            request.token_ids,
+            use_cache=not request.lacks_prompt_logprobs,
+            headroom=self._headroom if self._running else 0,
+        )
+
+    def _chunk(self, request: Request) -> int:
+        """Return how much of its prompt a request may have computed in this step."""
+        most = min(request.queued_tokens, self._max_prefill_tokens)
+        return min(most, self._parts.left(request.tenant))
 
     def _plan_prefill(self, draft: Draft, request: Request, count: int) -> None:
         self._queued_tokens -= count
+        self._shares.charge(request.tenant, count)
+        self._parts.take(request.tenant, count)
         draft.prefill(request, count)
 
     def _start(self, draft: Draft, request: Request, cached: int) -> None:
         """Give a slot to a request that has just got its blocks, `cached` tokens in them."""
         self._waiting.remove(request)
         self._running[request.id] = request
+        self._shares.start(request.tenant)
         request.status = RequestStatus.RUNNING
         self._slots.take(request)
         request.num_computed_tokens = cached
@@ -405,7 +446,7 @@ class Scheduler:
             if self._slots.num_leaving_blocks:
                 return False  # there will be blocks when the plans in flight are done
             # Those that come after `request` are not in the draft yet, nor is it itself.
-            victim = max(self._running.values(), key=precedence)
+            victim = max(self._running.values(), key=self._precedence.standing)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -450,7 +491,7 @@ class Scheduler:
         request.queued_tokens = request.num_tokens
         request.status = RequestStatus.WAITING
         del self._running[request.id]
-        self._waiting.requeue(request)
+        self._waiting.push(request)
         self._vacate(request)
 
     def _retire(self, request: Request) -> None:
@@ -460,6 +501,7 @@ class Scheduler:
         request.queued_tokens = 0
         was_running = request.status is RequestStatus.RUNNING
         request.status = RequestStatus.FINISHED
+        self._shares.leave(request.tenant)
         if was_running:
             del self._running[request.id]
             self._vacate(request)
@@ -468,6 +510,7 @@ class Scheduler:
 
     def _vacate(self, request: Request) -> None:
         """Take back what a request holds that runs no longer."""
+        self._shares.stop(request.tenant)
         if self._speculator is not None:
             self._speculator.forget(request)
         self._slots.vacate(request)

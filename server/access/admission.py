@@ -4,14 +4,20 @@ A request reserves its sequences and an estimate of its prompt tokens over all f
 node; the estimate is replaced once the prompt is tokenized, and everything goes back when the
 request ends, for whatever reason. What the engines can run at once is not counted against
 `max_queue`: only what waits beyond it is.
+
+Where there are several tenants, none may fill the node. What one of them holds has to fit into what
+is left free once sequences wait: alone it gets half of all places, two get a third each, and so
+on, so that there is always room for one more. A tenant that holds nothing else gets its request in
+as long as the node takes it.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from server.access.admission_table import AdmissionTable, Totals
-from server.config import OverloadConfig
+from server.config import OverloadConfig, TenantConfig
 
 BYTES_PER_TOKEN = 4
 """Bytes of a request's body per prompt token, for estimates."""
@@ -26,15 +32,22 @@ LONGEST_RETRY_AFTER = 60
 
 
 class Overloaded(Exception):
-    """The queue is full; the client may come again after `retry_after` seconds (HTTP 429)."""
+    """A queue is full; the client may come again after `retry_after` seconds (HTTP 429).
 
-    def __init__(self, what: str, limit: int, retry_after: int) -> None:
-        super().__init__(
-            f"The server is overloaded: its queue of {limit} {what} is full. "
-            f"Try again in {retry_after} s."
-        )
+    `what` is full of requests or of prompt tokens.
+    """
+
+    def __init__(self, what: str, reason: str, retry_after: int) -> None:
+        super().__init__(f"{reason} Try again in {retry_after} s.")
         self.what = what
         self.retry_after = retry_after
+
+
+class _Limit(NamedTuple):
+    """What a request does not fit into: what is counted, and how that is told."""
+
+    what: str
+    reason: str
 
 
 class DrainRate:
@@ -61,10 +74,11 @@ class DrainRate:
 class Reservation:
     """The place of one request; `release` must be called whatever happens."""
 
-    __slots__ = ("_admission", "_requests", "_tokens")
+    __slots__ = ("_admission", "_place", "_requests", "_tokens")
 
-    def __init__(self, admission: "Admission", requests: int, tokens: int) -> None:
+    def __init__(self, admission: "Admission", requests: int, tokens: int, place: int) -> None:
         self._admission = admission
+        self._place = place
         self._requests = requests
         self._tokens = tokens
 
@@ -78,9 +92,9 @@ class Reservation:
             return
         more = tokens - self._tokens
         if more > 0:
-            self._admission.grow(more, tokens, now)
+            self._admission.grow(more, tokens, now, self._place)
         elif more < 0:
-            self._admission.table.add(0, more)
+            self._admission.table.add(0, more, self._place)
         self._tokens = tokens
 
     def computed(self, tokens: int) -> None:
@@ -89,35 +103,51 @@ class Reservation:
             return
         tokens = min(tokens, self._tokens)
         self._tokens -= tokens
-        self._admission.table.add(0, -tokens)
+        self._admission.table.add(0, -tokens, self._place)
 
     def release(self) -> None:
         """Give everything back; idempotent."""
         requests, tokens = self._requests, self._tokens
         self._requests = self._tokens = 0
-        self._admission.table.end(requests, tokens)
+        self._admission.table.end(requests, tokens, self._place)
 
 
 class Admission:
     """Reserves places in a node's queue."""
 
     def __init__(
-        self, table: AdmissionTable, limits: OverloadConfig, num_slots: Callable[[], int]
+        self,
+        table: AdmissionTable,
+        limits: OverloadConfig,
+        num_slots: Callable[[], int],
+        tenants: TenantConfig = TenantConfig(),
+        *,
+        several: bool = False,
     ) -> None:
-        """`num_slots` says how many sequences the engines can run at once."""
+        """`num_slots` says how many sequences the engines can run at once.
+
+        `several`: there are more tenants than one.
+        """
         self.table = table
         self._max_queue = limits.max_queue
         self._max_tokens = limits.max_queue_tokens
-        self.counts_tokens = limits.max_queue_tokens is not None
+        self._tenants = tenants
+        self._several = several
+        self.counts_tokens = (limits.max_queue_tokens, tenants.max_queue_tokens_per_key) != (
+            None,
+            None,
+        )
         self._num_slots = num_slots
         self._rate = DrainRate()
         self._next_sample = 0.0
 
-    def reserve(self, requests: int, tokens: int, now: float) -> Reservation:
+    def reserve(self, requests: int, tokens: int, now: float, place: int = 0) -> Reservation:
         """Take a request on: so many sequences, so many prompt tokens (estimated).
 
+        `place` is where its tenant is counted.
+
         Raises:
-            Overloaded: they do not fit into the queue.
+            Overloaded: they do not fit into the queue, or into the tenant's part of it.
         """
         table = self.table
         if not self.counts_tokens:
@@ -125,50 +155,82 @@ class Admission:
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_INTERVAL
             self._rate.sample(now, table.ended())
-        room = self._has_room
-        if not table.try_add(requests, tokens, room) and not (
-            table.drop_dead() and table.try_add(requests, tokens, room)
-        ):
-            raise self._overloaded(requests, now)
-        return Reservation(self, requests, tokens)
 
-    def grow(self, more: int, tokens: int, now: float) -> None:
+        def room(totals: Totals, own: Totals) -> bool:
+            return self._limit(totals, own, requests, tokens) is None
+
+        if not table.try_add(requests, tokens, room, place) and not (
+            table.drop_dead() and table.try_add(requests, tokens, room, place)
+        ):
+            raise self._overloaded(requests, tokens, now, place)
+        return Reservation(self, requests, tokens, place)
+
+    def grow(self, more: int, tokens: int, now: float, place: int = 0) -> None:
         """Reserve `more` prompt tokens for a request that then has `tokens` of them.
 
         Raises:
             Overloaded: they do not fit.
         """
 
-        def has_room(totals: Totals, _requests: int, _tokens: int) -> bool:
-            return self._tokens_fit(totals, tokens)
+        def room(totals: Totals, own: Totals) -> bool:
+            return self._limit_of_tokens(totals, own, tokens) is None
 
         table = self.table
-        if not table.try_add(0, more, has_room) and not (
-            table.drop_dead() and table.try_add(0, more, has_room)
+        if not table.try_add(0, more, room, place) and not (
+            table.drop_dead() and table.try_add(0, more, room, place)
         ):
-            raise self._overloaded(0, now)
+            raise self._overloaded(0, tokens, now, place)
 
-    def _has_room(self, totals: Totals, requests: int, tokens: int) -> bool:
-        # What is larger than the whole queue is taken when nothing else is there. The slots are
-        # counted only when they matter.
-        if (
-            totals.requests > self._max_queue
-            and totals.requests != requests
-            and totals.requests > self._max_queue + self._num_slots()
-        ):
-            return False
-        return self._tokens_fit(totals, tokens)
+    # What is larger than a whole queue is taken when nothing else is there, unless it would shut
+    # other tenants out. The slots are counted only when they matter.
 
-    def _tokens_fit(self, totals: Totals, own: int) -> bool:
-        return self._max_tokens is None or totals.tokens <= max(self._max_tokens, own)
+    def _limit(self, totals: Totals, own: Totals, requests: int, tokens: int) -> _Limit | None:
+        """Return what does not fit; the newcomer is part of both sums."""
+        alone = totals.requests == requests and not self._several
+        if totals.requests > self._max_queue and not alone:
+            places = self._max_queue + self._num_slots()
+            if totals.requests > places:
+                return _Limit("requests", _FULL.format(self._max_queue, "requests"))
+        most = self._tenants.max_sequences_per_key
+        if most is not None and own.requests > most:
+            return _Limit("requests", _PER_KEY.format("sequences", "max_sequences_per_key", most))
+        if self._several and own.requests > requests:
+            slots = self._num_slots()
+            free = self._max_queue + slots - totals.requests
+            if totals.requests > slots and own.requests > free:
+                return _Limit("requests", _UNFAIR.format("sequences"))
+        return self._limit_of_tokens(totals, own, tokens)
 
-    def _overloaded(self, requests: int, now: float) -> Overloaded:
-        table, totals = self.table, self.table.totals()
+    def _limit_of_tokens(self, totals: Totals, own: Totals, tokens: int) -> _Limit | None:
+        what = "prompt tokens"
+        if self._max_tokens is not None and totals.tokens > max(self._max_tokens, tokens):
+            return _Limit(what, _FULL.format(self._max_tokens, what))
+        most = self._tenants.max_queue_tokens_per_key
+        if most is not None and own.tokens > max(most, tokens):
+            return _Limit(what, _PER_KEY.format(what, "max_queue_tokens_per_key", most))
+        if not self._several or self._max_tokens is None or own.tokens <= tokens:
+            return None
+        free = self._max_tokens - totals.tokens
+        return _Limit(what, _UNFAIR.format(what)) if own.tokens > free else None
+
+    def _overloaded(self, requests: int, tokens: int, now: float, place: int) -> Overloaded:
+        table = self.table
+        totals, own = table.totals(), table.of_tenant(place)
         waiting = max(1, totals.requests - self._num_slots())
         # Half of the queue, so that those who come again neither find it full nor leave it empty.
         seconds = self._rate.seconds_for(waiting, now, table.ended()) / 2
         retry_after = min(LONGEST_RETRY_AFTER, max(1, math.ceil(seconds)))
-        of_requests = totals.requests + requests > self._max_queue + self._num_slots()
-        if of_requests or self._max_tokens is None:
-            return Overloaded("requests", self._max_queue, retry_after)
-        return Overloaded("prompt tokens", self._max_tokens, retry_after)
+        limit = self._limit(
+            Totals(totals.requests + requests, totals.tokens + tokens),
+            Totals(own.requests + requests, own.tokens + tokens),
+            requests,
+            tokens,
+        )
+        if limit is None:  # somebody has left meanwhile
+            limit = _Limit("requests", _FULL.format(self._max_queue, "requests"))
+        return Overloaded(limit.what, limit.reason, retry_after)
+
+
+_FULL = "The server is overloaded: its queue of {} {} is full."
+_PER_KEY = "This API key has as many {} here as one may have ({} is {})."
+_UNFAIR = "This API key has as many {} here as are left free to others."

@@ -17,7 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-_ROW_WORDS = 8  # one cache line
+PLACES = 4096
+"""Places for counting tenants; those that fall on the same one are counted as one."""
+
+_HEAD_WORDS = 8  # one cache line
+_TENANT_WORDS = 2
+_ROW_WORDS = _HEAD_WORDS + PLACES * _TENANT_WORDS
 _WORD = 8
 _REQUESTS, _TOKENS, _ENDED = range(3)
 
@@ -34,6 +39,7 @@ class Totals(NamedTuple):
     """Prompt tokens of them that wait to be computed."""
 
 
+_NOBODY = memoryview(bytes(PLACES * _TENANT_WORDS * _WORD)).cast("q")
 _NO_MARGIN = Totals(0, 0)
 _SMALL = Totals(16, 4096)
 """Largest addition that is tried without the lock."""
@@ -41,8 +47,12 @@ _SMALL = Totals(16, 4096)
 _MOST = 2**31
 """No addition is larger: words of 64 bits hold more of them than can ever be made."""
 
-Room = Callable[[Totals, int, int], bool]
-"""Whether totals fit that include these sequences and tokens of a newcomer."""
+Room = Callable[[Totals, Totals], bool]
+"""Whether the sums over all tenants, and over the one, fit; a newcomer is included."""
+
+
+def _sum(one: Totals, other: Totals) -> Totals:
+    return Totals(one.requests + other.requests, one.tokens + other.tokens)
 
 
 def create_admission_table(directory: Path, num_front_ends: int) -> None:
@@ -114,7 +124,7 @@ class AdmissionTable:
 
     # -- the own row -----------------------------------------------------------------------------
 
-    def try_add(self, requests: int, tokens: int, room: Room) -> bool:
+    def try_add(self, requests: int, tokens: int, room: Room, place: int = 0) -> bool:
         """Add to the own row if `room` says that the totals, these included, fit.
 
         Far from the limit this takes no lock: what a neighbour is adding at this moment may not
@@ -128,35 +138,34 @@ class AdmissionTable:
         if requests > _MOST or tokens > _MOST:
             return False
         small = requests <= _SMALL.requests and tokens <= _SMALL.tokens
-        if small and self._add_if(requests, tokens, room, self._margin):
+        if small and self._add_if(requests, tokens, room, place, self._margin):
             return True
         with self._locked():
-            return self._add_if(requests, tokens, room, _NO_MARGIN)
+            return self._add_if(requests, tokens, room, place, _NO_MARGIN)
 
-    def _add_if(self, requests: int, tokens: int, room: Room, margin: Totals) -> bool:
-        self.add(requests, tokens)
+    def _add_if(self, requests: int, tokens: int, room: Room, place: int, margin: Totals) -> bool:
+        self.add(requests, tokens, place)
         fits = False
         try:
-            seen = self.totals()
-            with_margin = Totals(seen.requests + margin.requests, seen.tokens + margin.tokens)
-            fits = room(with_margin, requests, tokens)
+            fits = room(_sum(self.totals(), margin), _sum(self.of_tenant(place), margin))
             return fits
         finally:
             if not fits:
-                self.add(-requests, -tokens)
+                self.add(-requests, -tokens, place)
 
-    def add(self, requests: int, tokens: int) -> None:
+    def add(self, requests: int, tokens: int, place: int = 0) -> None:
         """Add to the own row whatever the totals are."""
         words, own = self._words, self._own
         words[own + _REQUESTS] += requests
         words[own + _TOKENS] += tokens
+        cell = own + _HEAD_WORDS + place * _TENANT_WORDS
+        words[cell + _REQUESTS] += requests
+        words[cell + _TOKENS] += tokens
 
-    def end(self, requests: int, tokens: int) -> None:
+    def end(self, requests: int, tokens: int, place: int = 0) -> None:
         """Take sequences that have ended, and what they still queued, from the own row."""
-        words, own = self._words, self._own
-        words[own + _REQUESTS] -= requests
-        words[own + _TOKENS] -= tokens
-        words[own + _ENDED] += requests
+        self.add(-requests, -tokens, place)
+        self._words[self._own + _ENDED] += requests
 
     # -- all rows --------------------------------------------------------------------------------
 
@@ -166,6 +175,15 @@ class AdmissionTable:
         for start in self._starts:
             requests += words[start]
             tokens += words[start + _TOKENS]
+        return Totals(requests, tokens)
+
+    def of_tenant(self, place: int) -> Totals:
+        """Return the sums of one tenant over all rows."""
+        words, requests, tokens = self._words, 0, 0
+        offset = _HEAD_WORDS + place * _TENANT_WORDS
+        for start in self._starts:
+            requests += words[start + offset]
+            tokens += words[start + offset + _TOKENS]
         return Totals(requests, tokens)
 
     def ended(self) -> int:
@@ -200,6 +218,7 @@ class AdmissionTable:
     def _clear(self, start: int) -> None:
         self._words[start + _REQUESTS] = 0
         self._words[start + _TOKENS] = 0
+        self._words[start + _HEAD_WORDS : start + _ROW_WORDS] = _NOBODY
 
     def close(self) -> None:
         """Release the mapping and the row."""

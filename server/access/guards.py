@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant, named_tenant
 from server.config import GuardConfig
 from server.errors import ApiError
 from server.observe.metrics import FrontEndMetrics
@@ -24,20 +25,34 @@ class BadGuards(Exception):
 
 
 class Keys:
-    """A set of secrets, of which only digests are kept."""
+    """A set of secrets, of which only digests are kept, and whose they are."""
 
-    def __init__(self, secrets: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(secret.encode()).digest() for secret in secrets]
+    def __init__(self, secrets: Iterable[str], names: Mapping[str, str] = {}) -> None:
+        """`names` has what the operator calls the owners of some secrets."""
+        self._digests: list[bytes] = []
+        owners: list[str] = []
+        for secret in secrets:
+            self._digests.append(hashlib.sha256(secret.encode()).digest())
+            owners.append(names.get(secret) or f"key-{self._digests[-1].hex()[:12]}")
+        # In an order that does not depend on that of the keys, as all front ends need the same.
+        place_of = {name: place for place, name in enumerate(sorted(set(owners)))}
+        self._owners = [named_tenant(name, place_of[name]) for name in owners]
+        self.num_tenants = len(place_of)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def __contains__(self, secret: bytes) -> bool:
         """Whether it is one of them, in a time that tells nothing about any of them."""
+        return self.owner(secret) is not None
+
+    def owner(self, secret: bytes) -> Tenant | None:
+        """Return whose secret it is, if it is one of them; takes as long as for any other."""
         digest = hashlib.sha256(secret).digest()
-        found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(digest, known)
+        found = None
+        for known, owner in zip(self._digests, self._owners, strict=True):
+            if hmac.compare_digest(digest, known):
+                found = owner
         return found
 
 
@@ -62,6 +77,7 @@ def admin_keys(config: GuardConfig) -> Keys:
 
 def _keys(given: tuple[str, ...], file: str | None, name: str) -> Keys:
     secrets = [secret.strip() for secret in given]
+    owners: dict[str, str] = {}
     if file is not None:
         flag = f"--{name}-key-file"
         try:
@@ -71,10 +87,14 @@ def _keys(given: tuple[str, ...], file: str | None, name: str) -> Keys:
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not found:
             raise BadGuards(f"{flag} {file} holds no key")
-        secrets += found
+        for line in found:
+            owner, named, secret = line.partition(": ")
+            secrets.append(secret.strip() if named else line)
+            if named:
+                owners[secrets[-1]] = owner.strip()
     if "" in secrets:
         raise BadGuards(f"--{name}-key must not be empty")
-    return Keys(secrets)
+    return Keys(secrets, owners)
 
 
 class KeyGuard:
@@ -99,6 +119,7 @@ class KeyGuard:
                 if not _carries(scope, self._admin):
                     refusal = _NOT_ADMIN
         if refusal is None:
+            _note_tenant(scope, self._api)
             await self._app(scope, receive, send)
             return
         self._metrics.http_request(f"{guarded}*", refusal.status)
@@ -125,11 +146,22 @@ _NOT_ADMIN = ApiError(
 
 
 def _carries(scope: Scope, keys: Keys) -> bool:
+    return _secret(scope) in keys
+
+
+def _note_tenant(scope: Scope, keys: Keys) -> None:
+    """Write into a request's scope whose key it carries."""
+    if keys and scope["type"] == "http":
+        scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
+
+
+def _secret(scope: Scope) -> bytes:
+    """Return what a request has for a key; empty, which is none, if it has nothing."""
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, secret = value.partition(b" ")
-            return scheme.lower() == b"bearer" and secret.strip() in keys
-    return False
+            return secret.strip() if scheme.lower() == b"bearer" else b""
+    return b""
 
 
 def install(app: FastAPI, config: GuardConfig, metrics: FrontEndMetrics) -> None:

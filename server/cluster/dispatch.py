@@ -101,13 +101,14 @@ class Dispatcher:
         *,
         priority: int = 0,
         pinned_rank: int | None = None,
+        tenant: int = 0,
+        cache_root: bytes = b"",
     ) -> RequestStream:
         """Route one sequence to an engine and return its stream.
 
         Raises:
             NoEngineAvailable: no engine, or not the wished one, can take it now.
         """
-        choice = self._choose(prompt_token_ids, pinned_rank)
         request = AddRequest(
             id=self._new_id(),
             request_id=request_id,
@@ -116,7 +117,10 @@ class Dispatcher:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             priority=priority,
+            tenant=tenant,
+            cache_root=cache_root,
         )
+        choice = self._choose(request, pinned_rank)
         stream = RequestStream(request, self.close)
         try:
             self._send(stream, choice, now)
@@ -207,7 +211,7 @@ class Dispatcher:
         self._next_id += 1
         return self._next_id
 
-    def _choose(self, prompt_token_ids: list[int], pinned_rank: int | None = None) -> Choice:
+    def _choose(self, request: AddRequest, pinned_rank: int | None = None) -> Choice:
         if pinned_rank is not None:
             if pinned_rank >= self.state.num_ranks:
                 raise NoSuchEngine(f"there is no engine {pinned_rank}")
@@ -217,7 +221,12 @@ class Dispatcher:
         loads = self.state.loads()
         if not loads:
             raise NoEngineAvailable("no engine can serve now")
-        return self._policy.choose(loads, prompt_token_ids, self.state.unseen_front_ends)
+        return self._policy.choose(
+            loads,
+            request.prompt_token_ids,
+            self.state.unseen_front_ends,
+            cache_root=request.cache_root,
+        )
 
     def _send(self, stream: RequestStream, choice: Choice, now: float) -> None:
         """Send a request to the chosen engine, or to the next best if that one has just died."""
@@ -234,7 +243,7 @@ class Dispatcher:
                 # Others that are in flight there are moved after this one has found its place.
                 self._out_of_reach += self.state.out_of_reach(rank, incarnation)
                 stream.rank = -1
-                choice = self._choose(stream.request.prompt_token_ids)
+                choice = self._choose(stream.request)
                 continue
             self.state.sent(rank, message.num_tokens)
             self._metrics.routing_decision(rank, choice.reason)
@@ -395,7 +404,7 @@ class Dispatcher:
         try:
             if suspected:
                 raise NoEngineAvailable("it may have killed engines, and has to wait to be cleared")
-            self._send(stream, self._choose(stream.request.prompt_token_ids), now)
+            self._send(stream, self._choose(stream.request), now)
         except NoEngineAvailable:
             stream.rank = -1
             self._homeless[stream.request.id] = since

@@ -131,6 +131,8 @@ class EngineClient:
         *,
         priority: int = 0,
         pinned_rank: int | None = None,
+        tenant: int = 0,
+        cache_root: bytes = b"",
     ) -> RequestStream:
         """Route one sequence to an engine and return its stream."""
         if self._draining:
@@ -142,6 +144,8 @@ class EngineClient:
             time.monotonic(),
             priority=priority,
             pinned_rank=pinned_rank,
+            tenant=tenant,
+            cache_root=cache_root,
         )
 
     async def call_utility(

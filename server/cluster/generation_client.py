@@ -86,6 +86,8 @@ class GenerationClient(Protocol):
         *,
         priority: int = 0,
         pinned_rank: int | None = None,
+        tenant: int = 0,
+        cache_root: bytes = b"",
     ) -> TokenStream:
         """Route one sequence to an engine and return its stream.
 

@@ -68,12 +68,15 @@ class RoutingPolicy(Protocol):
         loads: Sequence[EngineLoad],
         prompt_token_ids: Sequence[int] = (),
         unseen_front_ends: int = 0,
+        *,
+        cache_root: bytes = b"",
     ) -> Choice:
         """Return the engine for a request.
 
         Args:
             loads: of the engines that can take it; not empty, sorted by rank.
             unseen_front_ends: how many others route to the same engines without being seen to.
+            cache_root: prompts with different ones share nothing, however alike they begin.
         """
         ...
 
@@ -97,6 +100,8 @@ class LeastLoaded:
         loads: Sequence[EngineLoad],
         prompt_token_ids: Sequence[int] = (),
         unseen_front_ends: int = 0,
+        *,
+        cache_root: bytes = b"",
     ) -> Choice:
         if unseen_front_ends:
             loads = self._some(loads, unseen_front_ends)
@@ -124,6 +129,8 @@ class PowerOfTwo:
         loads: Sequence[EngineLoad],
         prompt_token_ids: Sequence[int] = (),
         unseen_front_ends: int = 0,
+        *,
+        cache_root: bytes = b"",
     ) -> Choice:
         if len(loads) == 1:
             return Choice(loads[0].rank, "power_of_two")
@@ -142,6 +149,8 @@ class RoundRobin:
         loads: Sequence[EngineLoad],
         prompt_token_ids: Sequence[int] = (),
         unseen_front_ends: int = 0,
+        *,
+        cache_root: bytes = b"",
     ) -> Choice:
         # By rank and not by place, so that engines that come and go do not shift the others' turn.
         after = [load.rank for load in loads if load.rank > self._last]
@@ -166,8 +175,10 @@ class PrefixAffinity:
         loads: Sequence[EngineLoad],
         prompt_token_ids: Sequence[int] = (),
         unseen_front_ends: int = 0,
+        *,
+        cache_root: bytes = b"",
     ) -> Choice:
-        hashes = _prefix_hashes(prompt_token_ids)
+        hashes = _prefix_hashes(prompt_token_ids, cache_root)
         choice = self._preferred(loads, hashes)
         if choice is None:
             choice = self._otherwise.choose(loads, unseen_front_ends=unseen_front_ends)
@@ -195,10 +206,10 @@ class PrefixAffinity:
         return None
 
 
-def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
+def _prefix_hashes(token_ids: Sequence[int], cache_root: bytes) -> list[int]:
     """Return a hash of each beginning of a prompt, in whole blocks, the shortest first."""
     hashes = []
-    last = 0
+    last = int.from_bytes(cache_root)
     end = min(len(token_ids), AFFINITY_BLOCK * AFFINITY_BLOCKS)
     for at in range(0, end - AFFINITY_BLOCK + 1, AFFINITY_BLOCK):
         last = hash((last, *token_ids[at : at + AFFINITY_BLOCK]))

@@ -47,7 +47,7 @@ async def create_chat_completion(call: Call, context: Context) -> None:
     model = context.model_name(request.model)
     limits = context.limits()
     check_chat(request, limits)
-    context.admit(call, 1, request.n or 1)
+    context.admit(call, request, 1, request.n or 1)
     spec, plan = await prepare_chat(
         request, call.request_id, context.tokenizer, limits, context.formats
     )

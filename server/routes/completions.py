@@ -29,7 +29,7 @@ async def create_completion(call: Call, context: Context) -> None:
     model = context.model_name(request.model)
     limits = context.limits()
     check_completion(request, limits)
-    context.admit(call, num_prompts(request.prompt), request.best_of or request.n or 1)
+    context.admit(call, request, num_prompts(request.prompt), request.best_of or request.n or 1)
     spec = await prepare_completion(request, call.request_id, context.tokenizer, limits)
     head = chunk_head("cmpl", "text_completion", call, model)
     show_ids = bool(request.return_token_ids)

@@ -4,6 +4,7 @@ import msgspec
 
 from engine.model_files import served_names
 from server.access.admission import BYTES_PER_TOKEN, Admission
+from server.access.tenants import Tenancy
 from server.answer.formats import AnswerFormats, answer_formats
 from server.asgi import BodyLimits, Call
 from server.checks import Limits
@@ -12,6 +13,8 @@ from server.config import FrontEndConfig
 from server.errors import model_not_found
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer
+from server.schemas.common import SamplingFields
+from server.schemas.responses import ResponsesRequest
 from server.structured_outputs import GrammarCheck
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
@@ -25,6 +28,7 @@ class Context(msgspec.Struct, frozen=True):
     table: TokenTable
     metrics: FrontEndMetrics
     admission: Admission
+    tenancy: Tenancy
     body_limits: BodyLimits
     request_timeout: float | None
     """Most seconds from a request's arrival to its end."""
@@ -48,17 +52,25 @@ class Context(msgspec.Struct, frozen=True):
             raise model_not_found(asked)
         return asked
 
-    def admit(self, call: Call, prompts: int, copies: int) -> None:
+    def admit(
+        self, call: Call, request: SamplingFields | ResponsesRequest, prompts: int, copies: int
+    ) -> None:
         """Reserve a place for a call with so many sequences of each prompt, until it ends.
 
         Raises:
+            ApiError: it asks for what the operator does not allow.
             NoEngineAvailable: nothing can serve now.
             Overloaded: the queue is full.
         """
+        self.tenancy.check(request.priority, call.pins_rank)
+        self.tenancy.check_sequences(prompts, copies)
+        call.tenant = self.tenancy.tenant(call.tenant, request.user)
         if not self.client.ready:
             raise NoEngineAvailable("No engine can serve now; try again.")
         tokens = copies * call.body_size // BYTES_PER_TOKEN
-        call.reservation = self.admission.reserve(prompts * copies, tokens, call.arrived)
+        call.reservation = self.admission.reserve(
+            prompts * copies, tokens, call.arrived, call.tenant.place
+        )
 
     def limits(self) -> Limits:
         """Return what requests are held against now.
@@ -75,6 +87,7 @@ def make_context(
     tokenizer: ServedTokenizer,
     metrics: FrontEndMetrics,
     admission: Admission,
+    tenancy: Tenancy,
     created: int,
     tracer: RequestTracer | None = None,
 ) -> Context:
@@ -90,6 +103,7 @@ def make_context(
         table=TokenTable(tokenizer),
         metrics=metrics,
         admission=admission,
+        tenancy=tenancy,
         body_limits=BodyLimits(config.guards.max_body_bytes, config.guards.receive_timeout),
         request_timeout=config.guards.request_timeout,
         tracer=tracer,

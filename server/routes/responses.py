@@ -47,7 +47,7 @@ async def create_response(call: Call, context: Context) -> None:
     conversion = as_chat(request)
     try:
         check_chat(conversion.chat, limits)
-        context.admit(call, 1, 1)
+        context.admit(call, request, 1, 1)
         spec, plan = await prepare_chat(
             conversion.chat, call.request_id, context.tokenizer, limits, context.formats
         )
@@ -174,10 +174,12 @@ class ResponseStream:
         return told
 
     def _usage(self, usage: Usage) -> ResponseUsage:
+        details = usage.prompt_tokens_details
+        cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
         reasoning = 0 if self._reader is None else self._reader.reasoning_tokens
         return ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            InputTokensDetails(cached),
             usage.completion_tokens,
             OutputTokensDetails(reasoning),
             usage.total_tokens,

@@ -75,6 +75,9 @@ async def serve(
             arrived=call.arrived,
             pinned_rank=pinned_rank,
             reservation=call.reservation,
+            tenant=call.tenant.id,
+            cache_root=context.tenancy.cache_root(call.tenant, spec.cache_salt),
+            show_cached=context.tenancy.shows_cached_tokens,
         )
         try:
             if context.request_timeout is None:
@@ -117,7 +120,7 @@ def _ended(
         arrived=call.arrived,
         first_token=submission.first_token,
         prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.prompt_tokens_details.cached_tokens,
+        cached_tokens=submission.cached_tokens,
         completion_tokens=usage.completion_tokens,
         finish_reasons=submission.finish_reasons,
         error=error,

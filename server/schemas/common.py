@@ -16,6 +16,7 @@ from server.limits import (
     INT64_MIN,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT,
     MAX_CHOICES,
     MAX_NAMED_TOKENS,
     MAX_REPETITION_PENALTY,
@@ -35,6 +36,8 @@ StopStrings = (
     StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 )
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_LENGTH)]
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
 
 
 class StreamOptions(RequestBody):
@@ -73,7 +76,9 @@ class SamplingFields(RequestBody):
         le=INT64_MAX,
         description="Makes draws repeatable; choice i uses seed + i. Default: random.",
     )
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: str | None = Field(
+        None, description="Where the operator says so, requests are limited and queued by it."
+    )
     top_k: int | None = Field(
         None, ge=-1, lt=2**31, description="0 and -1 mean all tokens. Default: the model's, else 0."
     )
@@ -105,6 +110,9 @@ class SamplingFields(RequestBody):
     include_stop_str_in_output: bool | None = False
     priority: int | None = Field(
         0, ge=-(2**31), lt=2**31, description="Lower runs first, where the engine has priorities."
+    )
+    cache_salt: CacheSalt | None = Field(
+        None, description="Cached prompts are shared only with requests of the same salt."
     )
     request_id: str | None = Field(
         None,
@@ -142,7 +150,8 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType
+    """Not shown where the operator hides it."""
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 

@@ -13,7 +13,7 @@ from server.limits import (
     MIN_REPETITION_PENALTY,
 )
 from server.schemas.base import part_type
-from server.schemas.common import JsonObject, NamedTokenIds, RequestBody, StopStrings
+from server.schemas.common import CacheSalt, JsonObject, NamedTokenIds, RequestBody, StopStrings
 
 
 class ContentPart(RequestBody):
@@ -199,6 +199,7 @@ class ResponsesRequest(RequestBody):
     ignore_eos: bool | None = False
     stop_token_ids: NamedTokenIds | None = None
     priority: int | None = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: CacheSalt | None = None
     request_id: str | None = Field(None, min_length=1, max_length=256, pattern=r"^[!-~]+$")
     chat_template_kwargs: JsonObject | None = None
 
@@ -206,6 +207,6 @@ class ResponsesRequest(RequestBody):
 PASSED_ON = (
     "temperature", "top_p", "parallel_tool_calls", "user", "seed", "stop",
     "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens",
-    "ignore_eos", "stop_token_ids", "priority", "chat_template_kwargs",
+    "ignore_eos", "stop_token_ids", "priority", "cache_salt", "chat_template_kwargs",
 )  # fmt: skip
 """Fields that mean the same in a chat completion; a stream too keeps its whole answer."""

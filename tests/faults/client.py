@@ -47,7 +47,13 @@ class Client:
         ask, now = self.ask, self._world.clock.now
         try:
             stream = front.dispatcher.submit(
-                ask.name, list(ask.prompt), ask.sampling, now, priority=ask.priority
+                ask.name,
+                list(ask.prompt),
+                ask.sampling,
+                now,
+                priority=ask.priority,
+                tenant=ask.tenant,
+                cache_root=ask.tenant.to_bytes(16) if ask.tenant else b"",
             )
         except NoEngineAvailable:
             self._world.clock.at(now + RETRY_AFTER, self._send)

@@ -23,6 +23,7 @@ class Ask(NamedTuple):
     priority: int
     leaves_after: float | None
     """Seconds after which the client disconnects; None if it waits for the end."""
+    tenant: int = 0
 
     @property
     def is_poison(self) -> bool:
@@ -151,4 +152,4 @@ def _ask(rng: random.Random, number: int, prefix: list[int]) -> Ask:
     )
     at = rng.uniform(0.9, LAST_FAULT)
     leaves = rng.uniform(0.0, 2.0) if rng.random() < 0.15 else None
-    return Ask(f"r{number}", at, prompt, sampling, rng.randint(-1, 1), leaves)
+    return Ask(f"r{number}", at, prompt, sampling, rng.randint(-1, 1), leaves, number % 3)

@@ -70,6 +70,8 @@ class FakeStream:
         self.sampling = sampling
         self.priority = 0
         self.pinned_rank: int | None = None
+        self.tenant = 0
+        self.cache_root = b""
         self.closed = asyncio.Event()
         self.waiting = asyncio.Event()
         self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
@@ -131,11 +133,14 @@ class FakeGenerationClient:
         *,
         priority: int = 0,
         pinned_rank: int | None = None,
+        tenant: int = 0,
+        cache_root: bytes = b"",
     ) -> FakeStream:
         if len(self.streams) >= self.refuse_from:
             raise NoEngineAvailable
         stream = FakeStream(request_id, prompt_token_ids, sampling)
         stream.priority, stream.pinned_rank = priority, pinned_rank
+        stream.tenant, stream.cache_root = tenant, cache_root
         self.streams.append(stream)
         stream.feed(*self.script(stream))
         self.submitted.set()

@@ -68,6 +68,8 @@ class Rig:
         front_end: int = 0,
         output: Sequence[int] = (),
         priority: int = 0,
+        tenant: int = 0,
+        cache_root: bytes = b"",
         **sampling: object,
     ) -> AddRequest:
         """Note what `expected` has to know about a request, and return its message."""
@@ -81,6 +83,8 @@ class Rig:
             SamplingParams(**params),  # type: ignore[arg-type]
             list(output),
             priority,
+            tenant,
+            cache_root,
         )
         return self.requests[id]
 

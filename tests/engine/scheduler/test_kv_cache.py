@@ -49,6 +49,17 @@ def test_a_computed_prefix_is_shared_while_its_owner_runs(kv: KVCacheManager) ->
     kv.check_integrity([owner, table])
 
 
+def test_sequences_with_different_roots_do_not_find_each_others_blocks(kv: KVCacheManager) -> None:
+    tokens = list(range(10))
+    compute(kv, tokens)
+    salted = BlockTable(b"salt" * 4)
+    assert kv.match(salted, tokens) == []
+    assert kv.try_admit(salted, tokens, use_cache=True, headroom=0) == 0
+    kv.commit(salted, tokens, len(tokens))
+    assert kv.match(BlockTable(b"salt" * 4), tokens) == salted.block_ids[:2]
+    assert not set(kv.match(BlockTable(), tokens)) & set(salted.block_ids)
+
+
 def test_nothing_is_shared_before_it_is_computed(kv: KVCacheManager) -> None:
     tokens = list(range(10))
     table, _ = admit(kv, tokens)

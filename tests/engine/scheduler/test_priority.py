@@ -7,9 +7,10 @@ import pytest
 
 from engine.messages import AddRequest, SamplingParams
 from engine.scheduler.admission import Grant
+from engine.scheduler.fairness import Shares
 from engine.scheduler.preemption import Room, choose_victims
 from engine.scheduler.request import Request, request_from_message
-from engine.scheduler.waiting import PriorityQueue
+from engine.scheduler.waiting import WaitingQueue
 
 MakeRig = Callable[..., Any]
 
@@ -176,7 +177,7 @@ def request(arrival: int, priority: int, blocks: int = 0, queued: int = 1) -> Re
 
 
 def test_the_queue_keeps_its_order_through_removals_and_returns() -> None:
-    queue = PriorityQueue()
+    queue = WaitingQueue(Shares())
     requests = [request(arrival, priority) for arrival, priority in enumerate([2, 1, 2, 0, 1])]
     for each in requests:
         queue.push(each)
@@ -184,7 +185,7 @@ def test_the_queue_keeps_its_order_through_removals_and_returns() -> None:
     queue.remove(requests[4])
     queue.remove(queue.first())
     assert [r.arrival for r in queue] == [1, 0, 2]
-    queue.requeue(requests[4])
+    queue.push(requests[4])
     assert [r.arrival for r in queue] == [1, 4, 0, 2]
     assert len(queue) == 4
 

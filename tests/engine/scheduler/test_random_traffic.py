@@ -100,6 +100,7 @@ class Traffic(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, None, 1]),
         taken_over=st.integers(0, 3),
         priority=st.integers(-2, 2),
+        tenant=st.sampled_from([0, 0, 1, 2]),
     )
     def add(
         self,
@@ -112,6 +113,7 @@ class Traffic(RuleBasedStateMachine):
         taken_over: int,
         priority: int = 0,
         logprobs: int | None = None,
+        tenant: int = 0,
     ) -> None:
         rig, id = self.rig, len(self.rig.requests)
         limit = rig.scheduler.max_model_len
@@ -128,7 +130,16 @@ class Traffic(RuleBasedStateMachine):
         # What an engine that died had sent before: never the token that ends the request.
         rig.describe(id, prompt, front_end=id % 3, **sampling)
         output = rig.expected(id)[0][:-1][:taken_over]
-        rig.add(id, prompt, front_end=id % 3, output=output, priority=priority, **sampling)
+        rig.add(
+            id,
+            prompt,
+            front_end=id % 3,
+            output=output,
+            priority=priority,
+            tenant=tenant,
+            cache_root=bytes(15) + b"x" if tenant == 2 else b"",
+            **sampling,
+        )
 
     @rule(position=st.floats(0, 1, exclude_max=True))
     def abort(self, position: float) -> None:

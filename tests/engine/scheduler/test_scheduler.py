@@ -247,6 +247,23 @@ def test_generated_tokens_are_found_by_the_next_turn(make_rig: MakeRig) -> None:
     assert rig.first[2].num_cached_tokens == 12
 
 
+def test_a_prompt_of_another_root_is_computed_as_if_it_were_new(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    shared = list(range(14))
+    for id, root in enumerate([b"a" * 16, b"b" * 16, b"", b"a" * 16]):
+        rig.add(id, shared, cache_root=root)
+        rig.run()
+    assert [rig.first[id].num_cached_tokens for id in range(4)] == [0, 0, 0, 12]
+    rig.assert_complete()
+    rig.assert_idle()
+
+
+def test_a_root_of_another_length_is_refused(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    answer = rig.add(1, [1, 2], cache_root=b"short")
+    assert "cache_root" in answer.error
+
+
 def test_requests_of_one_step_do_not_share_what_is_not_computed_yet(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.add(1, prompt(9), max_tokens=1)

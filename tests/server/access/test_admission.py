@@ -308,7 +308,7 @@ def test_a_reservation_that_fails_half_way_changes_nothing(tmp_path: Path, reque
     create_admission_table(tmp_path / "table", 2)
     table = AdmissionTable(tmp_path / "table", 0)
 
-    def room(totals: Totals, requests: int, tokens: int) -> bool:
+    def room(totals: Totals, of_tenant: Totals) -> bool:
         raise LookupError("what the engines can run is not known")
 
     with pytest.raises(LookupError):

@@ -70,6 +70,15 @@ def test_power_of_two_avoids_the_fullest_and_spreads_over_all() -> None:
 
 
 class TestPrefixAffinity:
+    def test_prompts_of_different_roots_are_not_taken_for_alike(self) -> None:
+        policy = PrefixAffinity()
+        shared = prompt(1, 4)
+        policy.choose([load(0)], shared, cache_root=b"a" * 16)
+        loads = [load(0, 1), load(1)]
+        assert policy.choose(loads, shared).rank == 1
+        assert policy.choose(loads, shared, cache_root=b"b" * 16).rank == 1
+        assert policy.choose(loads, shared, cache_root=b"a" * 16) == (0, "prefix")
+
     def test_prompts_that_begin_alike_go_to_one_engine(self) -> None:
         policy = PrefixAffinity()
         loads = [load(rank) for rank in range(8)]

@@ -1,0 +1,202 @@
+"""Eight tenants, one of them hostile: what the others' first tokens wait for.
+
+Two engines and two API servers. Seven tenants send short prompts at random times; then they do so
+again while an eighth sends long prompts, many choices and many prompts at once from as many
+connections as it likes, and comes again at once whenever it is refused. The others' time to the
+first token may at most double at the 99th percentile.
+
+    python -m benchmarks.tenants
+    python -m benchmarks.tenants --seconds 30 --rate 2
+    python -m benchmarks.tenants --one-name        # all keys are one tenant: no fairness
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.load.client import StreamResult, complete
+from benchmarks.load.connection import HttpClient
+from benchmarks.running_stack import RunningStack
+
+WORDS = ["love", "death", "king", "crown", "night", "sword", "blood", "fool", "ghost", "storm"]
+OTHERS = 7
+HOSTILE = "hostile"
+BOUND = 2.0
+BUDGET = 16
+"""Sequences that a key may have at once."""
+
+SERVE = (
+    "--data-parallel-size", "2", "--api-server-count", "2", "--max-tenant-prefill-tokens", "128",
+)  # fmt: skip
+
+
+@dataclass
+class Phase:
+    """What became of the requests of one phase."""
+
+    results: dict[str, list[StreamResult]] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def first_tokens(self, tenants: Sequence[str]) -> list[float]:
+        """Return the times to the first token of some tenants' requests, in order."""
+        found = [each for tenant in tenants for each in self.results.get(tenant, ())]
+        return sorted(each.first_token for each in found if each.error is None)
+
+    def failures(self, tenants: Sequence[str]) -> int:
+        """Return how many requests of some tenants failed."""
+        found = [each for tenant in tenants for each in self.results.get(tenant, ())]
+        return sum(each.error is not None for each in found)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the value below which `share` of the values lie."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def text(rng: random.Random, words: int) -> str:
+    """Return a prompt that nobody sent before."""
+    return " ".join(rng.choices(WORDS, k=words))
+
+
+def polite_body(rng: random.Random) -> dict[str, Any]:
+    """Return a short request, as of somebody who chats."""
+    return {"prompt": text(rng, rng.randint(20, 100)), "max_tokens": 24, "ignore_eos": True}
+
+
+def hostile_body(rng: random.Random) -> dict[str, Any]:
+    """Return one of the costliest requests that a client is allowed."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        return {"prompt": text(rng, 500), "max_tokens": 200, "ignore_eos": True}
+    if kind == 1:
+        return {"prompt": text(rng, 300), "n": BUDGET, "max_tokens": 300, "ignore_eos": True}
+    prompts = [text(rng, 400) for _ in range(BUDGET)]
+    return {"prompt": prompts, "max_tokens": 100, "ignore_eos": True}
+
+
+async def send(url: str, key: str, body: dict[str, Any], seconds: float) -> StreamResult:
+    """Stream one completion on a connection of its own."""
+    client = HttpClient(url, {"Authorization": f"Bearer {key}"}, keep_alive=False)
+    whole = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    payload = json.dumps(whole).encode()
+    return await complete(client, "/v1/completions", payload, stream=True, give_up_after=seconds)
+
+
+async def polite(url: str, tenant: str, phase: Phase, rate: float, until: float) -> None:
+    """Send requests at random times, however long they take."""
+    rng = random.Random(tenant)
+    results = phase.results.setdefault(tenant, [])
+    sent: list[asyncio.Task[StreamResult]] = []
+    while (pause := rng.expovariate(rate)) + time.monotonic() < until:
+        await asyncio.sleep(pause)
+        sent.append(asyncio.create_task(send(url, tenant, polite_body(rng), 60)))
+    results += await asyncio.gather(*sent)
+
+
+async def hostile(url: str, phase: Phase, number: int, pause: float, until: float) -> None:
+    """Send as much as is taken, and come again when it is not."""
+    rng = random.Random(number)
+    results = phase.results.setdefault(HOSTILE, [])
+    while (left := until - time.monotonic()) > 0:
+        result = await send(url, HOSTILE, hostile_body(rng), left)
+        if result.status == 429:
+            phase.refused[HOSTILE] += 1
+            await asyncio.sleep(pause)
+        else:
+            results.append(result)
+
+
+async def run_phase(url: str, options: argparse.Namespace, *, floods: int) -> Phase:
+    """Let the tenants send for some seconds."""
+    phase = Phase()
+    until = time.monotonic() + options.seconds
+    crowd = [hostile(url, phase, n, options.pause, until) for n in range(floods)]
+    await asyncio.gather(
+        *crowd,
+        *(polite(url, tenant, phase, options.rate, until) for tenant in tenants()),
+    )
+    return phase
+
+
+def tenants() -> list[str]:
+    """Return the names, and keys, of those who mean well."""
+    return [f"tenant-{number}" for number in range(OTHERS)]
+
+
+def key_file(directory: Path, *, one_name: bool) -> Path:
+    """Write the file of API keys."""
+    file = directory / "keys"
+    keys = [*tenants(), HOSTILE]
+    file.write_text("".join(f"{'all' if one_name else key}: {key}\n" for key in keys))
+    return file
+
+
+def report(console: Console, phases: dict[str, Phase]) -> float:
+    """Print what came of the phases; return how many times longer the p99 became."""
+    table = Table("phase", "tenant", "requests", "failed", "refused", "p50 ms", "p90 ms", "p99 ms")
+    p99 = []
+    for name, phase in phases.items():
+        for who in [*tenants(), HOSTILE]:
+            if who in phase.results:
+                add_row(table, name, who, phase, [who])
+        add_row(table, name, "the seven together", phase, tenants())
+        table.add_section()
+        p99.append(percentile(phase.first_tokens(tenants()), 0.99))
+    console.print(table)
+    calm, flooded = phases.values()
+    medians = [statistics.median(each.first_tokens(tenants())) for each in (calm, flooded)]
+    console.print(
+        f"time to the first token: median {medians[1] / medians[0]:.2f} times, "
+        f"p99 [bold]{p99[1] / p99[0]:.2f}[/] times that without the hostile tenant"
+    )
+    return p99[1] / p99[0]
+
+
+def add_row(table: Table, name: str, who: str, phase: Phase, of: Sequence[str]) -> None:
+    """Add what became of the requests of some tenants."""
+    times = phase.first_tokens(of)
+    count = sum(len(phase.results.get(each, ())) for each in of)
+    refused = sum(phase.refused[each] for each in of)
+    shown = [f"{1000 * percentile(times, share):.0f}" for share in (0.5, 0.9, 0.99)]
+    table.add_row(name, who, str(count), str(phase.failures(of)), str(refused), *shown)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=15, help="length of each phase")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests per second and tenant")
+    parser.add_argument("--floods", type=int, default=32, help="connections of the hostile one")
+    parser.add_argument("--pause", type=float, default=0.2, help="seconds after a refusal")
+    parser.add_argument("--one-name", action="store_true", help="make all keys one tenant")
+    parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
+    options = parser.parse_args()
+    console = Console()
+    with tempfile.TemporaryDirectory() as directory:
+        keys = key_file(Path(directory), one_name=options.one_name)
+        limit = [] if options.one_name else ["--max-sequences-per-key", str(BUDGET)]
+        flags = [*SERVE, *limit, "--api-key-file", str(keys), *options.serve]
+        with RunningStack(*flags, timeout=120) as stack:
+            phases = {}
+            for name, floods in (("warm-up", 0), ("calm", 0), ("hostile", options.floods)):
+                phases[name] = asyncio.run(run_phase(stack.url, options, floods=floods))
+            del phases["warm-up"]
+    return 0 if report(console, phases) <= BOUND or options.one_name else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""How much of an engine each tenant has had, and has now.
+
+Every tenant has a count of the work that was done for it (a virtual token counter): prompt tokens
+as they are computed, and each token decoded. The one that has had least comes next. Whoever comes
+anew, or back, starts at the *virtual time*: what each would have had by now if all who were there
+had had equal parts. So nobody saves up while away, and a tenant that waits is overtaken by others
+for a bounded amount of work only, however many they are. A tenant alone is not counted at all.
+"""
+
+import sys
+from collections.abc import Iterable
+
+from engine.scheduler.request import Request
+
+DECODE_WEIGHT = 2
+"""Work of a decoded token in prompt tokens: it has to read all weights for few rows."""
+
+GUARDED_STEPS = 256
+"""Steps for which an engine keeps its steps short after the last request of another tenant: who
+sends now and then does not find it in the middle of a long one."""
+
+_FEW = 256
+"""Tenants that have left and are not looked through for what can be forgotten."""
+
+
+class PrefillParts:
+    """How many prompt tokens each tenant may still have in one step."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken: dict[int, int] = {}
+
+    def left(self, tenant: int) -> int:
+        """Return what is left for a tenant."""
+        return self._most - self._taken.get(tenant, 0)
+
+    def take(self, tenant: int, tokens: int) -> int:
+        """Take up to so many tokens for a tenant; return how many."""
+        taken = min(tokens, self.left(tenant))
+        self._taken[tenant] = self._taken.get(tenant, 0) + taken
+        return taken
+
+
+class Shares:
+    """The books of one engine about its tenants.
+
+    Args:
+        most_prefill: prompt tokens of one tenant in a step, while there are others.
+    """
+
+    def __init__(self, most_prefill: int = sys.maxsize) -> None:
+        self._most_prefill = most_prefill
+        self._quiet_steps = GUARDED_STEPS
+        self._time = 0.0
+        self._served: dict[int, float] = {}
+        self._present: dict[int, int] = {}
+        self._running: dict[int, int] = {}
+
+    @property
+    def contended(self) -> bool:
+        """Whether more than one tenant has requests here, running or waiting."""
+        return len(self._present) > 1
+
+    def served(self, tenant: int) -> float:
+        """Return the work done for a tenant, as far as it counts against others."""
+        return self._served.get(tenant, 0.0)
+
+    def holds(self, tenant: int) -> bool:
+        """Whether requests of a tenant run."""
+        return tenant in self._running
+
+    def come(self, tenant: int) -> None:
+        """A request of a tenant has arrived."""
+        here = self._present.get(tenant, 0)
+        self._present[tenant] = here + 1
+        if not here:
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._time)
+
+    def leave(self, tenant: int) -> None:
+        """A request of a tenant has ended."""
+        _decrement(self._present, tenant)
+        if len(self._served) > 2 * len(self._present) + _FEW:
+            present, time = self._present, self._time
+            self._served = {
+                each: served
+                for each, served in self._served.items()
+                if each in present or served > time
+            }
+
+    def start(self, tenant: int) -> None:
+        """A request of a tenant runs now."""
+        self._running[tenant] = self._running.get(tenant, 0) + 1
+
+    def stop(self, tenant: int) -> None:
+        """A request of a tenant runs no longer."""
+        _decrement(self._running, tenant)
+
+    def charge(self, tenant: int, tokens: int) -> None:
+        """Count prompt tokens that are computed for a tenant."""
+        if self.contended:
+            self._served[tenant] += tokens
+            self._time += tokens / len(self._present)
+
+    def parts(self) -> PrefillParts:
+        """Return what each tenant may have of a step's prefill."""
+        guarded = self.contended or self._quiet_steps < GUARDED_STEPS
+        return PrefillParts(self._most_prefill if guarded else sys.maxsize)
+
+    def begin_step(self) -> None:
+        """Count a step's decodes: one token for each request that runs."""
+        if not self.contended:
+            self._quiet_steps += 1
+            return
+        self._quiet_steps = 0
+        for tenant, running in self._running.items():
+            self.charge(tenant, DECODE_WEIGHT * running)
+
+    def check_integrity(self, present: Iterable[Request], running: Iterable[Request]) -> None:
+        """Compare with all requests there are, and with those that run.
+
+        Raises:
+            AssertionError: a tenant is counted wrongly.
+        """
+        for requests, counts in ((present, self._present), (running, self._running)):
+            found: dict[int, int] = {}
+            for request in requests:
+                found[request.tenant] = found.get(request.tenant, 0) + 1
+            assert found == counts, "tenants' requests are counted wrongly"
+        assert self._present.keys() <= self._served.keys()
+
+
+def _decrement(counts: dict[int, int], tenant: int) -> None:
+    if counts[tenant] == 1:
+        del counts[tenant]
+    else:
+        counts[tenant] -= 1

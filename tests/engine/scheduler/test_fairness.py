@@ -1,0 +1,372 @@
+"""How tenants share an engine: nobody's flood pushes others back, and nobody is starved."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from engine.messages import AddRequest, SamplingParams
+from engine.scheduler.admission import Grant
+from engine.scheduler.fairness import GUARDED_STEPS, Shares
+from engine.scheduler.preemption import Engine, Room, choose_heaviest
+from engine.scheduler.request import Request, request_from_message
+from engine.scheduler.waiting import WaitingQueue
+
+MakeRig = Callable[..., Any]
+
+HOG, GUEST, OTHER = 1, 2, 3
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    return [(7 * first + i) % 1000 for i in range(length)]
+
+
+def request(arrival: int, tenant: int, *, blocks: int = 0, priority: int = 0) -> Request:
+    params = SamplingParams(max_tokens=1, seed=0)
+    message = AddRequest(arrival, "", 0, 0, [1] * 10, params, tenant=tenant)
+    made = request_from_message(
+        message, arrival=arrival, priority=priority, max_model_len=99, eos_token_ids=frozenset()
+    )
+    made.table.block_ids = list(range(blocks))
+    return made
+
+
+def steps_until(rig: Any, id: int) -> int:
+    """Step until a request has its first token."""
+    for count in range(1, 1000):
+        rig.step()
+        if rig.tokens[id]:
+            return count
+    raise AssertionError(f"request {id} got nothing")
+
+
+def finish(rig: Any) -> None:
+    rig.run()
+    rig.assert_complete()
+    rig.assert_idle()
+
+
+# -- whose turn it is -----------------------------------------------------------------------------
+
+
+def test_a_flood_of_one_tenant_does_not_push_back_the_request_of_another(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(max_num_seqs=2, max_num_batched_tokens=16)
+    for id in range(100):
+        rig.add(id, prompt(12, id), max_tokens=2, tenant=HOG)
+    rig.step()
+    rig.add(100, prompt(4, 100), tenant=GUEST)
+    assert steps_until(rig, 100) <= 5
+    finish(rig)
+
+
+def test_a_tenant_alone_is_served_as_if_there_were_no_others(make_rig: MakeRig) -> None:
+    named, plain = make_rig(num_kv_blocks=30), make_rig(num_kv_blocks=30)
+    for id in range(20):
+        named.add(id, prompt(9 + id, id), tenant=HOG)
+        plain.add(id, prompt(9 + id, id))
+    while plain.scheduler.has_work:
+        assert named.step() == plain.step()
+    assert not named.scheduler.has_work
+
+
+def test_requests_of_a_tenant_start_in_their_order(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=1)
+    for id in range(12):
+        rig.add(id, prompt(3 + id % 4, id), max_tokens=1, tenant=id % 3)
+    finish(rig)
+    for tenant in range(3):
+        ended = [id for id in rig.last if id % 3 == tenant]
+        assert ended == sorted(ended)
+
+
+def test_tenants_get_equal_parts_whatever_the_length_of_their_prompts(make_rig: MakeRig) -> None:
+    rig = make_rig(num_kv_blocks=400, max_num_batched_tokens=32, enable_prefix_caching=False)
+    for id in range(300):
+        length = 60 if id < 60 else 6
+        rig.add(id, prompt(length, id), max_tokens=1, tenant=HOG if id < 60 else GUEST)
+    computed: Counter[int] = Counter()
+    for _ in range(60):
+        rig.step()
+    for id in rig.last:
+        computed[rig.requests[id].tenant] += len(rig.requests[id].prompt_token_ids)
+    assert 0.8 < computed[HOG] / computed[GUEST] < 1.25, computed
+    finish(rig)
+
+
+def test_the_rest_of_a_long_prompt_takes_turns_with_short_ones_of_others(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(
+        max_num_batched_tokens=8,
+        max_tenant_prefill_tokens=8,
+        max_model_len=256,
+        num_kv_blocks=128,
+    )
+    rig.add(1, prompt(200), max_tokens=1, tenant=HOG)
+    rig.step()
+    rig.step()
+    rig.add(2, prompt(6, 50), max_tokens=1, tenant=GUEST)
+    assert steps_until(rig, 2) == 1
+    rig.add(3, prompt(6, 60), max_tokens=1, tenant=HOG)
+    assert steps_until(rig, 3) > 10, "within a tenant nobody overtakes"
+    finish(rig)
+
+
+def test_nobody_fills_the_steps_of_others_with_prompts(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_batched_tokens=64, num_kv_blocks=256, enable_prefix_caching=False)
+    for id in range(3):
+        rig.add(id, prompt(100, id), max_tokens=1, tenant=HOG)
+    assert rig.step().num_tokens == 64
+    rig.add(10, prompt(4, 10), max_tokens=2, tenant=GUEST)
+    assert rig.step().num_tokens == 16 + 4
+    while 10 not in rig.last:
+        rig.step()
+    assert rig.step().num_tokens == 16, "the guest may be back soon"
+    finish(rig)
+    for _ in range(GUARDED_STEPS):
+        rig.step()
+    rig.add(20, prompt(100), max_tokens=1, tenant=HOG)
+    assert rig.step().num_tokens == 64
+    finish(rig)
+
+
+def test_newcomers_without_end_do_not_starve_whoever_waits(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=1, num_kv_blocks=64)
+    for id in range(3):
+        rig.add(id, prompt(30, id), max_tokens=1, tenant=HOG)
+    for id in range(3, 10):
+        rig.add(id, prompt(10, id), max_tokens=1, tenant=id)
+    for id in range(10, 200):
+        rig.add(id, prompt(10, id), max_tokens=1, tenant=id)
+        rig.step()
+    assert {0, 1, 2} <= set(rig.last), "others were there all the time, but always new ones"
+    finish(rig)
+
+
+def test_nobody_saves_up_while_away() -> None:
+    shares = Shares()
+    for tenant in (HOG, GUEST):
+        shares.come(tenant)
+    shares.leave(GUEST)
+    shares.come(OTHER)
+    for _ in range(100):
+        shares.charge(HOG, 10)
+        shares.charge(OTHER, 10)
+    shares.come(GUEST)
+    assert shares.served(GUEST) == shares.served(HOG) == shares.served(OTHER) == 1000
+
+
+def test_tenants_that_left_are_forgotten() -> None:
+    shares = Shares()
+    shares.come(0)
+    for tenant in range(1, 20_000):
+        shares.come(tenant)
+        shares.charge(tenant, 5)
+        shares.charge(0, 50)
+        shares.leave(tenant)
+    assert len(shares._served) < 1000
+
+
+def test_an_urgent_request_goes_before_tenants_that_had_less(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=1, scheduling_policy="priority")
+    for id in range(6):
+        urgent = id in (2, 4)
+        tenant = HOG if id < 5 else GUEST
+        rig.add(id, prompt(5, id), max_tokens=1, tenant=tenant, priority=-1 if urgent else 0)
+    finish(rig)
+    assert list(rig.last)[:2] == [2, 4]
+    assert list(rig.last).index(5) < 4
+
+
+# -- slots and blocks -----------------------------------------------------------------------------
+
+
+def test_whoever_holds_all_slots_gives_some_to_another_tenant(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=8, num_kv_blocks=256)
+    for id in range(40):
+        rig.add(id, prompt(4, id), max_tokens=90, tenant=HOG)
+    for _ in range(5):
+        rig.step()
+    rig.add(100, prompt(4, 100), max_tokens=3, tenant=GUEST)
+    assert steps_until(rig, 100) <= 3
+    assert rig.scheduler.counters.preemptions == 1
+    finish(rig)
+
+
+def test_whoever_holds_all_blocks_gives_some_to_another_tenant(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=8, num_kv_blocks=40, max_num_batched_tokens=128)
+    for id in range(10):
+        rig.add(id, prompt(24, id), max_tokens=60, tenant=HOG)
+    for _ in range(10):
+        rig.step()
+    rig.add(100, prompt(20, 100), max_tokens=3, tenant=GUEST)
+    assert steps_until(rig, 100) <= 4
+    finish(rig)
+
+
+def test_growing_sequences_take_blocks_from_the_tenant_that_holds_most(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=8, num_kv_blocks=24, enable_prefix_caching=False)
+    for id in range(5):
+        rig.add(id, prompt(12, id), max_tokens=30, tenant=HOG)
+    rig.step()
+    rig.add(100, prompt(12, 100), max_tokens=30, tenant=GUEST)
+    rig.step()
+    while 100 not in rig.last:
+        before = len(rig.tokens[100])
+        rig.step()
+        assert len(rig.tokens[100]) == before + 1, "the guest came last and is not preempted"
+    assert rig.scheduler.counters.preemptions > 0
+    finish(rig)
+
+
+def test_tenants_that_hold_about_the_same_do_not_preempt_each_other(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=8, num_kv_blocks=512)
+    generator = random.Random(5)
+    for id in range(200):
+        tokens = generator.randint(2, 20)
+        rig.add(id, prompt(4, id), max_tokens=tokens, tenant=generator.choice([HOG, GUEST]))
+    finish(rig)
+    assert rig.scheduler.counters.preemptions <= 4
+
+
+def test_a_request_that_waits_for_its_own_tenant_holds_up_nobody_else(make_rig: MakeRig) -> None:
+    rig = make_rig(num_kv_blocks=20, max_num_batched_tokens=80, enable_prefix_caching=False)
+    rig.add(1, prompt(40), max_tokens=20, tenant=HOG)
+    rig.step()
+    rig.add(2, prompt(60, 2), max_tokens=2, tenant=HOG)
+    for id in range(10, 14):
+        rig.add(id, prompt(3, id), max_tokens=1, tenant=GUEST)
+    assert steps_until(rig, 13) <= 4
+    assert not rig.tokens[2]
+    finish(rig)
+
+
+def test_a_large_request_is_not_starved_by_small_ones_of_others(make_rig: MakeRig) -> None:
+    rig = make_rig(num_kv_blocks=20, max_num_batched_tokens=80, enable_prefix_caching=False)
+    for id in range(10):
+        rig.add(id, prompt(8, id), max_tokens=8, tenant=HOG)
+    rig.step()
+    rig.add(100, prompt(64, 100), max_tokens=2, tenant=GUEST)
+    for id in range(101, 300):
+        rig.add(id, prompt(8, id), max_tokens=8, tenant=HOG)
+    assert steps_until(rig, 100) < 20
+    finish(rig)
+
+
+def test_a_policy_that_admits_nobody_takes_nothing_from_anybody(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=8, num_kv_blocks=256)
+    for id in range(10):
+        rig.add(id, prompt(4, id), max_tokens=20, tenant=HOG)
+    rig.step()
+    rig.add(100, prompt(4, 100), tenant=GUEST)
+    for grant in (Grant(admit_new=False), Grant(token_cap=0)):
+        rig.step(grant)
+    assert rig.scheduler.counters.preemptions == 0
+    assert steps_until(rig, 100) <= 3
+    finish(rig)
+
+
+def test_eight_tenants_one_of_them_hostile(make_rig: MakeRig) -> None:
+    """The others wait at most twice as many steps for their first token as without it."""
+
+    def waits(*, hostile: bool) -> list[int]:
+        rig = make_rig(
+            num_kv_blocks=512, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=256
+        )
+        generator = random.Random(11)
+        sent: dict[int, int] = {}
+        waited = []
+        for step in range(600):
+            if hostile and step % 100 == 0:
+                for number in range(300):
+                    rig.add(10**6 + 10**4 * step + number, prompt(200, number), max_tokens=50)
+            for tenant in range(1, 8):
+                if generator.random() < 0.03:
+                    id = 1000 * tenant + step
+                    rig.add(id, prompt(generator.randint(4, 40), id), max_tokens=8, tenant=tenant)
+                    sent[id] = step
+            rig.step()
+            for id in [each for each in sent if rig.tokens[each]]:
+                waited.append(step - sent.pop(id))
+        return sorted(waited)
+
+    calm, flooded = waits(hostile=False), waits(hostile=True)
+    assert len(flooded) >= len(calm) - 2
+    worst = int(0.99 * len(calm))
+    assert flooded[worst] + 1 <= 2 * (calm[worst] + 1), (calm[-5:], flooded[-5:])
+
+
+# -- by themselves --------------------------------------------------------------------------------
+
+
+def test_the_order_of_admission_is_known_in_advance() -> None:
+    shares = Shares()
+    queue = WaitingQueue(shares)
+    tenants = [HOG, HOG, HOG, GUEST, OTHER, GUEST]
+    for arrival, tenant in enumerate(tenants):
+        shares.come(tenant)
+        queue.push(request(arrival, tenant))
+    expected = [each.arrival for each in queue]
+    assert expected == [0, 3, 4, 1, 5, 2]
+    admitted = []
+    while (first := queue.first()) is not None:
+        queue.remove(first)
+        shares.charge(first.tenant, first.queued_tokens)
+        admitted.append(first.arrival)
+    assert admitted == expected
+    assert len(queue) == 0
+
+
+def test_the_queue_agrees_with_a_plain_list_whatever_happens_to_it() -> None:
+    generator = random.Random(3)
+    shares, waiting = Shares(), dict[int, Request]()
+    queue = WaitingQueue(shares)
+    for tenant in range(6):
+        shares.come(tenant)
+    for arrival in range(3000):
+        if generator.random() < 0.55 or not waiting:
+            each = request(arrival, generator.randrange(6), priority=generator.randrange(2))
+            waiting[arrival] = each
+            queue.push(each)
+        elif generator.random() < 0.3:
+            queue.remove(waiting.pop(generator.choice(list(waiting))))
+        else:
+            passed = {generator.randrange(6)} if generator.random() < 0.3 else set()
+            first = queue.first(passed)
+            top = min(each.priority for each in waiting.values())
+            level = [
+                each
+                for each in waiting.values()
+                if each.priority == top and each.tenant not in passed
+            ]
+            if first is None:
+                assert not level
+                continue
+            assert first.priority == top
+            least = min(shares.served(each.tenant) for each in level)
+            assert shares.served(first.tenant) == least
+            own = [each.arrival for each in level if each.tenant == first.tenant]
+            assert first.arrival == min(own)
+            queue.remove(waiting.pop(first.arrival))
+        shares.charge(generator.randrange(6), generator.randrange(50))
+        assert len(queue) == len(waiting) == len(list(queue))
+
+
+def test_nobody_gives_way_for_a_request_that_would_not_fit_even_then() -> None:
+    running = [request(arrival, HOG, blocks=2) for arrival in range(4)]
+    engine = Engine(slots=8, blocks=16)
+    room = Room(slots=4, blocks=8, headroom=0, tokens=99)
+    assert choose_heaviest([request(9, GUEST)], running, room, lambda _: 14, engine) == []
+    assert choose_heaviest([request(9, HOG)], running, room, lambda _: 9, engine) == []
+    full = Room(slots=0, blocks=8, headroom=0, tokens=99)
+    chosen = choose_heaviest([request(9, GUEST)], running, full, lambda _: 1, Engine(4, 16))
+    assert [victim.arrival for victim in chosen] == [3]
+
+
+def test_nobody_gives_way_to_a_less_urgent_request_of_another_tenant() -> None:
+    running = [request(arrival, HOG, blocks=2) for arrival in range(4)]
+    room = Room(slots=0, blocks=8, headroom=0, tokens=99)
+    late = request(9, GUEST, priority=5)
+    assert choose_heaviest([late], running, room, lambda _: 1, Engine(4, 16)) == []

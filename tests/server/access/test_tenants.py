@@ -1,0 +1,219 @@
+"""Whose a request is, what that lets it do, and whose cached prompts it may find."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.access.guards import api_keys
+from server.access.tenants import EVERYBODY, Tenancy, named_tenant
+from server.config import (
+    FrontEndConfig,
+    GuardConfig,
+    HttpConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServeConfig,
+    TenantConfig,
+)
+from server.limits import MAX_CACHE_SALT
+
+BODIES: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "x"},
+    "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "responses": {"input": "x"},
+}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def config_of(*keys: str, **tenants: Any) -> FrontEndConfig:
+    return FrontEndConfig(
+        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
+        http=HttpConfig(max_logprobs=5),
+        guards=GuardConfig(api_key=keys),
+        tenants=TenantConfig(**tenants),
+    )
+
+
+def tenancy(*keys: str, **tenants: Any) -> Tenancy:
+    return Tenancy(config_of(*keys, **tenants), len(keys))
+
+
+class TestWho:
+    def test_every_key_is_a_tenant_and_keys_of_one_name_are_one(self, tmp_path: Path) -> None:
+        file = tmp_path / "keys"
+        file.write_text("# ours\nbatch: old-secret\nbatch: new-secret\nplain-secret\na:b\n")
+        keys = api_keys(GuardConfig(api_key=("given",), api_key_file=str(file)))
+        old, new, plain, given, colon = (
+            keys.owner(secret)
+            for secret in (b"old-secret", b"new-secret", b"plain-secret", b"given", b"a:b")
+        )
+        assert old is not None
+        assert old == new
+        assert old.name == "batch"
+        assert keys.num_tenants == 4
+        assert len({each.id for each in (old, plain, given, colon) if each}) == 4
+        assert sorted(each.place for each in (old, plain, given, colon) if each) == [0, 1, 2, 3]
+        assert keys.owner(b"batch: old-secret") is None
+        assert keys.owner(b"") is None
+
+    def test_tenants_are_the_same_ones_in_every_front_end(self) -> None:
+        here = api_keys(GuardConfig(api_key=("a", "b"))).owner(b"a")
+        there = api_keys(GuardConfig(api_key=("b", "a"))).owner(b"a")
+        assert here == there
+        assert named_tenant("batch").id == 6550455121904559123
+
+    def test_a_key_does_not_show_in_its_tenant(self) -> None:
+        owner = api_keys(GuardConfig(api_key=("secret",))).owner(b"secret")
+        assert owner is not None
+        assert "secret" not in repr(owner)
+
+    def test_users_are_told_apart_only_on_the_operators_word(self) -> None:
+        key = named_tenant("gateway")
+        assert tenancy("k").tenant(key, "ann") == key
+        by_user = tenancy("k", tenant_by="user")
+        ann, bob = by_user.tenant(key, "ann"), by_user.tenant(key, "bob")
+        assert len({ann.id, bob.id, key.id}) == 3
+        assert by_user.tenant(key, None) == key
+        assert by_user.tenant(named_tenant("other"), "ann").id != ann.id
+        assert ann.place != bob.place
+
+    def test_engines_are_told_whose_a_request_is(
+        self, app: Any, http: Any, engines: Any, config: FrontEndConfig
+    ) -> None:
+        http.complete()
+        assert engines.streams[-1].tenant == EVERYBODY.id
+
+
+class TestOverHttp:
+    @pytest.fixture
+    def config(self) -> FrontEndConfig:
+        return config_of("ann", "bob")
+
+    def test_engines_are_told_which_key_a_request_came_with(self, http: Any, engines: Any) -> None:
+        for key in ("ann", "bob", "ann"):
+            body = {"prompt": "x", "n": 2}
+            assert http.post("/v1/completions", body, headers=bearer(key)).status_code == 200
+        seen = [stream.tenant for stream in engines.streams]
+        assert seen[:2] == seen[4:]
+        assert len(set(seen)) == 2
+        assert EVERYBODY.id not in seen
+
+    def test_with_keys_only_the_operator_gives_priorities(self, http: Any, engines: Any) -> None:
+        body = {"prompt": "x", "priority": -5}
+        answer = http.post("/v1/completions", body, headers=bearer("ann"))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "priority"
+        assert answer.json()["error"]["code"] == "priority_not_allowed"
+        assert engines.streams == []
+        body["priority"] = 0
+        assert http.post("/v1/completions", body, headers=bearer("ann")).status_code == 200
+
+    @pytest.mark.parametrize("path", BODIES)
+    def test_with_keys_nobody_chooses_an_engine(self, http: Any, engines: Any, path: str) -> None:
+        headers = bearer("ann") | {"X-data-parallel-rank": "1"}
+        answer = http.post(f"/v1/{path}", BODIES[path], headers=headers)
+        assert answer.status_code == 403
+        assert answer.json()["error"]["param"] == "X-data-parallel-rank"
+        assert engines.streams == []
+
+
+class TestAllowances:
+    @pytest.mark.parametrize(
+        ("keys", "policy", "wish", "allowed"),
+        [
+            ((), "priority", None, True),
+            ((), "fcfs", None, False),
+            (("k",), "priority", None, False),
+            (("k",), "priority", True, True),
+            ((), "priority", False, False),
+        ],
+    )
+    def test_priorities_need_a_policy_that_heeds_them_and_trust(
+        self, keys: tuple[str, ...], policy: Any, wish: bool | None, allowed: bool
+    ) -> None:
+        node = ServeConfig(
+            guards=GuardConfig(api_key=keys),
+            scheduler=SchedulerConfig(scheduling_policy=policy),
+            tenants=TenantConfig(allow_priority=wish),
+        )
+        assert node.front_end().allows_priority is allowed
+
+    def test_priorities_are_not_allowed_where_they_would_be_ignored(self) -> None:
+        with pytest.raises(ValueError, match="scheduling_policy"):
+            ServeConfig(tenants=TenantConfig(allow_priority=True))
+
+    def test_engines_are_chosen_without_keys_or_where_it_is_allowed(self) -> None:
+        assert FrontEndConfig().allows_rank_pinning
+        assert not config_of("k").allows_rank_pinning
+        assert config_of("k", allow_rank_pinning=True).allows_rank_pinning
+
+
+class TestCachedPrompts:
+    def test_requests_with_different_salts_share_nothing(self, http: Any, engines: Any) -> None:
+        for salt in ("red", "red", "blue", None):
+            http.complete(cache_salt=salt)
+        http.chat(cache_salt="red")
+        roots = [stream.cache_root for stream in engines.streams]
+        assert roots[0] == roots[1] == roots[4]
+        assert roots[3] == b""
+        assert len(set(roots)) == 3
+        assert len(roots[0]) == 16
+
+    def test_a_salt_works_for_responses(self, http: Any, engines: Any) -> None:
+        http.complete(cache_salt="red")
+        answer = http.post("/v1/responses", {"input": "hi", "cache_salt": "red"})
+        assert answer.status_code == 200
+        assert engines.streams[1].cache_root == engines.streams[0].cache_root
+
+    @pytest.mark.parametrize("path", BODIES)
+    @pytest.mark.parametrize("salt", ["", 5, ["x"], "x" * (MAX_CACHE_SALT + 1)])
+    def test_a_wrong_salt_is_named(self, http: Any, path: str, salt: Any) -> None:
+        answer = http.post(f"/v1/{path}", BODIES[path] | {"cache_salt": salt})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "cache_salt"
+
+    def test_any_text_is_a_salt(self, http: Any, engines: Any) -> None:
+        body = b'{"prompt": "x", "cache_salt": "\\u0000\\u00e9"}'
+        answer = http.request(
+            "POST",
+            "/v1/completions",
+            content=body,
+            headers={"content-type": "application/json"},
+        )
+        assert answer.status_code == 200
+
+    def test_isolated_tenants_find_only_their_own(self) -> None:
+        ann, bob = named_tenant("ann"), named_tenant("bob")
+        shared, isolated = tenancy(), tenancy(prefix_cache_isolation="tenant")
+        assert shared.cache_root(ann, None) == b""
+        assert shared.cache_root(ann, "salt") == shared.cache_root(bob, "salt")
+        roots = [isolated.cache_root(each, salt) for each in (ann, bob) for salt in (None, "salt")]
+        assert len({*roots, b"", shared.cache_root(ann, "salt")}) == 6
+
+    def test_no_salt_leads_to_the_cache_of_an_isolated_tenant(self) -> None:
+        ann = named_tenant("ann")
+        own = tenancy(prefix_cache_isolation="tenant").cache_root(ann, None)
+        guesses = (str(ann.id), f"{ann.id}", f"{ann.id}0:", f"5:cache19:{ann.id}0:", "ann")
+        assert own not in {tenancy().cache_root(EVERYBODY, guess) for guess in guesses}
+
+    def test_counts_of_cached_tokens_are_shown_by_default(self, http: Any) -> None:
+        assert http.complete()["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+class TestHiddenCounts:
+    @pytest.fixture
+    def config(self) -> FrontEndConfig:
+        return config_of(hide_cached_tokens=True)
+
+    def test_what_was_cached_is_not_told(self, http: Any) -> None:
+        assert "prompt_tokens_details" not in http.complete()["usage"]
+        assert "prompt_tokens_details" not in http.chat()["usage"]
+        body = {"prompt": "x", "stream_options": {"include_usage": True}}
+        (usage,) = [each["usage"] for each in http.stream("/v1/completions", body) if each["usage"]]
+        assert "prompt_tokens_details" not in usage
+        response = http.post("/v1/responses", {"input": "hi"}).json()
+        assert response["usage"]["input_tokens_details"] == {"cached_tokens": 0}
