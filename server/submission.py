@@ -11,7 +11,7 @@ from server.cluster.generation_client import GenerationClient, TokenStream
 from server.generation import Answer, ChoiceFold, Delta, FoldOptions, Prompt, sum_deltas
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
-from server.observe.sequence_metrics import SequenceTimer
+from server.observe.sequence_metrics import PromptParams, SequenceTimer
 from server.schemas.common import PromptTokensDetails, Usage
 from server.text.detokenizer import TokenTable
 
@@ -76,17 +76,23 @@ class Submission:
         self._taken = asyncio.Event()
         try:
             for prompt in spec.prompts:
+                params = PromptParams(
+                    prompt_tokens=len(prompt.token_ids),
+                    max_tokens=spec.sampling.max_tokens,
+                    n=spec.n,
+                    sequences=spec.best_of,
+                )
                 for _ in range(spec.best_of):
-                    self._submit(client, prompt)
+                    stream = self._submit(client, prompt)
                     self._folds.append(ChoiceFold(table, prompt, spec.fold))
-                    self._timers.append(metrics.sequence(arrived))
+                    self._timers.append(metrics.sequence(arrived, params, stream.times))
         except BaseException:
             self.close("error")
             raise
-        metrics.submitted(arrived, [len(prompt.token_ids) for prompt in spec.prompts])
+        metrics.submitted(arrived)
         self._unfinished = len(self._streams)
 
-    def _submit(self, client: GenerationClient, prompt: Prompt) -> None:
+    def _submit(self, client: GenerationClient, prompt: Prompt) -> TokenStream:
         spec, index = self._spec, len(self._streams)
         sampling, request_id = spec.sampling, spec.request_id
         if index:
@@ -101,6 +107,7 @@ class Submission:
             pinned_rank=self._pinned_rank,
         )
         self._streams.append(stream)
+        return stream
 
     @property
     def done(self) -> bool:

@@ -1,11 +1,24 @@
 """Metrics of the engines and the cluster, read from the newest cluster view at every scrape."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from engine.messages import ClusterView, EngineEntry, EngineStats
+from engine.messages import (
+    STEP_TOKENS_BOUNDS,
+    ClusterView,
+    EngineEntry,
+    EngineSetup,
+    EngineStats,
+)
 from server.cluster.generation_client import GenerationClient
 
 _EngineValue = Callable[[EngineStats], float]
@@ -78,6 +91,19 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, _EngineValue], ...] = (
         lambda stats: stats.dummy_steps_total,
     ),
 )
+_STEP_TOKENS_LABELS = [*map(floatToGoString, STEP_TOKENS_BOUNDS), "+Inf"]
+_CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
+    "block_size": lambda setup: setup.block_size,
+    "cache_dtype": lambda setup: "auto",
+    "enable_prefix_caching": lambda setup: setup.enable_prefix_caching,
+    "gpu_memory_utilization": lambda setup: setup.gpu_memory_utilization,
+    "kv_cache_memory_bytes": lambda setup: setup.kv_cache_memory_bytes,
+    "kv_cache_size_tokens": lambda setup: setup.num_kv_blocks * setup.block_size,
+    "num_cpu_blocks": lambda setup: None,
+    "num_gpu_blocks": lambda setup: setup.num_kv_blocks,
+    "num_gpu_blocks_override": lambda setup: setup.num_kv_blocks_set,
+}
+"""vLLM's labels, as text like there; the cache has the model's type and is on one device."""
 
 
 class EngineCollector(Collector):
@@ -103,6 +129,8 @@ class EngineCollector(Collector):
         for name, text, value in _ENGINE_COUNTERS:
             samples = [(self._labels(entry), value(stats)) for entry, stats in reporting]
             yield self._counter(name, text, ("model_name", "engine"), samples)
+        yield self._step_tokens(reporting)
+        yield self._cache_config(chosen)
         yield from self._membership(chosen)
         if self._rank is None:
             yield from self._cluster(view)
@@ -122,6 +150,29 @@ class EngineCollector(Collector):
         ]
         text = "How often paused engines were woken."
         yield self._counter("wave_wakeups", text, ("model_name", "source"), wakeups)
+
+    def _step_tokens(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
+        family = HistogramMetricFamily(
+            self._prefix + "iteration_tokens_total",
+            "Tokens per step of the engine: prompt tokens computed, and tokens drawn.",
+            labels=("model_name", "engine"),
+        )
+        for entry, stats in reporting:
+            counts = list(accumulate(stats.step_tokens_buckets))
+            if counts:
+                buckets = list(zip(_STEP_TOKENS_LABELS, map(float, counts), strict=True))
+                family.add_metric(self._labels(entry), buckets, stats.step_tokens_total)
+        return family
+
+    def _cache_config(self, chosen: list[EngineEntry]) -> Metric:
+        text = "1 for each engine; the labels are its settings of the KV cache."
+        setups = [(self._labels(entry), entry.setup) for entry in chosen if entry.setup]
+        names = ("model_name", "engine", *_CACHE_CONFIG)
+        samples = [
+            (labels + tuple(str(value(setup)) for value in _CACHE_CONFIG.values()), 1.0)
+            for labels, setup in setups
+        ]
+        return self._gauge("cache_config_info", text, names, samples)
 
     def _membership(self, chosen: list[EngineEntry]) -> Iterator[Metric]:
         labels = ("model_name", "engine")
