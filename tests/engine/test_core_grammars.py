@@ -88,6 +88,7 @@ class Engine:
             assert output.id not in self.last
             self.tokens[output.id] += output.token_ids
             if output.finish_reason is not None:
+                assert (output.timing is not None) == bool(output.token_ids)
                 self.last[output.id] = output
 
     def wait(self) -> None:
