@@ -19,7 +19,6 @@ from engine.messages import (
     EngineSetup,
     EngineStats,
 )
-from server.cluster.generation_client import GenerationClient
 
 _EngineValue = Callable[[EngineStats], float]
 _Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -110,15 +109,21 @@ class EngineCollector(Collector):
     """What the newest cluster view says, of one rank or of all and the cluster."""
 
     def __init__(
-        self, prefix: str, model_name: str, client: GenerationClient, rank: int | None
+        self,
+        prefix: str,
+        model_name: str,
+        view: ClusterView | None,
+        stats_age: dict[int, float],
+        rank: int | None,
     ) -> None:
         self._prefix = prefix
         self._model_name = model_name
-        self._client = client
+        self._view = view
+        self._stats_age = stats_age
         self._rank = rank
 
     def collect(self) -> Iterator[Metric]:
-        view = self._client.view
+        view = self._view
         if view is None:
             return
         chosen = [entry for entry in view.engines if self._rank in (None, entry.rank)]
@@ -182,7 +187,7 @@ class EngineCollector(Collector):
         yield self._counter(
             "engine_restarts", "Starts of a rank after its first.", labels, restarts
         )
-        age = self._client.stats_age
+        age = self._stats_age
         ages = [(self._labels(entry), age[entry.rank]) for entry in chosen if entry.rank in age]
         text = "Seconds since the engine's newest stats came."
         yield self._gauge("stats_age_seconds", text, labels, ages)

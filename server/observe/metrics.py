@@ -10,6 +10,7 @@ is summed twice.
 import os
 import re
 import time
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -115,19 +116,25 @@ class FrontEndMetrics:
                         sums[sample.name] += sample.value
         return sums[f"{name}_sum"], int(sums[f"{name}_count"])
 
+    def scrape(self, client: GenerationClient) -> Callable[[], bytes]:
+        """Return what makes the text of `render` as of now; it may be called in another thread."""
+        self._sequences.flush()
+        engines = self._engines(client, None)
+        return lambda: generate_latest(self._exposed) + generate_latest(engines)
+
     def render(self, client: GenerationClient) -> bytes:
         """Return all series in Prometheus text format: this node's and every engine's."""
-        self._sequences.flush()
-        return generate_latest(self._exposed) + self._render_engines(client, None)
+        return self.scrape(client)()
 
     def render_engine(self, client: GenerationClient, rank: int) -> bytes | None:
         """Return the series of one engine; None if the view does not have it."""
         view = client.view
         if view is None or all(entry.rank != rank for entry in view.engines):
             return None
-        return self._render_engines(client, rank)
+        return generate_latest(self._engines(client, rank))
 
-    def _render_engines(self, client: GenerationClient, rank: int | None) -> bytes:
+    def _engines(self, client: GenerationClient, rank: int | None) -> CollectorRegistry:
+        view, age = client.view, client.stats_age
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(EngineCollector(self._prefix, self._model_name, client, rank))
-        return generate_latest(registry)
+        registry.register(EngineCollector(self._prefix, self._model_name, view, age, rank))
+        return registry
