@@ -233,6 +233,7 @@ class EngineCore:
             halted=self.is_paused or self.is_sleeping,
             step_tokens_buckets=counters.step_tokens_buckets.copy(),
             step_tokens_total=counters.step_tokens,
+            deferred=self._scheduler.num_deferred,
         )
 
     # -- for the member of a lockstep group ------------------------------------------------------

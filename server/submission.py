@@ -159,7 +159,7 @@ class Submission:
         fold, timer = self._folds[index], self._timers[index]
         counted = fold.num_tokens
         delta = fold.push(output)
-        timer.tokens(fold.num_tokens - counted)
+        timer.tokens(fold.num_tokens - counted, fold.num_cached_tokens)
         if not counted and self._reservation is not None:
             prompt = self._spec.prompts[index // self._spec.best_of]
             self._reservation.computed(len(prompt.token_ids))

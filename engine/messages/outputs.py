@@ -123,6 +123,8 @@ class EngineStats(Message, frozen=True):
     most (and more than the one before), and more than all of them."""
     step_tokens_total: int = 0
     """Sum of these tokens."""
+    deferred: int = 0
+    """Those of the waiting requests that wait for their grammar to be compiled, not for a slot."""
 
 
 class StepOutputs(Message, frozen=True):

@@ -96,6 +96,11 @@ class Scheduler:
         waiting = len(self._waiting) + len(self._compiling)
         return Gauges(waiting, len(self._running), self._kv.usage, self._queued_tokens)
 
+    @property
+    def num_deferred(self) -> int:
+        """Those of the waiting requests that have no use for a slot before their grammar."""
+        return len(self._compiling)
+
     def rank_state(self, last_step_us: int = 0, last_prefill_tokens: int = 0) -> RankState:
         """Return what an admission policy is told about this rank.
 

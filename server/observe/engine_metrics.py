@@ -134,6 +134,7 @@ class EngineCollector(Collector):
         for name, text, value in _ENGINE_COUNTERS:
             samples = [(self._labels(entry), value(stats)) for entry, stats in reporting]
             yield self._counter(name, text, ("model_name", "engine"), samples)
+        yield self._waiting_by_reason(reporting)
         yield self._step_tokens(reporting)
         yield self._cache_config(chosen)
         yield from self._membership(chosen)
@@ -155,6 +156,18 @@ class EngineCollector(Collector):
         ]
         text = "How often paused engines were woken."
         yield self._counter("wave_wakeups", text, ("model_name", "source"), wakeups)
+
+    def _waiting_by_reason(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
+        text = "Sequences that wait for a slot, and those that wait for something else first."
+        samples = []
+        for entry, stats in reporting:
+            capacity = stats.waiting - stats.deferred
+            samples += [
+                ((*self._labels(entry), "capacity"), float(capacity)),
+                ((*self._labels(entry), "deferred"), float(stats.deferred)),
+            ]
+        labels = ("model_name", "engine", "reason")
+        return self._gauge("num_requests_waiting_by_reason", text, labels, samples)
 
     def _step_tokens(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
         family = HistogramMetricFamily(

@@ -119,7 +119,12 @@ class EngineSeries:
         def histogram(name: str) -> Histogram:
             return families.histograms[name].of_engine(rank)
 
-        self.prompt_tokens = families.prompt_tokens.child(rank)
+        self._prompt_tokens = families.prompt_tokens.child(rank)
+        self._cached = families.cached.child(rank)
+        self._by_source = {
+            source: families.by_source.child(rank, source)
+            for source in ("local_compute", "local_cache_hit")
+        }
         self.ended = {
             reason: families.success.child(rank, reason)
             for reason in ("stop", "length", "abort", "error")
@@ -140,6 +145,15 @@ class EngineSeries:
         self.params_max_tokens = histogram("request_params_max_tokens")
         self.params_n = histogram("request_params_n")
 
+    def prompt(self, tokens: int, cached: int) -> None:
+        """Count a prompt, some of whose tokens the prefix cache had."""
+        cached = min(cached, tokens)  # a counter would not take what an engine may have said
+        self._prompt_tokens.inc(tokens)
+        self._by_source["local_compute"].inc(tokens - cached)
+        if cached:
+            self._cached.inc(cached)
+            self._by_source["local_cache_hit"].inc(cached)
+
 
 class SequenceFamilies:
     """The metrics whose children make up the series of an engine."""
@@ -147,6 +161,12 @@ class SequenceFamilies:
     def __init__(self, factory: MetricFactory) -> None:
         self.prompt_tokens = factory.by_label(
             "prompt_tokens", "Prompt tokens of sequences that got their first token.", "engine"
+        )
+        self.cached = factory.by_label(
+            "prompt_tokens_cached", "Those of them that the prefix cache had.", "engine"
+        )
+        self.by_source = factory.by_label(
+            "prompt_tokens_by_source", "Prompt tokens computed, and found.", "engine", "source"
         )
         self.generation_tokens = factory.by_label(
             "generation_tokens", "Tokens generated.", "engine"

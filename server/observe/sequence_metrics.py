@@ -51,8 +51,8 @@ class SequenceTimer:
     """
 
     __slots__ = (
-        "_arrived", "_engine", "_first", "_last", "_metrics", "_num_tokens", "_params", "_series",
-        "_times",
+        "_arrived", "_cached", "_engine", "_first", "_last", "_metrics", "_num_tokens", "_params",
+        "_series", "_times",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,7 @@ class SequenceTimer:
         self._first = 0.0
         self._last = 0.0
         self._num_tokens = 0
+        self._cached = 0
 
     def _current(self) -> EngineSeries:
         if self._times.engine != self._engine:
@@ -74,8 +75,9 @@ class SequenceTimer:
             self._series = self._metrics.of_engine(self._engine)
         return self._series
 
-    def tokens(self, count: int) -> None:
-        """The engine sent `count` more tokens."""
+    def tokens(self, count: int, cached: int = 0) -> None:
+        """The engine sent `count` more tokens; it had found `cached` of the prompt's."""
+        self._cached = cached
         if not count:
             return
         series = self._current()
@@ -83,7 +85,7 @@ class SequenceTimer:
         if self._num_tokens == 0:
             self._first = now
             series.time_to_first_token.observe(now - self._arrived)
-            series.prompt_tokens.inc(self._params.prompt_tokens)
+            series.prompt(self._params.prompt_tokens, cached)
             series.token_counts.first(count)
         else:
             series.token_counts.more(count, now - self._last, now)
@@ -117,7 +119,7 @@ class SequenceTimer:
         if timing is None:
             return
         if self._num_tokens == 0:  # the token that was drawn was not asked for
-            series.prompt_tokens.inc(self._params.prompt_tokens)
+            series.prompt(self._params.prompt_tokens, self._cached)
         series.queue_time.observe(timing.queue)
         series.prefill_time.observe(timing.prefill)
         series.decode_time.observe(timing.decode)

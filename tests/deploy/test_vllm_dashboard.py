@@ -1,7 +1,8 @@
 """Dashboards made for vLLM, asked of a real Prometheus that scrapes Swell under load.
 
 The tables below say which metrics, labels and functions the panels of vLLM's dashboards use
-(examples/observability: prometheus_grafana, performance_statistics, query_statistics).
+(examples/observability: prometheus_grafana, performance_statistics, query_statistics, and the
+vllm_* ones, as far as they apply).
 """
 
 import asyncio
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.deploy
 MODEL = "swell-shakespeare"
 VARIABLES = {
     "__rate_interval": "10s", "__range": "1m", "model_name": MODEL, "Deployment_id": ".*",
-    "job": ".*", "model": ".*",
+    "job": ".*", "instance": ".+", "engine": ".+", "model": ".*",
 }  # fmt: skip
 ENGINES = 2
 SLOTS = 4
@@ -121,20 +122,28 @@ STATISTICS: list[tuple[str, str, list[Form]]] = [
 """Select by model_name=~"..."."""
 
 OTHERS: list[tuple[str, str, list[Form]]] = [
-    ("Inference Time", "request_inference_time_seconds_sum", [rate]),
+    ("Phases", "request_queue_time_seconds", [quantiles(0.5, 0.95, 0.99), mean]),
+    ("Phases", "request_prefill_time_seconds", [mean]),
+    ("Phases", "request_decode_time_seconds", [mean]),
+    ("Phases", "request_inference_time_seconds", [mean]),
+    ("Scheduler Queue", "num_requests_waiting_by_reason", [gauge]),
+    ("Tokens per Engine Step", "iteration_tokens_total", [quantiles(0.5, 0.99), mean]),
+    ("Prompt Tokens by Source", "prompt_tokens_by_source_total", [summed("rate", "source")]),
+    ("Prompt Tokens by Source", "prompt_tokens_cached_total", [rate]),
     ("Parameters", "request_params_n_sum", [rate]),
     ("Parameters", "request_params_max_tokens_sum", [rate]),
     ("Prefix Cache", "prefix_cache_queries_total", [rate]),
     ("Prefix Cache", "prefix_cache_hits_total", [rate]),
     ("Preemptions", "num_preemptions_total", [rate]),
 ]
-"""Names that vLLM documents beside its dashboards."""
+"""Select by job, instance and engine too."""
 
+_EVERYTHING = 'job=~"$job", model_name=~"$model_name", instance=~"$instance", engine=~"$engine"'
 _SELECTED = [
     ("monitoring", MONITORING, '{model_name="$model_name"}'),
     ("performance", PERFORMANCE, ""),
     ("statistics", STATISTICS, '{model_name=~"$Deployment_id"}'),
-    ("others", OTHERS, '{model_name="$model_name"}'),
+    ("others", OTHERS, f"{{{_EVERYTHING}}}"),
 ]
 QUERIES = [
     Query(f"{name}: {title}", expression)
@@ -286,7 +295,7 @@ def test_every_panel_of_vllm_dashboards_has_data(monitored: Monitored) -> None:
 def test_series_by_engine_come_from_every_engine(monitored: Monitored) -> None:
     for query, values, _ in monitored.findings:
         if query.expression.startswith(("rate(", "vllm:")):
-            assert len(values) == ENGINES, query
+            assert len(values) == ENGINES * (2 if "_by_reason" in query.expression else 1), query
 
 
 def test_an_overload_shows_as_queue_time_and_not_as_inference(monitored: Monitored) -> None:
@@ -311,6 +320,8 @@ def test_what_engines_and_front_ends_count_agrees_at_rest(monitored: Monitored) 
     assert steps == generated + prompts - cached
     assert generated == monitored.total("vllm:request_generation_tokens_sum")
     assert prompts == monitored.total("vllm:request_prompt_tokens_sum")
+    assert prompts == monitored.total("vllm:prompt_tokens_by_source_total")
+    assert cached == monitored.total("vllm:prompt_tokens_cached_total")
 
 
 def test_the_check_reads_panels_in_rows_and_says_what_lacks(monitored: Monitored) -> None:

@@ -155,10 +155,13 @@ def test_others_go_on_while_a_grammar_is_compiled(
     while engine.core.has_work:
         engine.step()
     assert engine.last[2].finish_reason == "length"
-    assert engine.core.stats().waiting == 1
+    stats = engine.core.stats()
+    assert (stats.waiting, stats.deferred) == (1, 1)
     held.set()
     engine.wait()
     assert engine.core.has_work
+    stats = engine.core.stats()
+    assert (stats.waiting, stats.deferred) == (1, 0)
     engine.run()
     assert engine.last[1].finish_reason == "stop"
     assert re.fullmatch(WORDS.pattern, engine.text(1))

@@ -56,6 +56,7 @@ def engine(rank: int, **fields: Any) -> EngineEntry:
         spec_accepted_tokens_total=13,
         step_tokens_buckets=[2, 1, *[0] * 10, 0, 1],
         step_tokens_total=20020,
+        deferred=fields.pop("deferred", 0),
     )
     return EngineEntry(
         rank=rank,
@@ -86,6 +87,10 @@ def test_requests_are_counted_and_timed(http: Any) -> None:
     http.post("/v1/completions", {"prompt": ""})
     text = http.get("/metrics").text
     assert value(text, "prompt_tokens_total", engine="0") == 5
+    by_source = "prompt_tokens_by_source_total"
+    assert value(text, by_source, engine="0", source="local_cache_hit") == 5
+    assert value(text, by_source, engine="0", source="local_compute") == 0
+    assert value(text, "prompt_tokens_cached_total", engine="0") == 5
     assert value(text, "request_success_total", engine="0", finished_reason="stop") == 1
     assert value(text, "request_success_total", engine="0", finished_reason="length") == 1
     generated = value(text, "generation_tokens_total", engine="0")
@@ -196,14 +201,17 @@ def test_what_the_engine_client_counts_is_shown(
 
 def test_engines_are_shown_as_the_view_has_them(http: Any, engines: Any) -> None:
     engines.view = view(
-        engine(0, running=3), engine(1, waiting=2, restarts=1), engine(2, stats=None)
+        engine(0, running=3), engine(1, waiting=5, deferred=2, restarts=1), engine(2, stats=None)
     )
     engines.stats_age = {0: 0.5}
     response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     text = response.text
     assert value(text, "num_requests_running", engine="0") == 3
-    assert value(text, "num_requests_waiting", engine="1") == 2
+    assert value(text, "num_requests_waiting", engine="1") == 5
+    by_reason = "num_requests_waiting_by_reason"
+    assert value(text, by_reason, engine="1", reason="capacity") == 3
+    assert value(text, by_reason, engine="1", reason="deferred") == 2
     assert value(text, "kv_cache_usage_perc", engine="0") == 0.25
     assert value(text, "prefix_cache_hits_total", engine="0") == 11
     assert value(text, "dummy_steps_total", engine="1") == 3
