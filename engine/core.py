@@ -1,12 +1,12 @@
-"""The body of an engine's loop: messages in, steps, outputs out. No sockets, clock or threads."""
+"""The body of an engine's loop: messages in, steps, outputs out. No sockets or threads."""
 
 import logging
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.distributed.spec import GroupBroken
@@ -35,6 +35,7 @@ from engine.scheduler.outputs import Outputs
 from engine.scheduler.policies import build_admission_policy
 from engine.scheduler.scheduler import Scheduler
 from engine.utilities import call_utility
+from engine.wave_clock import OwnClock, WaveClock
 from engine.writable import writable_directory
 
 logger = logging.getLogger(__name__)
@@ -52,29 +53,6 @@ class CoreStep(NamedTuple):
     utility_results: list[tuple[int, UtilityResult]]
     """With the front end that asked."""
     stats: EngineStats
-
-
-class WaveClock(Protocol):
-    """Which wave an engine is in, for its stats: that of its group, or its own count."""
-
-    wave: int
-    topology: int
-    hold_epoch: int
-
-    @property
-    def running(self) -> bool:
-        """Whether the engine steps in `wave` together with its group."""
-        ...
-
-
-@dataclass
-class OwnClock:
-    """The clock of an engine that steps alone: it only repeats what it hears."""
-
-    wave: int = 0
-    topology: int = 0
-    hold_epoch: int = 0
-    running: bool = False
 
 
 class _Launched(NamedTuple):
@@ -101,6 +79,7 @@ class EngineCore:
         incarnation: int,
         admission: AdmissionPolicy | None = None,
         clock: WaveClock | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self.incarnation = incarnation
@@ -110,9 +89,10 @@ class EngineCore:
         self.is_sleeping = False
         """The same until `wake_up`, and the executor's memory is given back."""
         self.vocab_size = executor.info.vocab_size
+        self._now = now
         self._profile_dir = config.executor.torch_profiler_dir
         self._executor = executor
-        self._block_size = config.cache.block_size
+        self._cache = config.cache
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._max_batched_tokens = config.scheduler.max_num_batched_tokens
         self._scheduling = config.scheduler
@@ -136,10 +116,14 @@ class EngineCore:
         info = self._executor.info
         return EngineSetup(
             info.num_kv_blocks,
-            self._block_size,
+            self._cache.block_size,
             self._scheduler.max_model_len,
             info.model_fingerprint,
             self._max_num_seqs,
+            self._cache.enable_prefix_caching,
+            self._cache.gpu_memory_utilization,
+            self._cache.num_kv_blocks,
+            self._cache.kv_cache_memory_bytes,
         )
 
     @property
@@ -248,6 +232,9 @@ class EngineCore:
             grammar_requests_total=counters.grammar_requests,
             grammar_waits_total=counters.grammar_waits,
             halted=self.is_paused or self.is_sleeping,
+            step_tokens_buckets=counters.step_tokens_buckets.copy(),
+            step_tokens_total=counters.step_tokens,
+            deferred=self._scheduler.num_deferred,
         )
 
     # -- for the member of a lockstep group ------------------------------------------------------
@@ -285,11 +272,12 @@ class EngineCore:
         with self._stepping():
             grant = self._grant(number, loads)
             if not self._in_flight:
-                self._in_flight.append(_Launched(self._scheduler.schedule(grant), None))
+                planned = self._scheduler.schedule(grant, self._now())
+                self._in_flight.append(_Launched(planned, None))
             plan = self._in_flight[0].plan
             result = self._executor.submit(plan).result()
             self._in_flight.popleft()
-            self._collect(self._scheduler.update(plan, result))
+            self._collect(self._scheduler.update(plan, result, self._now()))
         self._step += 1
         self._num_dummy_steps += not plan.slots
         self._last_prefill_tokens = plan.num_prefill_tokens
@@ -382,7 +370,7 @@ class EngineCore:
         """Plan a step and start it; False when there is nothing to compute now."""
         if self.is_paused or self.is_sleeping:
             return False
-        plan = self._scheduler.schedule(self._grant(self._step))
+        plan = self._scheduler.schedule(self._grant(self._step), self._now())
         if not plan.slots:
             self._in_flight.append(_Launched(plan, None))
             return False
@@ -400,7 +388,7 @@ class EngineCore:
     def _take_result(self) -> None:
         plan, pending = self._in_flight.popleft()
         result = BatchResult([]) if pending is None else pending.result()
-        self._collect(self._scheduler.update(plan, result))
+        self._collect(self._scheduler.update(plan, result, self._now()))
 
     def _collect(self, outputs: Outputs) -> None:
         if not self._outputs:
@@ -425,7 +413,7 @@ class EngineCore:
             name = message.request_id
             logger.debug("request %s arrived", name, extra={"request_id": name})
         try:
-            answer = self._scheduler.add(message)
+            answer = self._scheduler.add(message, self._now())
         except Exception as error:  # nothing of it has been queued: it fails alone
             name = message.request_id
             logger.exception("request %s could not be queued", name, extra={"request_id": name})

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.core import EngineCore, OwnClock, StepFailed
+from engine.core import EngineCore, StepFailed
 from engine.executor.environment import settle_environment
 from engine.executor.interface import Executor, GroupExecutor
 from engine.executor.team import Team
@@ -36,6 +36,7 @@ from engine.receiver import Drain, GrammarsSettled, InboxItem, Receiver, Stop, W
 from engine.sender import Dying, Sender
 from engine.transport import InsecureCluster, Transport, advertised_host
 from engine.watchdog import StepWatch, Watchdog
+from engine.wave_clock import OwnClock
 
 logger = logging.getLogger(__name__)
 

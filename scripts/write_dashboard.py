@@ -171,8 +171,32 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         ),
         panel(
             "Before an engine is chosen",
-            _quantiles("request_queue_time_seconds"), unit="s", width=6,
+            _quantiles("request_preprocess_time_seconds"), unit="s", width=6,
             text="From a request's arrival to its being handed to an engine.",
+        ),
+    ],
+    "Phases": [
+        panel(
+            "Waiting in the engine",
+            _quantiles("request_queue_time_seconds"), unit="s", width=6,
+            text="From a sequence's arrival in its engine to its first step.",
+        ),
+        panel(
+            "Prefill", _quantiles("request_prefill_time_seconds"), unit="s", width=6,
+            text="From a sequence's first step to its first token.",
+        ),
+        panel(
+            "Decode", _quantiles("request_decode_time_seconds"), unit="s", width=6,
+            text="From a sequence's first token to its last.",
+        ),
+        panel(
+            "Where time goes",
+            {
+                phase: rate(f"request_{phase}_time_seconds_sum")
+                for phase in ("queue", "prefill", "decode")
+            },
+            unit="s", stacked=True, width=6,
+            text="Seconds of all sequences that ended, per second.",
         ),
     ],
     "Balance": [
@@ -194,11 +218,19 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         ),
         panel(
             "Routed", {"engine {{engine}}": rate("routing_decisions_total", "engine")},
-            unit="reqps", width=12,
+            unit="reqps", width=8,
         ),
         panel(
             "Routed because of", {"{{reason}}": rate("routing_decisions_total", "reason")},
-            unit="reqps", width=12,
+            unit="reqps", width=8,
+        ),
+        panel(
+            "Tokens per step",
+            {
+                "engine {{engine}}": f"{engine_rate('iteration_tokens_total_sum')} / "
+                f"{engine_rate('iteration_tokens_total_count')}"
+            },
+            text="Prompt tokens computed and tokens drawn, on average.",
         ),
     ],
     "Waves": [

@@ -13,7 +13,7 @@ from server.cluster.generation_client import GenerationClient, ReaderTooSlow, To
 from server.generation import Answer, ChoiceFold, Delta, DeltaSum, FoldOptions, Prompt, PromptEcho
 from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
-from server.observe.sequence_metrics import SequenceTimer
+from server.observe.sequence_metrics import PromptParams, SequenceTimer
 from server.schemas.common import UNSET, PromptTokensDetails, Usage
 from server.text.detokenizer import TokenTable
 from server.unread import Unread, parts
@@ -93,17 +93,23 @@ class Submission:
         try:
             for prompt in spec.prompts:
                 echo = PromptEcho(table, prompt)
+                params = PromptParams(
+                    prompt_tokens=len(prompt.token_ids),
+                    max_tokens=spec.sampling.max_tokens,
+                    n=spec.n,
+                    sequences=spec.best_of,
+                )
                 for _ in range(spec.best_of):
-                    self._submit(client, prompt)
+                    stream = self._submit(client, prompt)
                     self._folds.append(ChoiceFold(table, prompt, spec.fold, echo))
-                    self._timers.append(metrics.sequence(arrived))
+                    self._timers.append(metrics.sequence(arrived, params, stream.times))
         except BaseException:
             self.close("error")
             raise
-        metrics.submitted(arrived, [len(prompt.token_ids) for prompt in spec.prompts])
+        metrics.submitted(arrived)
         self._unfinished = len(self._streams)
 
-    def _submit(self, client: GenerationClient, prompt: Prompt) -> None:
+    def _submit(self, client: GenerationClient, prompt: Prompt) -> TokenStream:
         spec, index = self._spec, len(self._streams)
         sampling, request_id = spec.sampling, spec.request_id
         if index:
@@ -120,6 +126,7 @@ class Submission:
             cache_root=self._cache_root,
         )
         self._streams.append(stream)
+        return stream
 
     @property
     def done(self) -> bool:
@@ -195,7 +202,7 @@ class Submission:
         fold, timer = self._folds[index], self._timers[index]
         counted = fold.num_tokens
         delta = fold.push(output)
-        timer.tokens(fold.num_tokens - counted)
+        timer.tokens(fold.num_tokens - counted, fold.num_cached_tokens)
         if not counted and self._reservation is not None:
             prompt = self._spec.prompts[index // self._spec.best_of]
             self._reservation.computed(len(prompt.token_ids))

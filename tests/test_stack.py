@@ -133,6 +133,22 @@ def test_a_client_that_disconnects_frees_its_engine_slot(stack: RunningStack) ->
     assert sum(metric(stack.url, "generation_tokens_total").values()) - before < 900
 
 
+def test_requests_that_wait_for_a_slot_show_as_queue_time() -> None:
+    bodies = [completion(f"Line {i}:", 64) for i in range(6)]
+    with RunningStack("--data-parallel-size", "1", "--max-num-seqs", "1") as alone:
+        asyncio.run(stream_many(f"{alone.url}/v1/completions", bodies, concurrency=6))
+        phases = {
+            name: metric(alone.url, f"request_{name}_time_seconds_sum")["0"]
+            for name in ("queue", "prefill", "decode", "inference")
+        }
+        whole = metric(alone.url, "e2e_request_latency_seconds_sum")["0"]
+        alone.stop()
+    # One after the other: on average each waits for two and a half others.
+    assert phases["queue"] > 1.5 * phases["inference"], phases
+    assert phases["inference"] == pytest.approx(phases["prefill"] + phases["decode"])
+    assert 0.9 * whole < phases["queue"] + phases["inference"] <= whole
+
+
 def test_a_seed_gives_the_same_text_on_any_engine_and_front_end(stack: RunningStack) -> None:
     url = f"{stack.url}/v1/completions"
     texts = {

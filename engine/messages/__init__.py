@@ -61,12 +61,14 @@ from engine.messages.node import (
     ScaleEngines,
 )
 from engine.messages.outputs import (
+    STEP_TOKENS_BOUNDS,
     EngineDead,
     EngineOutput,
     EngineStats,
     FinishReason,
     Received,
     RequestOutput,
+    RequestTiming,
     StepOutputs,
     TokenLogprob,
     UtilityResult,
@@ -103,6 +105,7 @@ from engine.messages.wire import (
 
 __all__ = [
     "ROOT_SIZE",
+    "STEP_TOKENS_BOUNDS",
     "AbortRequests",
     "AddRequest",
     "Assignment",
@@ -153,6 +156,7 @@ __all__ = [
     "Refused",
     "RegexGrammar",
     "RequestOutput",
+    "RequestTiming",
     "RestartEngines",
     "RouteTaken",
     "SamplingParams",

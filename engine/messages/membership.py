@@ -20,6 +20,11 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """Equal on all engines that hold the same weights."""
     max_num_seqs: int = 0
     """Most sequences that the engine runs at once; 0 if it does not say."""
+    enable_prefix_caching: bool | None = None
+    """This and the following are its settings of the KV cache, as far as it says them."""
+    gpu_memory_utilization: float | None = None
+    num_kv_blocks_set: int | None = None
+    kv_cache_memory_bytes: int | None = None
 
 
 class FrontEndAddresses(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,22 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the classes in which steps are counted by their tokens."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
+    """How long a request took in one engine, in seconds of that engine's monotonic clock."""
+
+    queue: float
+    """From its arrival to the first step that it was planned for."""
+    prefill: float
+    """From there to its first token there; preemptions included."""
+    decode: float = 0.0
+    """From its first token to its last; preemptions included. 0 on an output that is not the last.
+    """
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +52,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens whose keys and values came from the prefix cache (on the first output)."""
     error: str | None = None
     """What went wrong when `finish_reason` is "error"."""
+    timing: RequestTiming | None = None
+    """On the first and the last output with tokens of an engine."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
@@ -101,6 +118,13 @@ class EngineStats(Message, frozen=True):
     """Requests held to a grammar."""
     grammar_waits_total: int = 0
     """Those of them whose grammar had to be compiled first."""
+    step_tokens_buckets: list[int] = []
+    """Steps by how many tokens they computed or drew: as many as each of `STEP_TOKENS_BOUNDS` at
+    most (and more than the one before), and more than all of them."""
+    step_tokens_total: int = 0
+    """Sum of these tokens."""
+    deferred: int = 0
+    """Those of the waiting requests that wait for their grammar to be compiled, not for a slot."""
 
 
 class StepOutputs(Message, frozen=True):

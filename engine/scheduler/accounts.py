@@ -1,8 +1,10 @@
 """What a scheduler says about itself: counters, gauges, and plans in flight in words."""
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.messages import STEP_TOKENS_BOUNDS
 from engine.scheduler.batch import BatchPlan
 from engine.scheduler.request import Request
 
@@ -23,6 +25,17 @@ class Counters:
     grammar_requests: int = 0
     grammar_waits: int = 0
     """Requests whose grammar had to be compiled first."""
+    step_tokens: int = 0
+    """Tokens of all steps: computed for prompts, or drawn."""
+    step_tokens_buckets: list[int] = field(
+        default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1)
+    )
+    """Steps by their tokens, see `engine.messages.EngineStats`."""
+
+    def count_step(self, tokens: int) -> None:
+        """Count a step that computed or drew so many tokens."""
+        self.step_tokens += tokens
+        self.step_tokens_buckets[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
 
 
 class Gauges(NamedTuple):
@@ -39,10 +52,11 @@ class InFlight(NamedTuple):
 
     plan: BatchPlan
     requests: list[Request]
+    num_prefill_tokens: int
 
     def describe(self) -> str:
         """Return what is computed, in numbers and names only (never a prompt), for the log."""
-        plan, requests = self
+        plan, requests, _ = self
         head = (
             f"step {plan.step}: {len(requests)} rows, {plan.num_tokens} tokens, "
             f"{len(plan.starting)} starting"

@@ -20,6 +20,8 @@ class _Row(NamedTuple):
 class Draft:
     """Collects the rows of one step and keeps the numbers of their requests up to date."""
 
+    now: float = 0.0
+    """When the step is planned."""
     starting: list[SlotStart] = field(default_factory=list)
     blocks: list[SlotBlocks] = field(default_factory=list)
     decodes: list[Request] = field(default_factory=list)
@@ -31,6 +33,8 @@ class Draft:
 
     def start(self, request: Request) -> None:
         """The request takes its slot with all its blocks."""
+        if request.scheduled_at is None:
+            request.scheduled_at = self.now
         self.starting.append(
             SlotStart(
                 request.slot,
@@ -85,6 +89,11 @@ class Draft:
             },
         )
         return plan, requests
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the prefills, whatever their rows draw."""
+        return sum(row.num_tokens for row in self.prefills)
 
     def _proposing(self) -> list[_Row]:
         if not self.proposed:

@@ -10,9 +10,12 @@ Outputs = dict[int, list[RequestOutput]]
 
 
 def accept_tokens(
-    request: Request, token_ids: list[int], logprobs: list[TokenLogprob] | None
+    request: Request,
+    token_ids: list[int],
+    logprobs: list[TokenLogprob] | None,
+    now: float = 0.0,
 ) -> RequestOutput:
-    """Append drawn tokens to a request and return the output for them.
+    """Append tokens that are known `now` to a request and return the output for them.
 
     A token that ends the request is part of the output, and what was drawn after it is not.
     """
@@ -30,8 +33,14 @@ def accept_tokens(
             logprobs = None if logprobs is None else logprobs[:count]
             break
     if request.has_emitted:
-        return RequestOutput(request.id, token_ids, finish_reason, stop_token_id, logprobs)
+        if finish_reason is None:
+            return RequestOutput(request.id, token_ids, None, None, logprobs)
+        timing = request.timing(now)
+        return RequestOutput(
+            request.id, token_ids, finish_reason, stop_token_id, logprobs, timing=timing
+        )
     request.has_emitted = True
+    request.first_token_at = now
     return RequestOutput(
         request.id,
         token_ids,
@@ -40,10 +49,13 @@ def accept_tokens(
         logprobs,
         _prompt_logprobs(request),
         request.num_cached_tokens,
+        timing=request.timing(now),
     )
 
 
-def grammar_output(request: Request, output: RequestOutput, error: str | None) -> RequestOutput:
+def grammar_output(
+    request: Request, output: RequestOutput, error: str | None, now: float = 0.0
+) -> RequestOutput:
     """Return the output for the last token that the request's grammar allows, or that it forbids.
 
     A token that only ends the request, like the model's own end, was allowed by the grammar as its
@@ -58,6 +70,7 @@ def grammar_output(request: Request, output: RequestOutput, error: str | None) -
         output,
         finish_reason="stop",
         stop_token_id=last if last in request.stop_ids else None,
+        timing=request.timing(now),
     )
 
 

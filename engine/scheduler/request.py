@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from engine.messages import AddRequest, SamplingParams, TokenLogprob
+from engine.messages import AddRequest, RequestTiming, SamplingParams, TokenLogprob
 from engine.scheduler.grammars import Grammar
 from engine.scheduler.kv_cache import BlockTable
 from engine.scheduler.prefix_cache import ROOT_DIGEST
@@ -66,6 +66,12 @@ class Request:
     """Prompt tokens that the prefix cache had when the request was first admitted."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     has_emitted: bool = False
+    queued_at: float = 0.0
+    """When it came, in seconds of the loop's clock, like the two below."""
+    scheduled_at: float | None = None
+    """When it was first planned to be computed."""
+    first_token_at: float = 0.0
+    """When the first token drawn here was known."""
     grammar: Grammar | None = None
     """What its output has to follow."""
 
@@ -83,6 +89,12 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """Known output tokens."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    def timing(self, now: float) -> RequestTiming:
+        """Return how long it took up to the token that is known `now`, its first or its last."""
+        scheduled = self.queued_at if self.scheduled_at is None else self.scheduled_at
+        first = self.first_token_at
+        return RequestTiming(scheduled - self.queued_at, first - scheduled, now - first)
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -110,6 +122,7 @@ def request_from_message(
     priority: int,
     max_model_len: int,
     eos_token_ids: frozenset[int],
+    now: float = 0.0,
 ) -> Request:
     """Return the request that a front end's message describes."""
     sampling = message.sampling
@@ -133,4 +146,5 @@ def request_from_message(
         was_taken_over=bool(message.output_token_ids),
         table=BlockTable(message.cache_root or ROOT_DIGEST),
         queued_tokens=len(token_ids),
+        queued_at=now,
     )

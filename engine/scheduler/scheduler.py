@@ -100,6 +100,11 @@ class Scheduler:
         waiting = len(self._waiting) + len(self._compiling)
         return Gauges(waiting, len(self._running), self._kv.usage, self._queued_tokens)
 
+    @property
+    def num_deferred(self) -> int:
+        """Those of the waiting requests that have no use for a slot before their grammar."""
+        return len(self._compiling)
+
     def rank_state(self, last_step_us: int = 0, last_prefill_tokens: int = 0) -> RankState:
         """Return what an admission policy is told about this rank.
 
@@ -161,8 +166,11 @@ class Scheduler:
 
     # -- requests come and go --------------------------------------------------------------------
 
-    def add(self, message: AddRequest) -> RequestOutput | None:
-        """Queue a request; one that cannot run or has nothing left to do is answered at once."""
+    def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
+        """Queue a request; one that cannot run or has nothing left to do is answered at once.
+
+        The time, here and below, only serves to say how long requests took.
+        """
         if message.id in self._requests:
             name = message.request_id
             fields = {"request_id": name}
@@ -177,6 +185,7 @@ class Scheduler:
             priority=message.priority if self._by_priority else 0,
             max_model_len=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
+            now=now,
         )
         if request.num_tokens >= request.max_total_tokens:
             return RequestOutput(message.id, [], finish_reason="length")
@@ -246,9 +255,9 @@ class Scheduler:
 
     # -- one step --------------------------------------------------------------------------------
 
-    def schedule(self, grant: Grant = UNLIMITED) -> BatchPlan:
+    def schedule(self, grant: Grant = UNLIMITED, now: float = 0.0) -> BatchPlan:
         """Plan the next step; every plan has to be given to `update`, in order."""
-        draft = Draft()
+        draft = Draft(now)
         budget = StepBudget(self._max_batched_tokens, grant)
         if budget.can_admit and self._waiting:
             self._make_room()
@@ -264,12 +273,12 @@ class Scheduler:
         self._num_passed_over = len(self._waiting)
         self._num_plans += 1
         plan, requests = draft.seal(self._num_plans)
-        self._in_flight.append(InFlight(plan, requests))
+        self._in_flight.append(InFlight(plan, requests, draft.num_prefill_tokens))
         return plan
 
-    def update(self, plan: BatchPlan, result: BatchResult) -> Outputs:
+    def update(self, plan: BatchPlan, result: BatchResult, now: float = 0.0) -> Outputs:
         """Take the result of the oldest plan in flight and return what it adds to each request."""
-        expected, requests = self._in_flight[0]
+        expected, requests, step_tokens = self._in_flight[0]
         assert plan is expected, "results have to come in the order of the plans"
         for row, logprobs in result.prompt_logprobs.items():
             if requests[row].lacks_prompt_logprobs:
@@ -287,20 +296,23 @@ class Scheduler:
                 if row in result.accepted:
                     self._settle_proposal(request, result.accepted[row])
                     count = len(drawn)  # the others have to be computed again
-                output = self._accept(request, result, drawn) if sampled else None
+                output = self._accept(request, result, drawn, now) if sampled else None
                 if output is not None and request.slot in result.grammar_ends:
                     error = result.grammar_ends[request.slot]
-                    output = grammar_output(request, output, error)
+                    output = grammar_output(request, output, error, now)
                 computed = min(start + count, len(request.token_ids))
                 if computed >= request.table.next_commit:
                     self._kv.commit(request.table, request.token_ids, computed)
                 if output is not None:
+                    step_tokens += len(output.token_ids)
                     outputs.setdefault(request.front_end, []).append(output)
                     if output.finish_reason is not None:
                         self._retire(request)
             if request.status is not running:
                 self._slots.release_when_idle(request)
         self._in_flight.popleft()
+        if requests:
+            self.counters.count_step(step_tokens)
         return outputs
 
     def check_integrity(self) -> None:
@@ -466,7 +478,9 @@ class Scheduler:
             request.queued_tokens += accepted
             self._queued_tokens += accepted
 
-    def _accept(self, request: Request, result: BatchResult, drawn: range) -> RequestOutput:
+    def _accept(
+        self, request: Request, result: BatchResult, drawn: range, now: float
+    ) -> RequestOutput:
         """Append drawn tokens to their request and return the output for them."""
         request.num_pending_tokens -= 1
         if not request.has_emitted and not request.was_taken_over:
@@ -476,7 +490,7 @@ class Scheduler:
         if result.logprobs is not None and request.sampling.logprobs is not None:
             entries = result.logprobs[drawn.start : drawn.stop]
             logprobs = [entry for entry in entries if entry is not None]
-        output = accept_tokens(request, tokens, logprobs)
+        output = accept_tokens(request, tokens, logprobs, now)
         self.counters.generation_tokens += len(output.token_ids)
         return output
 

@@ -162,7 +162,7 @@ class Dispatcher:
         for output in message.outputs if order >= 0 else ():
             stream = self.in_flight.get(output.id)
             if stream is not None and stream.runs_on(stats.rank, stats.incarnation) and order == 0:
-                self._deliver(stream, output)
+                self._deliver(stream, output, now)
             elif output.finish_reason is None and stream is None:
                 stale.append(output.id)  # has moved on, or was aborted by nobody it heard
         if stale:
@@ -246,6 +246,7 @@ class Dispatcher:
                 choice = self._choose(stream.request)
                 continue
             self.state.sent(rank, message.num_tokens)
+            stream.times.sent(rank, now)
             self._metrics.routing_decision(rank, choice.reason)
             if logger.isEnabledFor(logging.DEBUG):
                 name = message.request_id
@@ -274,7 +275,9 @@ class Dispatcher:
 
     # -- receiving -------------------------------------------------------------------------------
 
-    def _deliver(self, stream: RequestStream, output: RequestOutput) -> None:
+    def _deliver(self, stream: RequestStream, output: RequestOutput, now: float) -> None:
+        if output.timing is not None:
+            stream.times.said(output.timing, now, last=output.finish_reason is not None)
         if output.finish_reason is not None:
             self._forget(output.id)
         stream.put(output)
@@ -394,6 +397,7 @@ class Dispatcher:
 
     def _rehome(self, stream: RequestStream, now: float) -> None:
         """Send a request anew; it waits if no engine can take it, or if none should yet."""
+        stream.times.left(now)
         old = stream.request.id
         since = self._homeless.pop(old, now)
         del self.in_flight[old]

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from engine.messages import ClusterView, RequestOutput, SamplingParams, UtilityResult, UtilityValue
+from server.cluster.engine_times import EngineTimes
 
 
 class NoEngineAvailable(Exception):
@@ -19,6 +20,11 @@ class ReaderTooSlow(Exception):
 
 class TokenStream(Protocol):
     """The tokens of one request, in order, from whichever engine runs it."""
+
+    @property
+    def times(self) -> EngineTimes:
+        """Which engine that is, and how long the request took there and in those before."""
+        ...
 
     async def next(self) -> RequestOutput:
         """Wait for and return everything new since the last call, merged into one output.

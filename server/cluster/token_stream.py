@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from engine.messages import AddRequest, RequestOutput
+from server.cluster.engine_times import EngineTimes
 from server.cluster.generation_client import NoEngineAvailable, ReaderTooSlow
 
 MAX_BACKLOG = 1 << 16
@@ -26,6 +27,7 @@ class RequestStream:
         self.request = request
         self.output_token_ids: list[int] = []
         """Tokens received so far, from all engines that ran the request."""
+        self.times = EngineTimes()
         self.rank = -1
         self.incarnation = 0
         self.died_on: set[tuple[int, int]] = set()
@@ -129,7 +131,7 @@ def weight(output: RequestOutput) -> int:
 
 
 def merge(outputs: list[RequestOutput]) -> RequestOutput:
-    """Return consecutive outputs of one request as one."""
+    """Return consecutive outputs of one request as one, but for their times."""
     first, last = outputs[0], outputs[-1]
     logprobs = None
     if any(output.logprobs is not None for output in outputs):

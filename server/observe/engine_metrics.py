@@ -1,12 +1,24 @@
 """Metrics of the engines and the cluster, read from the newest cluster view at every scrape."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from engine.messages import ClusterView, EngineEntry, EngineStats
-from server.cluster.generation_client import GenerationClient
+from engine.messages import (
+    STEP_TOKENS_BOUNDS,
+    ClusterView,
+    EngineEntry,
+    EngineSetup,
+    EngineStats,
+)
 
 _EngineValue = Callable[[EngineStats], float]
 _Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -78,21 +90,40 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, _EngineValue], ...] = (
         lambda stats: stats.dummy_steps_total,
     ),
 )
+_STEP_TOKENS_LABELS = [*map(floatToGoString, STEP_TOKENS_BOUNDS), "+Inf"]
+_CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
+    "block_size": lambda setup: setup.block_size,
+    "cache_dtype": lambda setup: "auto",
+    "enable_prefix_caching": lambda setup: setup.enable_prefix_caching,
+    "gpu_memory_utilization": lambda setup: setup.gpu_memory_utilization,
+    "kv_cache_memory_bytes": lambda setup: setup.kv_cache_memory_bytes,
+    "kv_cache_size_tokens": lambda setup: setup.num_kv_blocks * setup.block_size,
+    "num_cpu_blocks": lambda setup: None,
+    "num_gpu_blocks": lambda setup: setup.num_kv_blocks,
+    "num_gpu_blocks_override": lambda setup: setup.num_kv_blocks_set,
+}
+"""vLLM's labels, as text like there; the cache has the model's type and is on one device."""
 
 
 class EngineCollector(Collector):
     """What the newest cluster view says, of one rank or of all and the cluster."""
 
     def __init__(
-        self, prefix: str, model_name: str, client: GenerationClient, rank: int | None
+        self,
+        prefix: str,
+        model_name: str,
+        view: ClusterView | None,
+        stats_age: dict[int, float],
+        rank: int | None,
     ) -> None:
         self._prefix = prefix
         self._model_name = model_name
-        self._client = client
+        self._view = view
+        self._stats_age = stats_age
         self._rank = rank
 
     def collect(self) -> Iterator[Metric]:
-        view = self._client.view
+        view = self._view
         if view is None:
             return
         chosen = [entry for entry in view.engines if self._rank in (None, entry.rank)]
@@ -103,6 +134,9 @@ class EngineCollector(Collector):
         for name, text, value in _ENGINE_COUNTERS:
             samples = [(self._labels(entry), value(stats)) for entry, stats in reporting]
             yield self._counter(name, text, ("model_name", "engine"), samples)
+        yield self._waiting_by_reason(reporting)
+        yield self._step_tokens(reporting)
+        yield self._cache_config(chosen)
         yield from self._membership(chosen)
         if self._rank is None:
             yield from self._cluster(view)
@@ -123,6 +157,41 @@ class EngineCollector(Collector):
         text = "How often paused engines were woken."
         yield self._counter("wave_wakeups", text, ("model_name", "source"), wakeups)
 
+    def _waiting_by_reason(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
+        text = "Sequences that wait for a slot, and those that wait for something else first."
+        samples = []
+        for entry, stats in reporting:
+            capacity = stats.waiting - stats.deferred
+            samples += [
+                ((*self._labels(entry), "capacity"), float(capacity)),
+                ((*self._labels(entry), "deferred"), float(stats.deferred)),
+            ]
+        labels = ("model_name", "engine", "reason")
+        return self._gauge("num_requests_waiting_by_reason", text, labels, samples)
+
+    def _step_tokens(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
+        family = HistogramMetricFamily(
+            self._prefix + "iteration_tokens_total",
+            "Tokens per step of the engine: prompt tokens computed, and tokens drawn.",
+            labels=("model_name", "engine"),
+        )
+        for entry, stats in reporting:
+            counts = list(accumulate(stats.step_tokens_buckets))
+            if counts:
+                buckets = list(zip(_STEP_TOKENS_LABELS, map(float, counts), strict=True))
+                family.add_metric(self._labels(entry), buckets, stats.step_tokens_total)
+        return family
+
+    def _cache_config(self, chosen: list[EngineEntry]) -> Metric:
+        text = "1 for each engine; the labels are its settings of the KV cache."
+        setups = [(self._labels(entry), entry.setup) for entry in chosen if entry.setup]
+        names = ("model_name", "engine", *_CACHE_CONFIG)
+        samples = [
+            (labels + tuple(str(value(setup)) for value in _CACHE_CONFIG.values()), 1.0)
+            for labels, setup in setups
+        ]
+        return self._gauge("cache_config_info", text, names, samples)
+
     def _membership(self, chosen: list[EngineEntry]) -> Iterator[Metric]:
         labels = ("model_name", "engine")
         up = [(self._labels(entry), float(entry.ready)) for entry in chosen]
@@ -131,7 +200,7 @@ class EngineCollector(Collector):
         yield self._counter(
             "engine_restarts", "Starts of a rank after its first.", labels, restarts
         )
-        age = self._client.stats_age
+        age = self._stats_age
         ages = [(self._labels(entry), age[entry.rank]) for entry in chosen if entry.rank in age]
         text = "Seconds since the engine's newest stats came."
         yield self._gauge("stats_age_seconds", text, labels, ages)

@@ -24,6 +24,18 @@ class LabelledCounter:
         return known
 
 
+class LabelledHistogram:
+    """A histogram by engine; whoever asks for a child keeps it."""
+
+    def __init__(self, histogram: Histogram, model_name: str) -> None:
+        self._histogram = histogram
+        self._model_name = model_name
+
+    def of_engine(self, rank: int) -> Histogram:
+        """Return the histogram of one engine."""
+        return self._histogram.labels(self._model_name, str(rank))
+
+
 class MetricFactory:
     """Registers metrics whose names begin with one prefix."""
 
@@ -50,3 +62,11 @@ class MetricFactory:
         return Histogram(
             self._prefix + name, text, ["model_name"], buckets=buckets, registry=self._registry
         ).labels(self._model_name)
+
+    def by_engine(self, name: str, text: str, buckets: tuple[float, ...]) -> LabelledHistogram:
+        """Return a histogram with the engine as second label."""
+        labels = ["model_name", "engine"]
+        histogram = Histogram(
+            self._prefix + name, text, labels, buckets=buckets, registry=self._registry
+        )
+        return LabelledHistogram(histogram, self._model_name)

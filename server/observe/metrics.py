@@ -10,23 +10,23 @@ is summed twice.
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from engine.model_files import served_names
+from server.cluster.engine_times import EngineTimes
 from server.cluster.generation_client import GenerationClient
 from server.config import FrontEndConfig
 from server.observe.engine_metrics import EngineCollector
-from server.observe.metric_factory import COUNT_BUCKETS, MetricFactory
-from server.observe.sequence_metrics import SequenceMetrics, SequenceTimer
+from server.observe.metric_factory import MetricFactory
+from server.observe.sequence_metrics import PromptParams, SequenceMetrics, SequenceTimer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_QUEUE_BUCKETS = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
-    120.0, 480.0,
+_PREPROCESS_BUCKETS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 _WAKE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
@@ -57,14 +57,10 @@ class FrontEndMetrics:
         registry = CollectorRegistry()
         factory = MetricFactory(self._prefix, self._model_name, registry)
         self._sequences = SequenceMetrics(factory)
-        self._prompt_tokens = factory.counter("prompt_tokens", "Prompt tokens accepted.")
-        self._request_prompt_tokens = factory.histogram(
-            "request_prompt_tokens", "Prompt tokens per prompt.", COUNT_BUCKETS
-        )
-        self._queue_time = factory.histogram(
-            "request_queue_time_seconds",
+        self._preprocess_time = factory.histogram(
+            "request_preprocess_time_seconds",
             "Time from a request's arrival to its being handed to an engine.",
-            _QUEUE_BUCKETS,
+            _PREPROCESS_BUCKETS,
         )
         self._wake_latency = factory.histogram(
             "wake_latency_seconds",
@@ -89,16 +85,13 @@ class FrontEndMetrics:
         """An endpoint answered with a status."""
         self._http.child(endpoint, status).inc()
 
-    def submitted(self, arrived: float, prompt_lengths: Iterable[int]) -> None:
-        """A request that arrived at `arrived` (monotonic seconds) goes to the engines."""
-        self._queue_time.observe(time.monotonic() - arrived)
-        for length in prompt_lengths:
-            self._request_prompt_tokens.observe(length)
-            self._prompt_tokens.inc(length)
+    def submitted(self, arrived: float) -> None:
+        """A request that arrived at `arrived` (monotonic seconds) has gone to the engines."""
+        self._preprocess_time.observe(time.monotonic() - arrived)
 
-    def sequence(self, arrived: float) -> SequenceTimer:
+    def sequence(self, arrived: float, params: PromptParams, times: EngineTimes) -> SequenceTimer:
         """Return what measures one sequence of a request that arrived at `arrived`."""
-        return SequenceTimer(self._sequences, arrived)
+        return SequenceTimer(self._sequences, arrived, params, times)
 
     def routing_decision(self, rank: int, reason: str) -> None:
         """A sequence was sent to engine `rank` because of `reason`."""
@@ -115,27 +108,33 @@ class FrontEndMetrics:
     def first_token_times(self) -> tuple[float, int]:
         """Return the sum (seconds) and the number of the node's times to first token."""
         name = f"{self._prefix}time_to_first_token_seconds"
-        values = {
-            sample.name: sample.value
-            for family in self._exposed.collect()
-            if family.name == name
-            for sample in family.samples
-        }
-        return values.get(f"{name}_sum", 0.0), int(values.get(f"{name}_count", 0))
+        sums = {f"{name}_sum": 0.0, f"{name}_count": 0.0}
+        for family in self._exposed.collect():
+            if family.name == name:
+                for sample in family.samples:
+                    if sample.name in sums:
+                        sums[sample.name] += sample.value
+        return sums[f"{name}_sum"], int(sums[f"{name}_count"])
+
+    def scrape(self, client: GenerationClient) -> Callable[[], bytes]:
+        """Return what makes the text of `render` as of now; it may be called in another thread."""
+        self._sequences.flush()
+        engines = self._engines(client, None)
+        return lambda: generate_latest(self._exposed) + generate_latest(engines)
 
     def render(self, client: GenerationClient) -> bytes:
         """Return all series in Prometheus text format: this node's and every engine's."""
-        self._sequences.inter_token_latency.flush()
-        return generate_latest(self._exposed) + self._render_engines(client, None)
+        return self.scrape(client)()
 
     def render_engine(self, client: GenerationClient, rank: int) -> bytes | None:
         """Return the series of one engine; None if the view does not have it."""
         view = client.view
         if view is None or all(entry.rank != rank for entry in view.engines):
             return None
-        return self._render_engines(client, rank)
+        return generate_latest(self._engines(client, rank))
 
-    def _render_engines(self, client: GenerationClient, rank: int | None) -> bytes:
+    def _engines(self, client: GenerationClient, rank: int | None) -> CollectorRegistry:
+        view, age = client.view, client.stats_age
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(EngineCollector(self._prefix, self._model_name, client, rank))
-        return generate_latest(registry)
+        registry.register(EngineCollector(self._prefix, self._model_name, view, age, rank))
+        return registry

@@ -1,124 +1,94 @@
-"""How long sequences take and how they end, measured as their tokens reach the front end."""
+"""How long sequences take and how they end: as their tokens reach the front end, and in engines."""
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterable
-from typing import Any
 
-from prometheus_client import Histogram
-
-from server.observe.metric_factory import COUNT_BUCKETS, MetricFactory
-
-_LATENCY_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0, 640.0,
-)  # fmt: skip
-_TOKEN_LATENCY_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-_REQUEST_BUCKETS = (
-    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
-    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
-)  # fmt: skip
-
-_FLUSH_AFTER = 256
-
-
-class _BufferedHistogram:
-    """A histogram child whose observations are counted here and handed over in bulk.
-
-    One observation of a memory-mapped histogram costs microseconds; there is one per token.
-    """
-
-    def __init__(self, child: Histogram, buckets: Iterable[float]) -> None:
-        self._child: Any = child  # its parts have no public names
-        self._bounds = list(buckets)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-        self._pending = 0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count `times` observations of `value`."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-        self._pending += times
-        if self._pending >= _FLUSH_AFTER:
-            self.flush()
-
-    def flush(self) -> None:
-        """Make everything observed visible to scrapes of any process."""
-        if not self._pending:
-            return
-        for index, count in enumerate(self._counts):
-            if count:
-                self._child._buckets[index].inc(count)
-                self._counts[index] = 0
-        self._child._sum.inc(self._sum)
-        self._sum = 0.0
-        self._pending = 0
+from server.cluster.engine_times import EngineTimes
+from server.observe.engine_series import EngineSeries, SequenceFamilies
+from server.observe.metric_factory import MetricFactory
 
 
 class SequenceMetrics:
-    """Metrics of sequences, whatever request they belong to."""
+    """Metrics of sequences by engine, whatever request they belong to."""
 
     def __init__(self, factory: MetricFactory) -> None:
-        self.generation_tokens = factory.counter("generation_tokens", "Tokens generated.")
-        self.success = factory.by_label(
-            "request_success", "Sequences that ended, by reason.", "finished_reason"
-        )
-        for reason in ("stop", "length", "abort", "error"):
-            self.success.child(reason)
-        self.time_to_first_token = factory.histogram(
-            "time_to_first_token_seconds",
-            "Time from a request's arrival to its first token.",
-            _LATENCY_BUCKETS,
-        )
-        self.inter_token_latency = _BufferedHistogram(
-            factory.histogram(
-                "inter_token_latency_seconds",
-                "Time between the tokens of a sequence as they reach the front end.",
-                _TOKEN_LATENCY_BUCKETS,
-            ),
-            _TOKEN_LATENCY_BUCKETS,
-        )
-        self.time_per_output_token = factory.histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time per token of a sequence after its first.",
-            _TOKEN_LATENCY_BUCKETS,
-        )
-        self.e2e_request_latency = factory.histogram(
-            "e2e_request_latency_seconds",
-            "Time from a request's arrival to its last token.",
-            _REQUEST_BUCKETS,
-        )
-        self.request_generation_tokens = factory.histogram(
-            "request_generation_tokens", "Tokens generated per sequence.", COUNT_BUCKETS
-        )
+        self._families = SequenceFamilies(factory)
+        self._series: dict[int, EngineSeries] = {}
+
+    def of_engine(self, rank: int) -> EngineSeries:
+        """Return the series of an engine; the first time they are made, all at zero."""
+        known = self._series.get(rank)
+        if known is None:
+            known = self._series[rank] = EngineSeries(self._families, rank)
+        return known
+
+    def flush(self) -> None:
+        """Make every token counted visible to scrapes of any process."""
+        for series in self._series.values():
+            series.token_counts.flush()
+
+
+class PromptParams:
+    """What the sequences of one prompt have in common, and how long the longest of them got."""
+
+    def __init__(self, *, prompt_tokens: int, max_tokens: int, n: int, sequences: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.n = n
+        self.longest = 0
+        self._unfinished = sequences
+
+    def ended(self, num_tokens: int) -> bool:
+        """Take a sequence that ended with so many tokens; return whether it was the last."""
+        self.longest = max(self.longest, num_tokens)
+        self._unfinished -= 1
+        return self._unfinished == 0
 
 
 class SequenceTimer:
-    """Measures one sequence, from the arrival of its request to its end."""
+    """Measures one sequence, from the arrival of its request to its end.
 
-    __slots__ = ("_arrived", "_first", "_last", "_metrics", "_num_tokens")
+    What happens counts for the engine that the sequence is in when it happens.
+    """
 
-    def __init__(self, metrics: SequenceMetrics, arrived: float) -> None:
+    __slots__ = (
+        "_arrived", "_cached", "_engine", "_first", "_last", "_metrics", "_num_tokens", "_params",
+        "_series", "_times",
+    )  # fmt: skip
+
+    def __init__(
+        self, metrics: SequenceMetrics, arrived: float, params: PromptParams, times: EngineTimes
+    ) -> None:
         self._metrics = metrics
         self._arrived = arrived
+        self._params = params
+        self._times = times
+        self._engine = times.engine
+        self._series = metrics.of_engine(self._engine)
         self._first = 0.0
         self._last = 0.0
         self._num_tokens = 0
+        self._cached = 0
 
-    def tokens(self, count: int) -> None:
-        """The engine sent `count` more tokens."""
+    def _current(self) -> EngineSeries:
+        if self._times.engine != self._engine:
+            self._engine = self._times.engine
+            self._series = self._metrics.of_engine(self._engine)
+        return self._series
+
+    def tokens(self, count: int, cached: int = 0) -> None:
+        """The engine sent `count` more tokens; it had found `cached` of the prompt's."""
+        self._cached = cached
         if not count:
             return
+        series = self._current()
         now = time.monotonic()
         if self._num_tokens == 0:
             self._first = now
-            self._metrics.time_to_first_token.observe(now - self._arrived)
+            series.time_to_first_token.observe(now - self._arrived)
+            series.prompt(self._params.prompt_tokens, cached)
+            series.token_counts.first(count)
         else:
-            self._metrics.inter_token_latency.observe((now - self._last) / count, count)
+            series.token_counts.more(count, now - self._last, now)
         self._last = now
         self._num_tokens += count
 
@@ -129,13 +99,28 @@ class SequenceTimer:
 
     def finished(self, reason: str) -> None:
         """The sequence ended, for whatever reason."""
-        metrics = self._metrics
-        metrics.success.child(reason).inc()
-        metrics.e2e_request_latency.observe(time.monotonic() - self._arrived)
-        metrics.request_generation_tokens.observe(self._num_tokens)
-        if self._num_tokens:
-            metrics.generation_tokens.inc(self._num_tokens)
+        series, params, now = self._current(), self._params, time.monotonic()
+        series.ended[reason].inc()
+        series.e2e_latency.observe(now - self._arrived)
+        series.request_prompt_tokens.observe(params.prompt_tokens)
+        series.request_generation_tokens.observe(self._num_tokens)
+        series.params_max_tokens.observe(params.max_tokens)
         if self._num_tokens > 1:
             per_token = (self._last - self._first) / (self._num_tokens - 1)
-            metrics.time_per_output_token.observe(per_token)
-            metrics.inter_token_latency.flush()
+            series.time_per_output_token.observe(per_token)
+        self._in_engines(series, now)
+        if params.ended(self._num_tokens):
+            series.params_n.observe(params.n)
+            series.max_num_generation_tokens.observe(params.longest)
+        series.token_counts.flush()
+
+    def _in_engines(self, series: EngineSeries, now: float) -> None:
+        timing = self._times.ended(now)
+        if timing is None:
+            return
+        if self._num_tokens == 0:  # the token that was drawn was not asked for
+            series.prompt(self._params.prompt_tokens, self._cached)
+        series.queue_time.observe(timing.queue)
+        series.prefill_time.observe(timing.prefill)
+        series.decode_time.observe(timing.decode)
+        series.inference_time.observe(timing.prefill + timing.decode)

@@ -7,6 +7,7 @@ from fastapi import Response
 
 from server.errors import ApiError, model_not_found, unavailable
 from server.observe.metrics import CONTENT_TYPE
+from server.observe.shared_work import SharedWork
 from server.routes.context import Context
 from server.routes.tokenize import known_max_model_len
 from server.schemas.common import HealthResponse, Model, ModelList, VersionResponse
@@ -17,6 +18,7 @@ class MetaRoutes:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._scrape = SharedWork(lambda: context.metrics.scrape(context.client))
 
     async def list_models(self) -> Response:
         """List the names by which the model may be called."""
@@ -44,8 +46,7 @@ class MetaRoutes:
 
     async def metrics(self) -> Response:
         """Show the node's metrics in Prometheus text format."""
-        context = self._context
-        return Response(context.metrics.render(context.client), media_type=CONTENT_TYPE)
+        return Response(await self._scrape.result(), media_type=CONTENT_TYPE)
 
     async def engine_metrics(self, rank: int) -> Response:
         """Show the metrics of one engine alone."""

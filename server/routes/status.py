@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
 from engine.messages import EngineEntry, EngineStats
+from server.observe.shared_work import SharedWork
 from server.openapi import json_responses
 from server.routes.context import Context
 from server.schemas.status import EngineCounts, EngineOverview, FirstTokenTimes, StatusResponse
@@ -36,15 +37,14 @@ class _FirstTokenTimes:
     """Sums over the node's processes, read again only when they are old: reading takes a while."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self._reading = SharedWork(lambda: context.metrics.first_token_times)
         self._read_at = float("-inf")
         self._times = FirstTokenTimes(0.0, 0)
 
-    def current(self) -> FirstTokenTimes:
-        now = time.monotonic()
-        if now - self._read_at >= _TIMES_KEPT_SECONDS:
-            self._read_at = now
-            self._times = FirstTokenTimes(*self._context.metrics.first_token_times())
+    async def current(self) -> FirstTokenTimes:
+        if time.monotonic() - self._read_at >= _TIMES_KEPT_SECONDS:
+            self._times = FirstTokenTimes(*await self._reading.result())
+            self._read_at = time.monotonic()
         return self._times
 
 
@@ -91,10 +91,10 @@ class StatusRoutes:
 
     async def status(self) -> Response:
         """Show engines, wave and front ends as the front end that answers sees them."""
-        body = msgspec.json.encode(self._status())
+        body = msgspec.json.encode(self._status(await self._first_token_times.current()))
         return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
-    def _status(self) -> StatusResponse:
+    def _status(self, first_token_times: FirstTokenTimes) -> StatusResponse:
         context = self._context
         view, ages = context.client.view, context.client.stats_age
         return StatusResponse(
@@ -107,7 +107,7 @@ class StatusRoutes:
             running=view.running if view else False,
             num_front_ends=view.num_front_ends if view else 0,
             wakeups_total=dict(view.wakeups_total) if view else {},
-            first_token_times=self._first_token_times.current(),
+            first_token_times=first_token_times,
             engines=[
                 _engine(entry, ages.get(entry.rank))
                 for entry in sorted(view.engines if view else [], key=lambda entry: entry.rank)

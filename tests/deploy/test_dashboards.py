@@ -49,7 +49,9 @@ def test_the_dashboard_shows_what_operators_need() -> None:
     kinds = {(panel["title"], panel["type"]) for panel in DASHBOARD["panels"]}
     assert ("Time to first token", "heatmap") in kinds
     assert ("Time between tokens", "heatmap") in kinds
-    assert {"Queues", "Waves", "KV cache", "Balance", "Faults"} <= {title for title, _ in kinds}
+    assert {"Queues", "Phases", "Waves", "KV cache", "Balance", "Faults"} <= {
+        title for title, _ in kinds
+    }
     assert {"Imbalance", "Restarts"} <= {title for title, _ in kinds}
 
 

@@ -1,3 +1,4 @@
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -66,6 +67,39 @@ def test_the_setup_is_what_the_executor_found(core: EngineCore) -> None:
     setup = core.setup
     assert (setup.num_kv_blocks, setup.block_size, setup.max_model_len) == (32, 4, 64)
     assert setup.model_fingerprint == "simulated-32000"
+    assert (setup.enable_prefix_caching, setup.gpu_memory_utilization) == (True, 0.9)
+    assert (setup.num_kv_blocks_set, setup.kv_cache_memory_bytes) == (32, None)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_says_how_long_requests_waited_for_a_slot(overlap: bool) -> None:
+    scheduling = msgspec.structs.replace(CONFIG.scheduler, max_num_seqs=1, async_scheduling=overlap)
+    config = msgspec.structs.replace(CONFIG, scheduler=scheduling)
+    clock = itertools.count()  # a second passes between any two looks at it
+    executor = SimulatedExecutor(config, timing="virtual", check=True)
+    core = EngineCore(config, executor, rank=0, incarnation=1, now=lambda: float(next(clock)))
+    core.front_end_joined(0, 100)
+    for id_ in (1, 2):
+        core.handle(request(id_, max_tokens=8))
+    last = {
+        output.id: output.timing
+        for step in run(core)
+        for output in step.outputs.get(0, [])
+        if output.finish_reason is not None
+    }
+    first, second = last[1], last[2]
+    assert first is not None
+    assert second is not None
+    assert first.decode >= 7
+    assert second.queue >= first.queue + first.prefill + first.decode
+    assert second.prefill <= 3
+
+
+def test_stats_tell_how_many_tokens_steps_had(core: EngineCore) -> None:
+    core.handle(request(1, length=5, max_tokens=3))
+    stats = run(core)[-1].stats
+    assert stats.step_tokens_total == 5 + 3
+    assert stats.step_tokens_buckets == [2, 1, *[0] * 12]
 
 
 def test_stats_tell_load_and_counts(core: EngineCore) -> None:

@@ -88,6 +88,7 @@ class Engine:
             assert output.id not in self.last
             self.tokens[output.id] += output.token_ids
             if output.finish_reason is not None:
+                assert (output.timing is not None) == bool(output.token_ids)
                 self.last[output.id] = output
 
     def wait(self) -> None:
@@ -154,10 +155,13 @@ def test_others_go_on_while_a_grammar_is_compiled(
     while engine.core.has_work:
         engine.step()
     assert engine.last[2].finish_reason == "length"
-    assert engine.core.stats().waiting == 1
+    stats = engine.core.stats()
+    assert (stats.waiting, stats.deferred) == (1, 1)
     held.set()
     engine.wait()
     assert engine.core.has_work
+    stats = engine.core.stats()
+    assert (stats.waiting, stats.deferred) == (1, 0)
     engine.run()
     assert engine.last[1].finish_reason == "stop"
     assert re.fullmatch(WORDS.pattern, engine.text(1))

@@ -6,6 +6,7 @@ import functools
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from engine.messages import ClusterView, RequestOutput, SamplingParams, TokenLogprob, UtilityResult
 from server.app import build_app
+from server.cluster.engine_times import EngineTimes
 from server.cluster.generation_client import NoEngineAvailable
 from server.config import FrontEndConfig, HttpConfig, ModelConfig
 from server.observe.metrics import FrontEndMetrics
@@ -72,6 +74,8 @@ class FakeStream:
         self.pinned_rank: int | None = None
         self.tenant = 0
         self.cache_root = b""
+        self.times = EngineTimes()
+        self.times.sent(0, time.monotonic())
         self.closed = asyncio.Event()
         self.waiting = asyncio.Event()
         self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
@@ -85,6 +89,9 @@ class FakeStream:
         output = await self._queue.get()
         if isinstance(output, Exception):
             raise output
+        if output.timing is not None:
+            last = output.finish_reason is not None
+            self.times.said(output.timing, time.monotonic(), last=last)
         return output
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ class Rig:
             check=True,
         )
         self.scheduler = Scheduler(self.config.scheduler, self.config.cache, self.executor.info)
+        self.now = 0.0
         self.requests: dict[int, AddRequest] = {}
         self.tokens: dict[int, list[int]] = {}
         self.last: dict[int, RequestOutput] = {}
@@ -90,7 +91,7 @@ class Rig:
 
     def add(self, id: int, prompt: Sequence[int], **arguments: Any) -> RequestOutput | None:
         """Give the scheduler the request that `describe` describes."""
-        answer = self.scheduler.add(self.describe(id, prompt, **arguments))
+        answer = self.scheduler.add(self.describe(id, prompt, **arguments), self.now)
         self.tokens[id] = []
         if answer is not None:
             self.last[id] = answer
@@ -98,7 +99,7 @@ class Rig:
 
     def schedule(self, grant: Grant = UNLIMITED) -> BatchPlan:
         """Plan a step and start it."""
-        plan = self.scheduler.schedule(grant)
+        plan = self.scheduler.schedule(grant, self.now)
         limits = self.config.scheduler
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.slots) <= limits.max_num_seqs
@@ -119,7 +120,7 @@ class Rig:
     def update(self) -> dict[int, list[RequestOutput]]:
         """Take the result of the oldest step in flight."""
         plan, pending = self.in_flight.popleft()
-        outputs = self.scheduler.update(plan, pending.result())
+        outputs = self.scheduler.update(plan, pending.result(), self.now)
         self.scheduler.check_integrity()
         seen: set[int] = set()
         for front_end, of_front_end in outputs.items():
@@ -132,7 +133,9 @@ class Rig:
                 assert (output.logprobs is not None) == (wanted and bool(output.token_ids))
                 assert len(output.logprobs or output.token_ids) == len(output.token_ids)
                 self.tokens[output.id] += output.token_ids
-                self.first.setdefault(output.id, output)
+                begins = self.first.setdefault(output.id, output) is output
+                ends = output.finish_reason is not None
+                assert (output.timing is not None) == (begins or ends)
                 if output.finish_reason is not None:
                     self.last[output.id] = output
         return outputs

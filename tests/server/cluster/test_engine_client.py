@@ -1,6 +1,7 @@
 """Requests to engines and outputs back over real sockets; the engines are played by the test."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from engine.messages import (
     EngineStats,
     FrontEndNotice,
     RequestOutput,
+    RequestTiming,
     RouteTaken,
     SamplingParams,
     StepOutputs,
@@ -232,7 +234,7 @@ def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(tmp_path: Path,
             dying, other = engines[stream.rank], engines[1 - stream.rank]
             request = await dying.receive()
             assert isinstance(request, AddRequest)
-            dying.send(RequestOutput(request.id, [7, 8]))
+            dying.send(RequestOutput(request.id, [7, 8], timing=RequestTiming(2.0, 1.0)))
             assert (await stream.next()).token_ids == [7, 8]
             if how == "last words":
                 dying.die("boom")
@@ -248,10 +250,16 @@ def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(tmp_path: Path,
             assert moved.id != request.id
             assert (moved.prompt_token_ids, moved.output_token_ids) == ([1, 2], [7, 8])
             assert moved.sampling.seed == request.sampling.seed
-            other.send(RequestOutput(moved.id, [9], "stop"))
+            other.send(RequestOutput(moved.id, [9], "stop", timing=RequestTiming(4.0, 3.0, 0.5)))
             output = await stream.next()
             assert (output.token_ids, output.finish_reason) == ([9], "stop")
             assert w.counts.resumed == 1
+            took = stream.times.ended(time.monotonic())
+            assert took is not None
+            assert stream.times.engine == other.rank
+            assert took.queue >= 6.0
+            assert took.prefill == 4.0
+            assert took.decode > 0.5
 
     async def provoke(w: World, rank: int) -> None:
         # A send to a peer that has gone fails as soon as its disconnection is noticed.

@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.messages import ClusterView, EngineEntry, EngineStats
+from engine.messages import (
+    ClusterView,
+    EngineEntry,
+    EngineSetup,
+    EngineStats,
+    RequestOutput,
+    RequestTiming,
+)
+from server.cluster.engine_times import EngineTimes
 from server.config import FrontEndConfig, HttpConfig, ModelConfig
 from server.observe.metrics import FrontEndMetrics
+from server.observe.sequence_metrics import PromptParams
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -45,6 +54,9 @@ def engine(rank: int, **fields: Any) -> EngineEntry:
         spec_drafts_total=5,
         spec_draft_tokens_total=20,
         spec_accepted_tokens_total=13,
+        step_tokens_buckets=[2, 1, *[0] * 10, 0, 1],
+        step_tokens_total=20020,
+        deferred=fields.pop("deferred", 0),
     )
     return EngineEntry(
         rank=rank,
@@ -52,7 +64,7 @@ def engine(rank: int, **fields: Any) -> EngineEntry:
         ready=True,
         host="here",
         restarts=fields.pop("restarts", 0),
-        setup=None,
+        setup=fields.pop("setup", None),
         stats=fields.pop("stats", stats),
     )
 
@@ -74,20 +86,104 @@ def test_requests_are_counted_and_timed(http: Any) -> None:
     http.complete(prompt=[5, 6], max_tokens=2)
     http.post("/v1/completions", {"prompt": ""})
     text = http.get("/metrics").text
-    assert value(text, "prompt_tokens_total") == 5
-    assert value(text, "request_success_total", finished_reason="stop") == 1
-    assert value(text, "request_success_total", finished_reason="length") == 1
-    generated = value(text, "generation_tokens_total")
+    assert value(text, "prompt_tokens_total", engine="0") == 5
+    by_source = "prompt_tokens_by_source_total"
+    assert value(text, by_source, engine="0", source="local_cache_hit") == 5
+    assert value(text, by_source, engine="0", source="local_compute") == 0
+    assert value(text, "prompt_tokens_cached_total", engine="0") == 5
+    assert value(text, "request_success_total", engine="0", finished_reason="stop") == 1
+    assert value(text, "request_success_total", engine="0", finished_reason="length") == 1
+    generated = value(text, "generation_tokens_total", engine="0")
     assert generated > 4
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
-        assert value(text, name + "_count") == 2
-        assert value(text, name + "_sum") > 0
-    assert value(text, "request_queue_time_seconds_count") == 2
-    assert value(text, "inter_token_latency_seconds_count") == generated - 2
-    assert value(text, "inter_token_latency_seconds_bucket", le="+Inf") == generated - 2
+        assert value(text, name + "_count", engine="0") == 2
+        assert value(text, name + "_sum", engine="0") > 0
+    assert value(text, "request_preprocess_time_seconds_count") == 2
+    latency = "inter_token_latency_seconds"
+    assert value(text, f"{latency}_count", engine="0") == generated - 2
+    assert value(text, f"{latency}_bucket", engine="0", le="+Inf") == generated - 2
     path = "/v1/completions"
     assert value(text, "http_requests_total", endpoint=path, status="200") == 2
     assert value(text, "http_requests_total", endpoint=path, status="400") == 1
+
+
+def test_requests_that_waited_in_their_engine_show_as_queue_time(http: Any, engines: Any) -> None:
+    def script(stream: Any) -> list[RequestOutput]:
+        first = RequestOutput(1, [70], timing=RequestTiming(4.0, 0.5))
+        last = RequestOutput(1, [71, 72], "length", timing=RequestTiming(4.0, 0.5, 0.25))
+        return [first, last]
+
+    engines.script = script
+    http.complete(prompt=[5, 6, 7], max_tokens=3)
+    text = http.get("/metrics").text
+    seconds = {"queue": 4.0, "prefill": 0.5, "decode": 0.25, "inference": 0.75}
+    for phase, expected in seconds.items():
+        assert value(text, f"request_{phase}_time_seconds_sum", engine="0") == expected
+        assert value(text, f"request_{phase}_time_seconds_count", engine="0") == 1
+    assert value(text, "request_queue_time_seconds_bucket", engine="0", le="2.5") == 0
+    assert value(text, "request_queue_time_seconds_bucket", engine="0", le="5.0") == 1
+
+
+def test_a_request_that_never_got_a_token_has_no_times_in_engines(http: Any, engines: Any) -> None:
+    engines.script = lambda stream: [RequestOutput(1, [], "error", error="out of luck")]
+    http.post("/v1/completions", {"prompt": [5]})
+    text = http.get("/metrics").text
+    assert value(text, "request_queue_time_seconds_count", engine="0") == 0
+    assert value(text, "request_success_total", engine="0", finished_reason="error") == 1
+    assert value(text, "prompt_tokens_total", engine="0") == 0
+
+
+def test_parameters_count_once_a_prompt_and_lengths_once_a_sequence(
+    http: Any, engines: Any
+) -> None:
+    lengths = iter((2, 5, 3))
+
+    def script(stream: Any) -> list[RequestOutput]:
+        return [RequestOutput(1, [70] * next(lengths), "length")]
+
+    engines.script = script
+    http.complete(prompt=[5, 6, 7], max_tokens=9, n=3)
+    text = http.get("/metrics").text
+    for name, total, count in (
+        ("request_params_n", 3, 1),
+        ("request_max_num_generation_tokens", 5, 1),
+        ("request_params_max_tokens", 27, 3),
+        ("request_prompt_tokens", 9, 3),
+        ("request_generation_tokens", 10, 3),
+    ):
+        assert value(text, f"{name}_sum", engine="0") == total, name
+        assert value(text, f"{name}_count", engine="0") == count, name
+    assert value(text, "prompt_tokens_total", engine="0") == 9
+
+
+def test_a_sequence_counts_for_the_engine_that_it_is_in(
+    front_end_metrics: FrontEndMetrics, engines: Any
+) -> None:
+    times = EngineTimes()
+    times.sent(0, 0.0)
+    params = PromptParams(prompt_tokens=4, max_tokens=9, n=1, sequences=1)
+    timer = front_end_metrics.sequence(0.0, params, times)
+    timer.tokens(2)
+    times.left(1.0)
+    times.sent(5, 1.0)
+    timer.tokens(3)
+    timer.finished("length")
+    text = front_end_metrics.render(engines).decode()
+    assert value(text, "generation_tokens_total", engine="0") == 2
+    assert value(text, "generation_tokens_total", engine="5") == 3
+    assert value(text, "time_to_first_token_seconds_count", engine="0") == 1
+    assert value(text, "e2e_request_latency_seconds_count", engine="0") == 0
+    assert value(text, "request_success_total", engine="5", finished_reason="length") == 1
+    assert value(text, "request_prompt_tokens_sum", engine="5") == 4
+
+
+def test_times_to_first_token_are_summed_over_engines(front_end_metrics: FrontEndMetrics) -> None:
+    for rank in (0, 3):
+        times = EngineTimes()
+        times.sent(rank, 0.0)
+        params = PromptParams(prompt_tokens=4, max_tokens=9, n=1, sequences=1)
+        front_end_metrics.sequence(0.0, params, times).tokens(1)
+    assert front_end_metrics.first_token_times()[1] == 2
 
 
 def test_what_the_engine_client_counts_is_shown(
@@ -105,14 +201,17 @@ def test_what_the_engine_client_counts_is_shown(
 
 def test_engines_are_shown_as_the_view_has_them(http: Any, engines: Any) -> None:
     engines.view = view(
-        engine(0, running=3), engine(1, waiting=2, restarts=1), engine(2, stats=None)
+        engine(0, running=3), engine(1, waiting=5, deferred=2, restarts=1), engine(2, stats=None)
     )
     engines.stats_age = {0: 0.5}
     response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     text = response.text
     assert value(text, "num_requests_running", engine="0") == 3
-    assert value(text, "num_requests_waiting", engine="1") == 2
+    assert value(text, "num_requests_waiting", engine="1") == 5
+    by_reason = "num_requests_waiting_by_reason"
+    assert value(text, by_reason, engine="1", reason="capacity") == 3
+    assert value(text, by_reason, engine="1", reason="deferred") == 2
     assert value(text, "kv_cache_usage_perc", engine="0") == 0.25
     assert value(text, "prefix_cache_hits_total", engine="0") == 11
     assert value(text, "dummy_steps_total", engine="1") == 3
@@ -121,12 +220,34 @@ def test_engines_are_shown_as_the_view_has_them(http: Any, engines: Any) -> None
     assert value(text, "spec_decode_num_accepted_tokens_total", engine="1") == 13
     assert value(text, "structured_output_requests_total", engine="1") == 11
     assert value(text, "structured_output_waits_total", engine="1") == 2
+    assert value(text, "iteration_tokens_total_count", engine="0") == 4
+    assert value(text, "iteration_tokens_total_sum", engine="0") == 20020
+    assert value(text, "iteration_tokens_total_bucket", engine="0", le="8.0") == 3
+    assert value(text, "iteration_tokens_total_bucket", engine="0", le="16384.0") == 3
     assert value(text, "engine_up", engine="2") == 1
     assert value(text, "engine_restarts_total", engine="1") == 1
     assert value(text, "stats_age_seconds", engine="0") == 0.5
     assert (value(text, "wave"), value(text, "engines_running")) == (4, 1)
     assert value(text, "front_ends") == 2
     assert value(text, "wave_wakeups_total", source="front_end") == 6
+
+
+def test_the_kv_cache_of_an_engine_is_described(http: Any, engines: Any) -> None:
+    setup = EngineSetup(100, 16, 512, "f", 8, True, 0.9, None, 1 << 30)
+    engines.view = view(engine(3, setup=setup), engine(4))
+    text = http.get("/metrics").text
+    labels = {
+        "block_size": "16",
+        "cache_dtype": "auto",
+        "enable_prefix_caching": "True",
+        "gpu_memory_utilization": "0.9",
+        "kv_cache_memory_bytes": "1073741824",
+        "kv_cache_size_tokens": "1600",
+        "num_cpu_blocks": "None",
+        "num_gpu_blocks": "100",
+        "num_gpu_blocks_override": "None",
+    }
+    assert value(text, "cache_config_info", engine="3", **labels) == 1
 
 
 def test_one_engine_can_be_read_alone(http: Any, engines: Any) -> None:
@@ -140,7 +261,8 @@ def test_one_engine_can_be_read_alone(http: Any, engines: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "name"), [("vllm:", "vllm:prompt_tokens_total"), ("", "prompt_tokens_total")]
+    ("prefix", "name"),
+    [("vllm:", "vllm:requests_resumed_total"), ("", "requests_resumed_total")],
 )
 def test_the_prefix_can_be_chosen(engines: Any, prefix: str, name: str) -> None:
     config = FrontEndConfig(http=HttpConfig(metrics_prefix=prefix))
@@ -154,13 +276,20 @@ def test_an_impossible_prefix_is_refused() -> None:
 
 
 _COUNTING_PROCESS = """
+from engine.messages import RequestTiming
+from server.cluster.engine_times import EngineTimes
 from server.config import FrontEndConfig, ModelConfig
 from server.observe.metrics import FrontEndMetrics
+from server.observe.sequence_metrics import PromptParams
 
 model = ModelConfig(model="org/m", served_model_name=("tiny",))
 metrics = FrontEndMetrics(FrontEndConfig(model=model))
-metrics.submitted(0.0, [5])
-timer = metrics.sequence(0.0)
+metrics.submitted(0.0)
+times = EngineTimes()
+times.sent(3, 1.0)
+times.said(RequestTiming(0.25, 0.5, 2.0), 2.0, last=True)
+params = PromptParams(prompt_tokens=5, max_tokens=7, n=1, sequences=1)
+timer = metrics.sequence(0.0, params, times)
 timer.tokens(1)
 timer.tokens(1)
 timer.finished("stop")
@@ -184,9 +313,10 @@ def test_one_scrape_sums_all_processes_of_the_node(tmp_path: Path) -> None:
             check=True,
         )
         text = done.stdout
-        assert value(text, "prompt_tokens_total") == 5 * count
-        assert value(text, "inter_token_latency_seconds_count") == count
-        assert value(text, "request_success_total", finished_reason="stop") == count
+        assert value(text, "prompt_tokens_total", engine="3") == 5 * count
+        assert value(text, "inter_token_latency_seconds_count", engine="3") == count
+        assert value(text, "request_queue_time_seconds_sum", engine="3") == 0.25 * count
+        assert value(text, "request_success_total", engine="3", finished_reason="stop") == count
 
 
 def test_a_scrape_is_fast(http: Any, engines: Any, front_end_metrics: FrontEndMetrics) -> None:

@@ -1,0 +1,180 @@
+"""What is measured of sequences, as series of the engine that ran them.
+
+Names, labels and meanings are vLLM's; bounds are vLLM's and some smaller ones. docs/metrics.md says
+where a meaning needs more words.
+"""
+
+from bisect import bisect_left
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from server.observe.metric_factory import COUNT_BUCKETS, LabelledHistogram, MetricFactory
+
+_LATENCY_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_LATENCY_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_BUCKETS = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_PHASE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, *_REQUEST_BUCKETS[1:])
+_N_BUCKETS = (1, 2, 5, 10, 20)
+
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": (
+        "Time from a request's arrival to its first token.", _LATENCY_BUCKETS,
+    ),
+    "inter_token_latency_seconds": (
+        "Time between the tokens of a sequence as they reach the front end.",
+        _TOKEN_LATENCY_BUCKETS,
+    ),
+    "request_time_per_output_token_seconds": (
+        "Mean time per token of a sequence after its first.", _TOKEN_LATENCY_BUCKETS,
+    ),
+    "e2e_request_latency_seconds": (
+        "Time from a request's arrival to its last token.", _REQUEST_BUCKETS,
+    ),
+    "request_queue_time_seconds": (
+        "Time that a sequence waited in its engine to be scheduled first.", _PHASE_BUCKETS,
+    ),
+    "request_prefill_time_seconds": (
+        "Time in the engine from being scheduled first to the first token.", _PHASE_BUCKETS,
+    ),
+    "request_decode_time_seconds": (
+        "Time in the engine from the first token to the last.", _PHASE_BUCKETS,
+    ),
+    "request_inference_time_seconds": (
+        "Time in the engine from being scheduled first to the last token.", _PHASE_BUCKETS,
+    ),
+    "request_prompt_tokens": ("Prompt tokens per sequence.", COUNT_BUCKETS),
+    "request_generation_tokens": ("Tokens generated per sequence.", COUNT_BUCKETS),
+    "request_max_num_generation_tokens": (
+        "Tokens of the longest sequence of a prompt.", COUNT_BUCKETS,
+    ),
+    "request_params_max_tokens": (
+        "The parameter max_tokens of a sequence; where it was not given, what is left of the "
+        "context.",
+        COUNT_BUCKETS,
+    ),
+    "request_params_n": ("The parameter n of a prompt.", _N_BUCKETS),
+}  # fmt: skip
+
+_FLUSH_AFTER_TOKENS = 256
+_FLUSH_AFTER_SECONDS = 1.0
+
+
+class TokenCounts:
+    """Tokens and the times between them, counted here and handed over in bulk.
+
+    One observation of a memory-mapped histogram costs microseconds; there is one per token.
+    """
+
+    def __init__(self, tokens: Counter, latency: Histogram) -> None:
+        self._tokens = tokens
+        self._latency: Any = latency  # its parts have no public names
+        self._counts = [0] * (len(_TOKEN_LATENCY_BUCKETS) + 1)
+        self._sum = 0.0
+        self._pending = 0
+        self._flushed_at = 0.0
+
+    def first(self, count: int) -> None:
+        """Count a sequence's first tokens, which came at once."""
+        self._pending += count
+
+    def more(self, count: int, seconds: float, now: float) -> None:
+        """Count `count` tokens that came `seconds` after those before."""
+        gap = seconds / count
+        self._counts[bisect_left(_TOKEN_LATENCY_BUCKETS, gap)] += count
+        self._sum += seconds
+        self._pending += count
+        late = now - self._flushed_at > _FLUSH_AFTER_SECONDS
+        if late or self._pending >= _FLUSH_AFTER_TOKENS:
+            self._flushed_at = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Make everything counted visible to scrapes of any process."""
+        if not self._pending:
+            return
+        self._tokens.inc(self._pending)
+        self._pending = 0
+        for index, count in enumerate(self._counts):
+            if count:
+                self._latency._buckets[index].inc(count)
+                self._counts[index] = 0
+        self._latency._sum.inc(self._sum)
+        self._sum = 0.0
+
+
+class EngineSeries:
+    """The series of one engine."""
+
+    def __init__(self, families: "SequenceFamilies", rank: int) -> None:
+        def histogram(name: str) -> Histogram:
+            return families.histograms[name].of_engine(rank)
+
+        self._prompt_tokens = families.prompt_tokens.child(rank)
+        self._cached = families.cached.child(rank)
+        self._by_source = {
+            source: families.by_source.child(rank, source)
+            for source in ("local_compute", "local_cache_hit")
+        }
+        self.ended = {
+            reason: families.success.child(rank, reason)
+            for reason in ("stop", "length", "abort", "error")
+        }
+        self.token_counts = TokenCounts(
+            families.generation_tokens.child(rank), histogram("inter_token_latency_seconds")
+        )
+        self.time_to_first_token = histogram("time_to_first_token_seconds")
+        self.time_per_output_token = histogram("request_time_per_output_token_seconds")
+        self.e2e_latency = histogram("e2e_request_latency_seconds")
+        self.queue_time = histogram("request_queue_time_seconds")
+        self.prefill_time = histogram("request_prefill_time_seconds")
+        self.decode_time = histogram("request_decode_time_seconds")
+        self.inference_time = histogram("request_inference_time_seconds")
+        self.request_prompt_tokens = histogram("request_prompt_tokens")
+        self.request_generation_tokens = histogram("request_generation_tokens")
+        self.max_num_generation_tokens = histogram("request_max_num_generation_tokens")
+        self.params_max_tokens = histogram("request_params_max_tokens")
+        self.params_n = histogram("request_params_n")
+
+    def prompt(self, tokens: int, cached: int) -> None:
+        """Count a prompt, some of whose tokens the prefix cache had."""
+        cached = min(cached, tokens)  # a counter would not take what an engine may have said
+        self._prompt_tokens.inc(tokens)
+        self._by_source["local_compute"].inc(tokens - cached)
+        if cached:
+            self._cached.inc(cached)
+            self._by_source["local_cache_hit"].inc(cached)
+
+
+class SequenceFamilies:
+    """The metrics whose children make up the series of an engine."""
+
+    def __init__(self, factory: MetricFactory) -> None:
+        self.prompt_tokens = factory.by_label(
+            "prompt_tokens", "Prompt tokens of sequences that got their first token.", "engine"
+        )
+        self.cached = factory.by_label(
+            "prompt_tokens_cached", "Those of them that the prefix cache had.", "engine"
+        )
+        self.by_source = factory.by_label(
+            "prompt_tokens_by_source", "Prompt tokens computed, and found.", "engine", "source"
+        )
+        self.generation_tokens = factory.by_label(
+            "generation_tokens", "Tokens generated.", "engine"
+        )
+        self.success = factory.by_label(
+            "request_success", "Sequences that ended, by reason.", "engine", "finished_reason"
+        )
+        self.histograms: dict[str, LabelledHistogram] = {
+            name: factory.by_engine(name, text, buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }

@@ -1,0 +1,348 @@
+"""Dashboards made for vLLM, asked of a real Prometheus that scrapes Swell under load.
+
+The tables below say which metrics, labels and functions the panels of vLLM's dashboards use
+(examples/observability: prometheus_grafana, performance_statistics, query_statistics, and the
+vllm_* ones, as far as they apply).
+"""
+
+import asyncio
+import json
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks.load.client import stream_many
+from benchmarks.running_stack import RunningStack
+from scripts.check_dashboard import Finding, Query, ask, queries_of, substitute, table
+from scripts.write_dashboard import TARGET
+
+pytestmark = pytest.mark.deploy
+
+MODEL = "swell-shakespeare"
+VARIABLES = {
+    "__rate_interval": "10s", "__range": "1m", "model_name": MODEL, "Deployment_id": ".*",
+    "job": ".*", "instance": ".+", "engine": ".+", "model": ".*",
+}  # fmt: skip
+ENGINES = 2
+SLOTS = 4
+CLIENTS = 24
+
+Form = Callable[[str, str], list[str]]
+"""Expressions for a metric and a selector of labels."""
+
+
+def quantiles(*shares: float, by: str = "le", over: str = "$__rate_interval") -> Form:
+    def expressions(metric: str, labels: str) -> list[str]:
+        buckets = f"sum by ({by}) (rate(vllm:{metric}_bucket{labels}[{over}]))"
+        return [f"histogram_quantile({share}, {buckets})" for share in shares]
+
+    return expressions
+
+
+def rate(metric: str, labels: str) -> list[str]:
+    return [f"rate(vllm:{metric}{labels}[$__rate_interval])"]
+
+
+def gauge(metric: str, labels: str) -> list[str]:
+    return [f"vllm:{metric}{labels}"]
+
+
+def mean(metric: str, labels: str) -> list[str]:
+    return [f"{rate(f'{metric}_sum', labels)[0]} / {rate(f'{metric}_count', labels)[0]}"]
+
+
+def overall_mean(metric: str, labels: str) -> list[str]:
+    total, count = (f"sum(increase(vllm:{metric}_{x}{labels}[$__range]))" for x in ("sum", "count"))
+    return [f"{total} / {count}"]
+
+
+def summed(function: str, by: str = "") -> Form:
+    group = f" by ({by})" if by else ""
+    return lambda metric, labels: [
+        f"sum{group} ({function}(vllm:{metric}{labels}[$__rate_interval]))"
+    ]
+
+
+_FOUR = quantiles(0.99, 0.95, 0.9, 0.5)
+_BY_MODEL = {"by": "le, model_name"}
+
+MONITORING: list[tuple[str, str, list[Form]]] = [
+    ("E2E Request Latency", "e2e_request_latency_seconds", [_FOUR, mean]),
+    ("Token Throughput", "prompt_tokens_total", [rate]),
+    ("Token Throughput", "generation_tokens_total", [rate]),
+    ("Inter Token Latency", "inter_token_latency_seconds", [_FOUR, mean]),
+    ("Time Per Output Token", "request_time_per_output_token_seconds", [_FOUR, mean]),
+    ("Scheduler State", "num_requests_running", [gauge]),
+    ("Scheduler State", "num_requests_waiting", [gauge]),
+    ("Time To First Token Latency", "time_to_first_token_seconds", [_FOUR, mean]),
+    ("Cache Utilization", "kv_cache_usage_perc", [gauge]),
+    ("Request Prompt Length", "request_prompt_tokens_bucket", [summed("increase", "le")]),
+    ("Request Generation Length", "request_generation_tokens_bucket", [summed("increase", "le")]),
+    ("Finish Reason", "request_success_total", [summed("increase", "finished_reason")]),
+    ("Queue Time", "request_queue_time_seconds_sum", [rate]),
+    ("Prefill and Decode Time", "request_prefill_time_seconds_sum", [rate]),
+    ("Prefill and Decode Time", "request_decode_time_seconds_sum", [rate]),
+    ("Max Generation Token", "request_max_num_generation_tokens_sum", [rate]),
+]
+"""Select by model_name="..."."""
+
+PERFORMANCE: list[tuple[str, str, list[Form]]] = [
+    *(
+        (title, metric, [mean, quantiles(0.99, 0.9, 0.5, over="$__range"), overall_mean])
+        for title, metric in (
+            ("E2E Latency", "e2e_request_latency_seconds"),
+            ("TTFT", "time_to_first_token_seconds"),
+            ("ITL", "inter_token_latency_seconds"),
+        )
+    ),
+    ("TPS", "generation_tokens_total", [rate]),
+    ("TPS", "prompt_tokens_total", [rate]),
+    ("TPS", "iteration_tokens_total_count", [rate]),
+]
+"""Select nothing."""
+
+STATISTICS: list[tuple[str, str, list[Form]]] = [
+    ("Successful Requests", "request_success_total", [summed("rate", "model_name")]),
+    ("Requests Avg Rate", "request_success_total", [summed("rate")]),
+    ("Latency", "e2e_request_latency_seconds", [quantiles(0.5, 0.9, 0.99, **_BY_MODEL)]),
+    ("Input Token Size", "request_prompt_tokens_bucket", [summed("rate", "le, model_name")]),
+    ("Input Token Size", "request_prompt_tokens", [quantiles(0.5, 0.9, 0.99, **_BY_MODEL)]),
+    ("Input Tokens", "prompt_tokens_total", [summed("rate", "model_name"), summed("rate")]),
+    ("Output Tokens", "generation_tokens_total", [summed("rate", "model_name"), summed("rate")]),
+]
+"""Select by model_name=~"..."."""
+
+OTHERS: list[tuple[str, str, list[Form]]] = [
+    ("Phases", "request_queue_time_seconds", [quantiles(0.5, 0.95, 0.99), mean]),
+    ("Phases", "request_prefill_time_seconds", [mean]),
+    ("Phases", "request_decode_time_seconds", [mean]),
+    ("Phases", "request_inference_time_seconds", [mean]),
+    ("Scheduler Queue", "num_requests_waiting_by_reason", [gauge]),
+    ("Tokens per Engine Step", "iteration_tokens_total", [quantiles(0.5, 0.99), mean]),
+    ("Prompt Tokens by Source", "prompt_tokens_by_source_total", [summed("rate", "source")]),
+    ("Prompt Tokens by Source", "prompt_tokens_cached_total", [rate]),
+    ("Parameters", "request_params_n_sum", [rate]),
+    ("Parameters", "request_params_max_tokens_sum", [rate]),
+    ("Prefix Cache", "prefix_cache_queries_total", [rate]),
+    ("Prefix Cache", "prefix_cache_hits_total", [rate]),
+    ("Preemptions", "num_preemptions_total", [rate]),
+]
+"""Select by job, instance and engine too."""
+
+_EVERYTHING = 'job=~"$job", model_name=~"$model_name", instance=~"$instance", engine=~"$engine"'
+_SELECTED = [
+    ("monitoring", MONITORING, '{model_name="$model_name"}'),
+    ("performance", PERFORMANCE, ""),
+    ("statistics", STATISTICS, '{model_name=~"$Deployment_id"}'),
+    ("others", OTHERS, f"{{{_EVERYTHING}}}"),
+]
+QUERIES = [
+    Query(f"{name}: {title}", expression)
+    for name, panels, labels in _SELECTED
+    for title, metric, forms in panels
+    for form in forms
+    for expression in form(metric, labels)
+] + [
+    Query("others: Cache Config", 'vllm:cache_config_info{block_size!="", num_gpu_blocks!=""}'),
+    Query(
+        "statistics: Input Token Size Avg",
+        "sum(rate(vllm:prompt_tokens_total[$__rate_interval])) / "
+        "sum(rate(vllm:request_success_total[$__rate_interval]))",
+    ),
+]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Load:
+    """More clients than the engines have slots, for as long as it is entered."""
+
+    def __init__(self, url: str) -> None:
+        self._url = f"{url}/v1/completions"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    async def _run(self) -> None:
+        number = 0
+        while not self._stop.is_set():
+            bodies = [self._body(number + each) for each in range(2 * CLIENTS)]
+            number += len(bodies)
+            await stream_many(self._url, bodies, concurrency=CLIENTS)
+
+    def _body(self, number: int) -> dict[str, Any]:
+        prompt = f"KING HENRY, scene {number % 7}: good morrow to you all"
+        length = 20 + number % 40
+        return {"model": MODEL, "prompt": prompt, "max_tokens": length, "ignore_eos": True}
+
+    def __enter__(self) -> "Load":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+
+class Prometheus:
+    """A real one that scrapes a stack every second."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        configuration = folder / "prometheus.yml"
+        scrape = {"job_name": "swell", "static_configs": [{"targets": [target]}]}
+        settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}
+        configuration.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+        self._process = subprocess.Popen(
+            [
+                "prometheus", f"--config.file={configuration}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={self.url.removeprefix('http://')}",
+            ],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def value(self, expression: str) -> float:
+        """Return the only value of an expression; nan if it has none."""
+        finding = ask(self.url, Query("", expression), VARIABLES)
+        assert finding.error is None, finding.error
+        return finding.values[0] if finding.values else float("nan")
+
+    def wait(self, expression: str, within: float = 40.0) -> None:
+        """Wait until an expression has a value above zero."""
+        deadline = time.monotonic() + within
+        while True:
+            try:
+                if self.value(expression) > 0:
+                    return
+            except OSError:
+                pass  # it starts
+            assert time.monotonic() < deadline, f"not within {within} s: {expression}"
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+
+
+class Monitored:
+    """A loaded stack, its Prometheus, and what all queries gave under load."""
+
+    def __init__(self, url: str, prometheus: Prometheus) -> None:
+        self.url = url
+        self.prometheus = prometheus
+        with Load(url):
+            # Rates need two scrapes with the series in both, of requests that have ended.
+            ended = "sum(increase(vllm:request_success_total[10s]))"
+            prometheus.wait(f"{ended} > {4 * CLIENTS}")
+            prometheus.wait(f"count(rate(vllm:request_params_n_sum[10s]) > 0) == {ENGINES}")
+            self.findings = [ask(prometheus.url, query, VARIABLES) for query in QUERIES]
+            self.waiting = prometheus.value("sum(vllm:num_requests_waiting)")
+            self.queue_time = prometheus.value(
+                "sum(rate(vllm:request_queue_time_seconds_sum[10s]))"
+                " / sum(rate(vllm:request_queue_time_seconds_count[10s]))"
+            )
+            self.inference_time = prometheus.value(
+                "sum(rate(vllm:request_inference_time_seconds_sum[10s]))"
+                " / sum(rate(vllm:request_inference_time_seconds_count[10s]))"
+            )
+            self.e2e = prometheus.value(
+                "sum(rate(vllm:e2e_request_latency_seconds_sum[10s]))"
+                " / sum(rate(vllm:e2e_request_latency_seconds_count[10s]))"
+            )
+
+    def total(self, metric: str) -> float:
+        """Return the sum of a counter over all engines, from the stack itself."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric + "{"))
+
+
+@pytest.fixture(scope="module")
+def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
+    if shutil.which("prometheus") is None:
+        pytest.skip("Prometheus is not installed (Debian: prometheus)")
+    flags = ["--metrics-prefix", "vllm:", "--data-parallel-size", str(ENGINES)]
+    flags += ["--api-server-count", "2", "--max-num-seqs", str(SLOTS)]
+    with RunningStack(*flags) as stack:
+        target = stack.url.removeprefix("http://")
+        prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), target)
+        try:
+            yield Monitored(stack.url, prometheus)
+        finally:
+            prometheus.stop()
+        stack.stop()
+
+
+def test_every_panel_of_vllm_dashboards_has_data(monitored: Monitored) -> None:
+    Console(width=180).print(table(monitored.findings))
+    empty = [finding for finding in monitored.findings if not finding.values]
+    assert not empty, empty
+
+
+def test_series_by_engine_come_from_every_engine(monitored: Monitored) -> None:
+    for query, values, _ in monitored.findings:
+        if query.expression.startswith(("rate(", "vllm:")):
+            assert len(values) == ENGINES * (2 if "_by_reason" in query.expression else 1), query
+
+
+def test_an_overload_shows_as_queue_time_and_not_as_inference(monitored: Monitored) -> None:
+    # 24 clients for 8 slots: two of three requests wait, each for about two others.
+    assert monitored.waiting > 0
+    assert monitored.queue_time > monitored.inference_time > 0
+    together = monitored.queue_time + monitored.inference_time
+    assert together == pytest.approx(monitored.e2e, rel=0.25)
+
+
+def test_what_engines_and_front_ends_count_agrees_at_rest(monitored: Monitored) -> None:
+    deadline = time.monotonic() + 20
+    while monitored.total("vllm:num_requests_running") > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    generated = monitored.total("vllm:generation_tokens_total")
+    prompts = monitored.total("vllm:prompt_tokens_total")
+    assert generated == monitored.total("vllm:engine_generation_tokens_total")
+    assert prompts == monitored.total("vllm:engine_prompt_tokens_total")
+    cached = monitored.total("vllm:prefix_cache_hits_total")
+    steps = monitored.total("vllm:iteration_tokens_total_sum")
+    assert steps == generated + prompts - cached
+    assert generated == monitored.total("vllm:request_generation_tokens_sum")
+    assert prompts == monitored.total("vllm:request_prompt_tokens_sum")
+    assert prompts == monitored.total("vllm:prompt_tokens_by_source_total")
+    assert cached == monitored.total("vllm:prompt_tokens_cached_total")
+
+
+def test_the_check_reads_panels_in_rows_and_says_what_lacks(monitored: Monitored) -> None:
+    panel = {"title": "a", "targets": [{"expr": "vllm:nothing[${range}"}, {"refId": "B"}]}
+    queries = list(queries_of([{"type": "row", "panels": [panel]}]))
+    assert queries == [Query("a", "vllm:nothing[${range}")]
+    url = monitored.prometheus.url
+    assert ask(url, queries[0], {}) == Finding(queries[0], [], "no value for 'range'")
+    assert "parse error" in str(ask(url, queries[0], {"range": "1m"}).error)
+    assert ask(url, Query("", "vllm:nothing"), {}) == Finding(Query("", "vllm:nothing"), [])
+    assert substitute("$a ${b:regex}", {"a": "1", "b": "2"}) == "1 2"
+
+
+def test_every_panel_of_the_own_dashboard_asks_for_what_there_is(monitored: Monitored) -> None:
+    own = json.loads(TARGET.read_text(encoding="utf-8"))["panels"]
+    asked = [
+        Query(each.panel, each.expression.replace("swell_", "vllm:")) for each in queries_of(own)
+    ]
+    findings = [ask(monitored.prometheus.url, query, VARIABLES) for query in asked]
+    wrong = [finding for finding in findings if finding.error]
+    # No engine has been lost, and a rate of 0/0 is no number.
+    missing = [finding.query for finding in findings if not finding.values]
+    assert not wrong
+    assert {query.panel for query in missing} <= {"From a request to evidence that engines run"}

@@ -1,0 +1,49 @@
+import asyncio
+import threading
+
+import pytest
+
+from server.observe.shared_work import SharedWork
+
+
+def test_a_slow_scrape_does_not_stop_the_event_loop_and_is_done_once_for_all() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    times = 0
+
+    def work() -> int:
+        nonlocal times
+        times += 1
+        begun.set()
+        assert go_on.wait(10)
+        return times
+
+    async def ask() -> list[int]:
+        shared = SharedWork(lambda: work)
+        asked = [asyncio.create_task(shared.result()) for _ in range(5)]
+        while not begun.is_set():
+            await asyncio.sleep(0)  # the loop goes round while the thread waits
+        asked.pop().cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        first = await asyncio.gather(*asked)
+        return [*first, await shared.result()]
+
+    assert asyncio.run(ask()) == [1, 1, 1, 1, 2]
+
+
+def test_who_waits_for_work_that_fails_is_told_and_the_next_try_is_another() -> None:
+    results = iter([ValueError("no file"), 7])
+
+    def work() -> int:
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def ask() -> int:
+        shared = SharedWork(lambda: work)
+        with pytest.raises(ValueError, match="no file"):
+            await shared.result()
+        return await shared.result()
+
+    assert asyncio.run(ask()) == 7
