@@ -15,6 +15,7 @@ SHARED = {
     "engine.handshakes", "engine.lifeline", "engine.logs", "engine.membership", "engine.reach",
     "engine.roster", "engine.model_files", "engine.health", "engine.heap", "engine.grammar_spec",
     "engine.group_config", "engine.version", "engine.writable",
+    "engine.node_directory", "engine.log_stream",
 }  # fmt: skip
 """The torch-free modules of `engine` that the other packages build on."""
 
