@@ -43,7 +43,8 @@ class LogStream(io.TextIOBase):
         self._in_line = False
         """Whether the last line that was begun has been cut off."""
         self._filled = threading.Event()
-        self._writer: threading.Thread | None = None
+        # Now, as there may be no memory for a thread when it is needed.
+        threading.Thread(target=self._write_backlog, name="log", daemon=True).start()
         atexit.register(self.wait_until_written, LAST_WORDS_SECONDS)
 
     # -- what a text file has --------------------------------------------------------------------
@@ -76,7 +77,6 @@ class LogStream(io.TextIOBase):
                 return len(text)
             self._backlog.append(data)
             self._waiting += len(data)
-            self._start_writer()
         self._filled.set()
         return len(text)
 
@@ -129,14 +129,6 @@ class LogStream(io.TextIOBase):
         return os.write(self._target, data)
 
     # -- the thread ------------------------------------------------------------------------------
-
-    def _start_writer(self) -> None:
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write_backlog, name="log", daemon=True)
-            try:
-                self._writer.start()
-            except RuntimeError:  # no thread to be had: the next line tries again
-                self._writer = None
 
     def _write_backlog(self) -> None:
         while True:

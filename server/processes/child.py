@@ -152,3 +152,18 @@ class Child:
     def alive(self) -> bool:
         """Whether the process still runs."""
         return self._process.returncode is None
+
+
+def watch_children_without_threads() -> None:
+    """Have the event loops of this process hear of a child's end through a descriptor.
+
+    Later versions of Python do so by themselves. This one starts a thread for each child, and
+    waits for ever if there is no memory for it.
+    """
+    if sys.version_info >= (3, 12):
+        return
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:  # an old kernel
+        return
+    asyncio.set_child_watcher(asyncio.PidfdChildWatcher())

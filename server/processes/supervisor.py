@@ -24,7 +24,7 @@ from engine.node_directory import NodeDirectory
 from engine.transport import Inbox, InsecureCluster, Transport
 from server.config import ServeConfig
 from server.processes.capacity import engine_capacity, visible_devices
-from server.processes.child import Child
+from server.processes.child import Child, watch_children_without_threads
 from server.processes.joining import BadNode, joining
 from server.processes.keeper import Keeper, StartupFailed
 from server.processes.node_link import NodeLink
@@ -299,6 +299,7 @@ def run(config: ServeConfig) -> int:
     console = Console(stderr=True)
     if config.log.log_format == "json":
         console = Console(file=LogLines(logger))
+    watch_children_without_threads()
     return asyncio.run(_run(config, console))
 
 

@@ -4,6 +4,7 @@ import asyncio
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from engine.messages import ControlQuery, ScaleEngines
+from server.processes.child import watch_children_without_threads
 from server.processes.keeper import Keeper, StartupFailed
 from server.processes.restarts import Restarts
 from server.processes.role import Role
@@ -127,6 +129,25 @@ def test_a_fork_that_fails_is_tried_again(role: Role, failure: Exception) -> Non
         assert not failures
         await stop(kept, role)
 
+    asyncio.run(run())
+
+
+def test_children_need_no_threads_that_there_may_be_no_memory_for(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        kept = keeper()
+        monkeypatch.setattr(threading.Thread, "start", no_memory)
+        kept.fill(role)
+        await kept.until_ready([role])
+        await stop(kept, role)
+        assert role.child is not None
+        assert not role.child.alive
+
+    watch_children_without_threads()
     asyncio.run(run())
 
 
