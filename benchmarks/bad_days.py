@@ -38,6 +38,12 @@ MODEL = "swell-shakespeare"
 WITHIN = 30.0
 """Seconds in which a stack has to be whole again."""
 
+PATIENCE = 20.0
+"""Seconds after which a client gives up."""
+
+STEADY = 1.5
+"""Seconds in which a whole stack's processes have to be the same."""
+
 EVERYBODY = {"supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"}
 FLAGS = ("--executor", "simulated", "--simulated-step-us", "3000", "--data-parallel-size", "2")
 
@@ -88,8 +94,8 @@ class Load:
             thread.join(60)
 
 
-def ask(url: str, tokens: int, seed: int) -> None:
-    """Send one request and wait for its answer.
+def ask(url: str, tokens: int, seed: int, rank: int | None = None) -> None:
+    """Send one request, for any engine or that of a rank, and wait for its answer.
 
     Raises:
         OSError: it was not answered.
@@ -98,8 +104,10 @@ def ask(url: str, tokens: int, seed: int) -> None:
     body = {"model": MODEL, "prompt": f"Act {seed}", "max_tokens": tokens, "seed": seed}
     data = json.dumps({**body, "ignore_eos": True}).encode()
     headers = {"Content-Type": "application/json"}
+    if rank is not None:
+        headers["X-data-parallel-rank"] = str(rank)
     request = urllib.request.Request(f"{url}/v1/completions", data, headers)
-    with urllib.request.urlopen(request, timeout=45) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         told = json.loads(answer.read())["usage"]["completion_tokens"]
     if told != tokens:
         raise ValueError(f"{told} of {tokens} tokens")
@@ -130,21 +138,29 @@ class Scene:
             self.killed.append(living[name])
             living[name].kill()
 
-    def is_whole(self) -> bool:
-        """Whether everybody is there and everybody answers."""
+    def ready(self) -> tuple[int, int]:
+        """Return how many engines and front ends the cluster takes for ready.
+
+        Raises:
+            OSError: nobody says so.
+        """
+        with urllib.request.urlopen(f"{self.stack.url}/status.json", timeout=5) as answer:
+            status = json.load(answer)
+        return sum(engine["ready"] for engine in status["engines"]), status["num_front_ends"]
+
+    def whole(self) -> set[int] | None:
+        """Return the processes' numbers if everybody is there and every engine answers."""
         living = self.stack.processes()
         if set(living) != EVERYBODY or any(each in self.killed for each in living.values()):
-            return False
+            return None
         try:
-            with urllib.request.urlopen(f"{self.stack.url}/status.json", timeout=5) as answer:
-                engines = json.load(answer)["engines"]
-            if sum(engine["ready"] for engine in engines) != 2:
-                return False
-            for seed in range(8):
-                ask(self.stack.url, 2, seed)
+            if self.ready() != (2, 2):
+                return None
+            for seed in range(16):
+                ask(self.stack.url, 2, seed, rank=seed % 2)
         except (OSError, ValueError, KeyError):
-            return False
-        return True
+            return None
+        return {each.pid for each in living.values()}
 
 
 Mischief = Callable[[Scene], None]
@@ -245,7 +261,7 @@ def with_a_clock_that_jumps(directory: Path) -> Iterator[Scene]:
 
 
 def kill_an_engine(scene: Scene) -> None:
-    """The log is bad enough already."""
+    """Then an engine dies."""
     scene.kill("engine 1")
 
 
@@ -257,7 +273,7 @@ def close_the_reader(scene: Scene) -> None:
 
 
 def stop_reading(scene: Scene) -> None:
-    """The log's pipe is full and stays so; then an engine and an API server say why they die."""
+    """The log's pipe is full and stays so; then an engine dies."""
     assert scene.log is not None
     pipe = os.open(f"/proc/{scene.stack.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
@@ -279,18 +295,24 @@ def fill_the_disk(scene: Scene) -> None:
     junk.unlink()
 
 
+def _remove_all(directory: Path) -> None:
+    for left in directory.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
 def clean_up_files(scene: Scene) -> None:
     """A cleaner removes everything of the node; then an engine and the coordinator die."""
-    for left in scene.directory.iterdir():
-        shutil.rmtree(left)
+    _remove_all(scene.directory)
     scene.kill("engine 1", "coordinator")
 
 
 def clean_up_files_of_front_ends(scene: Scene) -> None:
     """A cleaner removes everything of the node; then an API server dies."""
-    for left in scene.directory.iterdir():
-        shutil.rmtree(left)
+    _remove_all(scene.directory)
     scene.kill("api 1")
+    deadline = time.monotonic() + 10
+    while scene.ready()[1] == 2 and time.monotonic() < deadline:
+        time.sleep(0.02)  # the dead one counts until it is missed
 
 
 def remove_the_interpreter(scene: Scene) -> None:
@@ -309,17 +331,17 @@ def _limit_the_supervisor(scene: Scene, which: int, limit: int) -> None:
     assert before is not None
     supervisor.rlimit(which, (limit, before[1]))
     scene.kill("engine 1", "coordinator")
-    time.sleep(3)
+    time.sleep(2)
     supervisor.rlimit(which, before)
 
 
 def run_out_of_descriptors(scene: Scene) -> None:
-    """The supervisor can open nothing for three seconds: an engine and the coordinator die."""
+    """The supervisor can open nothing for two seconds: an engine and the coordinator die."""
     _limit_the_supervisor(scene, psutil.RLIMIT_NOFILE, 3)
 
 
 def run_out_of_memory(scene: Scene) -> None:
-    """The supervisor gets no memory for three seconds: an engine and the coordinator die."""
+    """The supervisor gets no memory for two seconds: an engine and the coordinator die."""
     _limit_the_supervisor(scene, psutil.RLIMIT_AS, 1 << 20)
 
 
@@ -341,8 +363,8 @@ def _stop(scene: Scene, name: str, seconds: float, victim: str) -> None:
 
 
 def stop_the_supervisor(scene: Scene) -> None:
-    """The supervisor is stopped for four seconds, in which an engine dies."""
-    _stop(scene, "supervisor", 4, "engine 1")
+    """The supervisor is stopped for three seconds, in which an engine dies."""
+    _stop(scene, "supervisor", 3, "engine 1")
 
 
 def stop_the_coordinator(scene: Scene) -> None:
@@ -393,21 +415,26 @@ def live_through(day: Day, clients: int) -> Outcome:
             time.sleep(1.5)  # everything that is done every second has been done
             began = time.monotonic()
             day.mischief(scene)
-            whole = wait_until_whole(scene, began + WITHIN)
-            after = time.monotonic() - began if whole else None
+            whole_at = wait_until_whole(scene, began + WITHIN)
+            after = None if whole_at is None else whole_at - began
         with contextlib.suppress(Exception):
             scene.stack.stop()
         is_clean = scene.stack.process.returncode == 0 and not list(scene.directory.iterdir())
         return Outcome(load.answered, load.failures, after, is_clean)
 
 
-def wait_until_whole(scene: Scene, deadline: float) -> bool:
-    """Wait until the stack is whole; return whether it was before the deadline."""
+def wait_until_whole(scene: Scene, deadline: float) -> float | None:
+    """Wait until the stack is whole and stays so; return when it was, None if not in time."""
     while time.monotonic() < deadline:
-        if scene.is_whole():
-            return True
-        time.sleep(0.1)
-    return False
+        first = scene.whole()
+        whole_at = time.monotonic()
+        if first is None:
+            time.sleep(0.1)
+            continue
+        time.sleep(STEADY)  # a process that ends again and again is there now and then
+        if scene.whole() == first:
+            return whole_at
+    return None
 
 
 def main() -> int:

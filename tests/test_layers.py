@@ -89,6 +89,19 @@ def test_state_machines_know_no_sockets_or_clocks(path: Path) -> None:
     assert not {name.split(".")[0] for name in imports(path)} & forbidden
 
 
+TELLS_THE_TIME = {
+    "server/app.py", "server/routes/responses.py", "server/routes/serve.py",
+    "server/routes/status.py",
+}  # fmt: skip
+"""What tells clients when something was; all else measures durations, and the clock may be set."""
+
+
+def test_no_duration_is_taken_from_a_clock_that_jumps() -> None:
+    every = [path for package in ("engine", "coordinator", "server") for path in sources(package)]
+    found = {str(path.relative_to(ROOT)) for path in every if "time.time()" in path.read_text()}
+    assert found <= TELLS_THE_TIME
+
+
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
