@@ -214,3 +214,23 @@ def test_a_second_signal_ends_engines_that_drain_at_once(cluster: tuple[str, ...
         node.terminate()
         assert node.wait(3) == 0
         front.kill()
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["flag", "variable"])
+def test_an_empty_cluster_key_ends_a_node_with_the_reason(tmp_path: Path, variable: bool) -> None:
+    key = tmp_path / "key"
+    key.write_text("\n")
+    flags = ("serve", "--coordinator", f"127.0.0.1:{four_free_ports()}", "--executor", "simulated")
+    given = () if variable else ("--cluster-key-file", str(key))
+    environment = {**os.environ, "SWELL_CLUSTER_KEY_FILE": str(key)} if variable else os.environ
+    run = subprocess.run(
+        [SWELL, *flags, *given, "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=environment,
+    )
+    assert run.returncode == 1
+    assert "0 bytes and needs at least 16" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -161,14 +161,14 @@ class Supervisor:
         for left_behind in self._directory.glob(f"{role.incarnation:x}-*"):
             left_behind.unlink(missing_ok=True)  # the sockets of a front end that was killed
         if self._registration is None:
-            transport = Transport(self._config.cluster, self._context)
             try:
+                transport = Transport(self._config.cluster, self._context)
                 self._registration = transport.connect(
                     zmq.DEALER,
                     self._config.cluster.coordinator_address,
                     identity=f"supervisor-{secrets.randbits(48):x}".encode(),
                 )
-            except InsecureCluster:
+            except (InsecureCluster, OSError):
                 return  # nor could the child join
         kind, index = role.member
         self._registration.send(encode(Goodbye(kind, index, role.incarnation)))
