@@ -212,8 +212,8 @@ class Rest:
     """What the metrics say, and leave behind, when nothing is going on."""
 
     def __init__(self, directory: Path) -> None:
-        self._metrics = directory / "metrics"
-        self._directory = directory
+        (self._directory,) = directory.iterdir()  # the node's own, in the one that it was given
+        self._metrics = self._directory / "metrics"
 
     def wait(self, stack: RunningStack, within: float = 45.0) -> bool:
         """Wait until all processes are there again and no gauge counts a request."""

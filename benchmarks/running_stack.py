@@ -1,15 +1,21 @@
 """Runs a whole `swell serve` for benchmarks and tests: start, wait until ready, look, stop."""
 
+import contextlib
+import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
+_PROGRAM = "import sys; from server.cli import main; sys.exit(main())"
 _READY = re.compile(r"swell is ready after ([\d.]+) s: (https?://\S+)")
 
 
@@ -24,9 +30,20 @@ class RunningStack:
         arguments: flags for the command; `--port 0` is added.
         timeout: seconds until it has to be ready.
         command: `serve`, or `api-server` for front ends without engines.
+        log: descriptor that its standard output and error become; default: a pipe, read to `lines`.
+        interpreter: path of the Python that it and its children run with.
+        environment: variables added to this process's own.
     """
 
-    def __init__(self, *arguments: str, timeout: float = 60.0, command: str = "serve") -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        timeout: float = 60.0,
+        command: str = "serve",
+        log: int | None = None,
+        interpreter: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.lines: list[str] = []
         self.url = ""
         self.ready_after = 0.0
@@ -34,25 +51,47 @@ class RunningStack:
         self._arguments = arguments
         self._command = command
         self._timeout = timeout
+        self._log = log
+        self._interpreter = interpreter
+        self._environment = {**os.environ, **(environment or {})}
         self._ready = threading.Event()
         self._started_at = 0.0
 
     def __enter__(self) -> "RunningStack":
-        command = [str(Path(sys.executable).with_name("swell")), self._command, "--port", "0"]
+        swell = [str(Path(sys.executable).with_name("swell"))]
+        if self._interpreter is not None:
+            swell = [str(self._interpreter), "-c", _PROGRAM]
+        port = 0 if self._log is None else _free_port()
         self._started_at = time.monotonic()
         self.process = subprocess.Popen(
-            [*command, *self._arguments],
+            [*swell, self._command, "--port", str(port), *self._arguments],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.PIPE if self._log is None else self._log,
             stderr=subprocess.STDOUT,
             text=True,
+            env=self._environment,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(
+            target=self._read if self._log is None else self._poll,
+            args=() if self._log is None else (f"http://127.0.0.1:{port}",),
+            daemon=True,
+        )
         self._reader.start()
         if not self._ready.wait(self._timeout) or not self.url:
             self.kill()
             raise StackFailed(f"not ready within {self._timeout} s:\n{self.output}")
         return self
+
+    def _poll(self, url: str) -> None:
+        """Ask until it serves: it says so where nobody reads."""
+        while self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                self.ready_after = time.monotonic() - self._started_at
+                self.url = url
+                break
+            time.sleep(0.05)
+        self._ready.set()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -128,3 +167,8 @@ class RunningStack:
         if self.process.poll() is None:
             self.stop()
         self._close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])

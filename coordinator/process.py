@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 _SUBSCRIBE = b"\x01"
 
+_MEND_INTERVAL = 1.0
+"""Seconds between looks at whether the files of local sockets are still there."""
+
 
 def socket_addresses(registration: str) -> tuple[str, str, str]:
     """Return addresses for front publish, back output and back publish.
@@ -58,6 +61,7 @@ class Coordinator:
     """Owns the four sockets; everything that decides is in `CoordinatorState`."""
 
     def __init__(self, config: CoordinatorConfig, transport: Transport) -> None:
+        self._transport = transport
         registration = config.cluster.coordinator_address
         front, output, back = socket_addresses(registration)
         self.registration = transport.bind(zmq.ROUTER, registration)
@@ -91,10 +95,14 @@ class Coordinator:
             poller.register(socket, zmq.POLLIN)
         if self._handshakes is not None:
             poller.register(self._handshakes.socket, zmq.POLLIN)
+        mend_at = time.monotonic()
         while True:
             health.turn()
             now = time.monotonic()
-            wait = max(0.0, self.state.next_deadline(now) - now)
+            if now >= mend_at:
+                self._transport.mend()
+                mend_at = now + _MEND_INTERVAL
+            wait = max(0.0, min(self.state.next_deadline(now), mend_at) - now)
             readable = dict(poller.poll(int(wait * 1000) + 1))
             if self._handshakes is not None and self._handshakes.socket in readable:
                 self._handshakes.check()

@@ -5,7 +5,6 @@ come the command-line flag, the `SWELL_*` variable, the YAML key and the table i
 docs/settings.md (see `engine.settings`). Names are those that users of such systems know.
 """
 
-import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -360,11 +359,17 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     ] = None
     socket_dir: Annotated[
         str | None,
-        Meta(description="Private directory for local sockets; default: a new temporary one."),
+        Meta(
+            description="Private directory in which a node makes a fresh one for its local "
+            "sockets; default: the system's temporary directory."
+        ),
     ] = None
     cluster_key_file: Annotated[
         str | None,
-        Meta(description="File with the shared secret that encrypts and authenticates TCP links."),
+        Meta(
+            description="File with the shared secret, 16 bytes or more, that encrypts and "
+            "authenticates TCP links."
+        ),
     ] = None
     insecure_cluster: Annotated[
         bool, Meta(description="Allow plain TCP between nodes (trusted networks only).")
@@ -433,18 +438,3 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     config: EngineConfig
     incarnation: int
     """Random number of this process, chosen by the supervisor so that it can report its death."""
-
-
-def private_directory(configured: str | None) -> Path:
-    """Return the directory for local sockets, made with mode 0700 if it is not there.
-
-    Raises:
-        PermissionError: the directory exists and others can enter it.
-    """
-    if configured is None:
-        return Path(tempfile.mkdtemp(prefix="swell-"))
-    path = Path(configured)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_mode & 0o077:
-        raise PermissionError(f"{path} must not be accessible to others: chmod 700 {path}")
-    return path

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import msgspec
 import setproctitle
 
+from engine.log_stream import guard_standard_error
+
 LogFormat = Literal["text", "json"]
 
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -44,11 +46,13 @@ class JsonFormatter(logging.Formatter):
 def name_process(name: str, log_level: str, log_format: LogFormat = "text") -> None:
     """Show the process as `swell: NAME` in the process list and set up its logging.
 
-    SIGUSR1 makes it print where all of its threads are.
+    From then on nothing that the process prints on standard error can stop it. SIGUSR1 makes it
+    print where all of its threads are.
     """
-    faulthandler.register(signal.SIGUSR1)
+    stream = guard_standard_error()
+    faulthandler.register(signal.SIGUSR1, stream)
     setproctitle.setproctitle(f"swell: {name}")
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler(stream)
     if log_format == "json":
         handler.setFormatter(JsonFormatter(name))
     else:
@@ -77,6 +81,6 @@ class LogLines(io.StringIO):
 def relay_line(source: str, log_format: LogFormat, line: str) -> None:
     """Show an output line of a child; in a JSON log, what is no JSON yet becomes a record."""
     if log_format == "text" or line.startswith("{"):
-        print(line, file=sys.stderr, flush=True)
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)
     elif line:
         logging.getLogger(__name__).info("%s", line, extra={"source": source})

@@ -20,6 +20,7 @@ from zmq.utils import z85
 
 from engine.config import ClusterConfig
 from engine.handshakes import HandshakeWatch
+from engine.node_directory import make_private
 
 if TYPE_CHECKING:
     import asyncio  # the coordinator does without an event loop
@@ -28,9 +29,12 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_IPC_PATH = 107  # sockaddr_un.sun_path, less its terminating zero
 
+LEAST_KEY_BYTES = 16
+"""Fewest bytes of a shared secret, blanks around them not counted."""
+
 
 class InsecureCluster(ValueError):
-    """A TCP address is to be used without a cluster key and without leave to do so."""
+    """TCP is to be used with no cluster key, or with one that a stranger could guess."""
 
 
 class KeyPair(NamedTuple):
@@ -41,8 +45,18 @@ class KeyPair(NamedTuple):
 
 
 def cluster_key_pair(shared_secret: bytes) -> KeyPair:
-    """Derive the key pair of all binding sockets of a cluster from its shared secret."""
-    seed = hashlib.blake2b(shared_secret.strip(), digest_size=32, person=b"swell-cluster").digest()
+    """Derive the key pair of all binding sockets of a cluster from its shared secret.
+
+    Raises:
+        InsecureCluster: the secret is too short to be one.
+    """
+    material = shared_secret.strip()
+    if len(material) < LEAST_KEY_BYTES:
+        raise InsecureCluster(
+            f"the cluster key has {len(material)} bytes and needs at least {LEAST_KEY_BYTES}: "
+            "make one with `openssl rand -hex 32`"
+        )
+    seed = hashlib.blake2b(material, digest_size=32, person=b"swell-cluster").digest()
     secret = z85.encode(seed)
     return KeyPair(zmq.curve_public(secret), secret)
 
@@ -74,14 +88,40 @@ class Transport:
         self._context = context
         self._insecure = cluster.insecure_cluster
         self._keys: KeyPair | None = None
+        self._bound: list[tuple[Path, str, zmq.Socket[bytes]]] = []
         if cluster.cluster_key_file is not None:
-            self._keys = cluster_key_pair(Path(cluster.cluster_key_file).read_bytes())
+            secret = Path(cluster.cluster_key_file).read_bytes()
+            try:
+                self._keys = cluster_key_pair(secret)
+            except InsecureCluster as error:
+                raise InsecureCluster(f"{cluster.cluster_key_file}: {error}") from None
 
     def bind(self, kind: int, address: str) -> "zmq.Socket[bytes]":
         """Return a bound socket; its real address (TCP port 0 resolved) is `last_endpoint`."""
         socket = self._socket(kind, address, binder=True)
         socket.bind(address)
+        if address.startswith("ipc://"):
+            self._bound.append((Path(address.removeprefix("ipc://")), address, socket))
         return socket
+
+    def mend(self) -> None:
+        """Bind local sockets again whose files somebody has removed; to be called now and then.
+
+        Connections last without the file, but nobody new would find the way. The sockets must
+        belong to the calling thread.
+        """
+        self._bound = [each for each in self._bound if not each[2].closed]
+        for path, address, socket in self._bound:
+            if path.exists():
+                continue
+            try:
+                make_private(path.parent)
+                # The old listener stays: it would remove the new file when it is unbound.
+                socket.bind(address)
+            except (OSError, zmq.ZMQError) as error:
+                logger.error("%s was removed and cannot be bound again: %s", path, error)
+            else:
+                logger.warning("%s was removed: bound again", path)
 
     def connect(
         self, kind: int, address: str, *, identity: bytes | None = None

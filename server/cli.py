@@ -19,6 +19,7 @@ from benchmarks.load.config import BenchConfig
 from coordinator.config import CoordinatorConfig
 from engine import settings
 from engine.config import DEFAULT_COORDINATOR, EngineConfig, Section
+from engine.log_stream import open_standard_descriptors
 from server.batch.config import RunBatchConfig
 from server.config import ApiServerConfig, ServeConfig
 from server.scale_command import ScaleConfig, scale
@@ -201,6 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `swell` command; returns the exit code."""
+    open_standard_descriptors()
     if os.getpid() == 1:
         # In a container the kernel does nothing for signals without a handler.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import uvicorn
@@ -17,7 +16,6 @@ import uvloop
 import zmq
 from fastapi import FastAPI
 
-from engine.config import private_directory
 from engine.group_config import model_identity
 from engine.heap import settle_heap
 from engine.lifeline import CANNOT_START, Lifeline
@@ -25,6 +23,7 @@ from engine.logs import name_process
 from engine.membership import Identity
 from engine.messages import FrontEndAddresses
 from engine.model_files import ModelNotFound, model_directory
+from engine.node_directory import NodeDirectory
 from engine.reach import MissingRank, front_end_reach, node_name
 from engine.transport import InsecureCluster, Transport, advertised_host, bound_address
 from server.access.admission_table import AdmissionTable
@@ -50,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 GRACEFUL_SECONDS = 1
 """How long connections may take to be closed after the last request has ended."""
+
+MEND_INTERVAL = 1.0
+"""Seconds between looks at whether the files of local sockets are still there."""
 
 
 class FrontEndLaunch(msgspec.Struct, frozen=True):
@@ -123,6 +125,7 @@ class FrontEnd:
         stats = None
         if interval and not self._launch.place:
             stats = asyncio.create_task(log_stats(client, interval))
+        mending = asyncio.create_task(self._mend_sockets())
         control = None
         if self._launch.control is not None:
             control = SupervisorControl(self._launch.control, self._transport)
@@ -132,6 +135,7 @@ class FrontEnd:
             )
             await self._serve_http(app, link, client)
         finally:
+            mending.cancel()
             if stats is not None:
                 stats.cancel()
             if control is not None:
@@ -140,6 +144,11 @@ class FrontEnd:
             client.close()
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
+
+    async def _mend_sockets(self) -> None:
+        while True:
+            await asyncio.sleep(MEND_INTERVAL)
+            self._transport.mend()
 
     def _link(self, identity: dict[str, str]) -> ClusterLink:
         cluster, host = self._config.cluster, self._host
@@ -271,10 +280,16 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
 
 def run_standalone(config: FrontEndConfig) -> int:
     """Run `swell api-server`: one front end that another process did not launch."""
-    with TemporaryDirectory(prefix="swell-") as own_directory:
-        socket_dir = config.cluster.socket_dir or own_directory
-        private_directory(socket_dir)
+    try:
+        directory = NodeDirectory(config.cluster.socket_dir)
+    except OSError as error:
+        Lifeline(None).failed(str(error))
+        return CANNOT_START
+    with directory:
         launch = FrontEndLaunch(
-            config=config, index=-1, incarnation=secrets.randbits(48), socket_dir=socket_dir
+            config=config,
+            index=-1,
+            incarnation=secrets.randbits(48),
+            socket_dir=str(directory.path),
         )
         return run(launch, Lifeline(None))

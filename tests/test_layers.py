@@ -15,6 +15,7 @@ SHARED = {
     "engine.handshakes", "engine.lifeline", "engine.logs", "engine.membership", "engine.reach",
     "engine.roster", "engine.model_files", "engine.health", "engine.heap", "engine.grammar_spec",
     "engine.group_config", "engine.version", "engine.writable",
+    "engine.node_directory", "engine.log_stream",
 }  # fmt: skip
 """The torch-free modules of `engine` that the other packages build on."""
 
@@ -87,6 +88,19 @@ def test_scheduling_knows_no_tensors_sockets_or_clocks(path: Path) -> None:
 def test_state_machines_know_no_sockets_or_clocks(path: Path) -> None:
     forbidden = {"zmq", "time", "asyncio", "threading", "socket"}
     assert not {name.split(".")[0] for name in imports(path)} & forbidden
+
+
+TELLS_THE_TIME = {
+    "server/app.py", "server/routes/responses.py", "server/routes/serve.py",
+    "server/routes/status.py",
+}  # fmt: skip
+"""What tells clients when something was; all else measures durations, and the clock may be set."""
+
+
+def test_no_duration_is_taken_from_a_clock_that_jumps() -> None:
+    every = [path for package in ("engine", "coordinator", "server") for path in sources(package)]
+    found = {str(path.relative_to(ROOT)) for path in every if "time.time()" in path.read_text()}
+    assert found <= TELLS_THE_TIME
 
 
 @pytest.mark.parametrize(

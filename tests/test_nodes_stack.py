@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -153,3 +154,83 @@ def test_a_node_with_nothing_to_run_says_so() -> None:
     )
     assert run.returncode == 1
     assert "needs engines and API servers of its own" in run.stderr
+
+
+@contextmanager
+def engine_node(cluster: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a node of one slow engine and no front ends; end it."""
+    flags = ("--api-server-count", "0", "--data-parallel-size-local", "1", "--node", "engines")
+    simulated = ("--executor", "simulated", "--simulated-step-us", "20000")
+    with subprocess.Popen(
+        [SWELL, "serve", *cluster, *flags, *simulated], stderr=subprocess.DEVNULL
+    ) as node:
+        try:
+            yield node
+        finally:
+            node.kill()
+
+
+def running(url: str) -> bool:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    counts = [line for line in lines if line.startswith("swell_num_requests_running{")]
+    return any(float(line.split()[-1]) for line in counts)
+
+
+def ask_for(url: str, tokens: int) -> int:
+    body = {"model": MODEL, "prompt": "Act", "max_tokens": tokens, "ignore_eos": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return int(json.load(answer)["usage"]["completion_tokens"])
+
+
+def test_engines_of_a_node_that_is_stopped_end_what_front_ends_elsewhere_sent_them(
+    cluster: tuple[str, ...],
+) -> None:
+    with (
+        engine_node(cluster) as node,
+        RunningStack(*cluster, "--api-server-count", "2", command="api-server") as front,
+        ThreadPoolExecutor(1) as client,
+    ):
+        answer = client.submit(ask_for, front.url, 150)
+        wait_until(partial(running, front.url), "the request runs")
+        node.terminate()
+        assert answer.result(timeout=20) == 150, "3 s of steps are within --drain-timeout"
+        assert node.wait(10) == 0
+
+
+def test_a_second_signal_ends_engines_that_drain_at_once(cluster: tuple[str, ...]) -> None:
+    with (
+        engine_node(cluster) as node,
+        RunningStack(*cluster, "--api-server-count", "2", command="api-server") as front,
+        ThreadPoolExecutor(1) as client,
+    ):
+        client.submit(ask_for, front.url, 1000)
+        wait_until(partial(running, front.url), "the request runs")
+        node.terminate()
+        wait_until(lambda: not engines_of(front.url), "the engine drains")
+        assert node.poll() is None
+        node.terminate()
+        assert node.wait(3) == 0
+        front.kill()
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["flag", "variable"])
+def test_an_empty_cluster_key_ends_a_node_with_the_reason(tmp_path: Path, variable: bool) -> None:
+    key = tmp_path / "key"
+    key.write_text("\n")
+    flags = ("serve", "--coordinator", f"127.0.0.1:{four_free_ports()}", "--executor", "simulated")
+    given = () if variable else ("--cluster-key-file", str(key))
+    environment = {**os.environ, "SWELL_CLUSTER_KEY_FILE": str(key)} if variable else os.environ
+    run = subprocess.run(
+        [SWELL, *flags, *given, "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=environment,
+    )
+    assert run.returncode == 1
+    assert "0 bytes and needs at least 16" in run.stderr
+    assert "Traceback" not in run.stderr

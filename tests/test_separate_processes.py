@@ -56,7 +56,7 @@ class Cluster:
         self.registration = next(port for port in free_ports(20) if port < 65000)
         self.http, self.coordinator_health, self.engine_health = free_ports(3)
         self._key = directory / "key"
-        self._key.write_text("a shared secret")
+        self._key.write_text("a shared secret of these tests")
         self._running: list[subprocess.Popen[bytes]] = []
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:

@@ -1,6 +1,8 @@
 """One child process: start it, hear from it, stop it. Policy is the supervisor's."""
 
 import asyncio
+import contextlib
+import logging
 import os
 import signal
 import socket
@@ -10,8 +12,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from engine.lifeline import LIFELINE_VARIABLE, FrameReader, pack_frame
 from engine.messages import ChildStatus
+
+logger = logging.getLogger(__name__)
 
 _KEPT_LOG_LINES = 30
 _LONGEST_LOG_LINE = 1 << 16
@@ -49,6 +55,9 @@ class Child:
             on_line: called for every line that the child prints.
             environment: variables added to this process's own.
             inherit: file descriptors that stay open in the child, under the same numbers.
+
+        Raises:
+            OSError: there is no interpreter, no memory or no process to be had.
         """
         ours, theirs = socket.socketpair()
         variables = {**os.environ, **(environment or {}), LIFELINE_VARIABLE: str(theirs.fileno())}
@@ -66,17 +75,23 @@ class Child:
                 start_new_session=True,
                 limit=_LONGEST_LOG_LINE,
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         ours.setblocking(False)
         child = cls(name, process, ours)
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(ours, pack_frame(launch))
         child._tasks = [
+            asyncio.create_task(child._hand_over(pack_frame(launch))),
             asyncio.create_task(child._read_status(on_status)),
             asyncio.create_task(child._read_log(on_line)),
         ]
         return child
+
+    async def _hand_over(self, launch: bytes) -> None:
+        with contextlib.suppress(OSError):  # its end will say what was wrong with it
+            await asyncio.get_running_loop().sock_sendall(self._lifeline, launch)
 
     async def _read_status(self, on_status: Callable[[ChildStatus], None]) -> None:
         reader = FrameReader(ChildStatus)
@@ -84,11 +99,15 @@ class Child:
         while True:
             try:
                 data = await loop.sock_recv(self._lifeline, 65536)
+                statuses = reader.feed(data)
             except OSError:
+                return
+            except msgspec.DecodeError as error:
+                logger.error("%s cannot be heard any more: %s", self.name, error)
                 return
             if not data:
                 return
-            for status in reader.feed(data):
+            for status in statuses:
                 on_status(status)
 
     async def _read_log(self, on_line: Callable[[str], None]) -> None:
@@ -102,7 +121,10 @@ class Child:
                 return
             line = raw.decode(errors="replace").rstrip()
             self.last_lines.append(line)
-            on_line(line)
+            try:
+                on_line(line)
+            except Exception:  # a pipe that nobody drains stops the child
+                logger.exception("a line of %s cannot be shown", self.name)
 
     async def wait(self) -> int:
         """Wait until the process has ended and its output is read; return its exit code."""
@@ -130,3 +152,18 @@ class Child:
     def alive(self) -> bool:
         """Whether the process still runs."""
         return self._process.returncode is None
+
+
+def watch_children_without_threads() -> None:
+    """Have the event loops of this process hear of a child's end through a descriptor.
+
+    Later versions of Python do so by themselves. This one starts a thread for each child, and
+    waits for ever if there is no memory for it.
+    """
+    if sys.version_info >= (3, 12):
+        return
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:  # an old kernel
+        return
+    asyncio.set_child_watcher(asyncio.PidfdChildWatcher())

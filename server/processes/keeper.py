@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 
 from engine.lifeline import CANNOT_START
 from engine.logs import relay_line
 from engine.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
 from server.processes.child import Child
+from server.processes.restarts import LONGEST_SPAWN_BACKOFF
 from server.processes.role import Role
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,13 @@ class Keeper:
         console: Console,
         log_format: Literal["text", "json"],
         report_death: Callable[[Role], None],
+        prepare: Callable[[], object] = lambda: None,
     ) -> None:
+        """Make a keeper that calls `prepare` before it starts a process.
+
+        `prepare` may raise an OSError, which counts as a process that cannot be started.
+        """
+        self._prepare = prepare
         self._console = console
         self._log_format = log_format
         self._report_death = report_death
@@ -98,24 +106,59 @@ class Keeper:
             StartupFailed: its first holder could not start.
         """
         while True:
-            started = time.monotonic()
-            await self._start(role)
-            assert role.child is not None
-            code = await role.child.wait()
-            was_ready = role.ready.is_set()
-            self._report_death(role)
-            wait = role.restarts.wait_after(time.monotonic() - started, was_ready=was_ready)
-            if wait is None:
-                raise StartupFailed(self._explain(role, code))
-            self._console.print(
-                f"[yellow]{role.name} {_ending(code)}[/]; again in {wait:.1f} s",
-                highlight=False,
-                soft_wrap=True,
-            )
+            try:
+                wait = await self._hold(role)
+            except StartupFailed:
+                raise
+            except Exception:
+                logger.exception("%s is started again: its place could not be watched", role.name)
+                await self._abandon(role)
+                wait = LONGEST_SPAWN_BACKOFF
             role.ready.clear()
             await asyncio.sleep(wait)
 
+    async def _hold(self, role: Role) -> float:
+        """Fill a place once; return the seconds until it is to be filled again.
+
+        Raises:
+            StartupFailed: its first holder could not start.
+        """
+        started = time.monotonic()
+        try:
+            await self._start(role)
+        except (OSError, MemoryError, RuntimeError) as error:  # also no thread to watch it with
+            role.phase = "waiting to be started"
+            wait = role.restarts.wait_after_failed_spawn()
+            if wait is None:
+                raise StartupFailed(f"{role.name} cannot be started: {error}") from error
+            self._tell(
+                f"[yellow]{role.name} cannot be started[/]: {escape(str(error) or repr(error))}",
+                wait,
+            )
+            return wait
+        assert role.child is not None
+        code = await role.child.wait()
+        self._report_death(role)
+        wait = role.restarts.wait_after(
+            time.monotonic() - started,
+            was_ready=role.ready.is_set(),
+            hopeless=code == CANNOT_START,
+        )
+        if wait is None:
+            raise StartupFailed(self._explain(role, code))
+        self._tell(f"[yellow]{role.name} {_ending(code)}[/]", wait)
+        return wait
+
+    def _tell(self, what: str, wait: float) -> None:
+        self._console.print(f"{what}; again in {wait:.1f} s", highlight=False, soft_wrap=True)
+
+    async def _abandon(self, role: Role) -> None:
+        if role.child is not None and role.child.alive:
+            role.child.kill()
+            await role.child.wait()
+
     async def _start(self, role: Role) -> None:
+        self._prepare()
         role.incarnation = secrets.randbits(48)
         role.failure = None
         role.phase = "starting"

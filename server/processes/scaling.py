@@ -7,7 +7,8 @@ when its requests have. Changes are carried out one after the other; the newest 
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from engine.messages import (
     ControlQuery,
@@ -18,6 +19,7 @@ from engine.messages import (
 )
 from server.cluster.load_table import MAX_ENGINES
 from server.processes.keeper import Keeper, StartupFailed
+from server.processes.restarts import Restarts
 from server.processes.role import Role
 
 logger = logging.getLogger(__name__)
@@ -98,16 +100,22 @@ class EngineScaler:
                     self._restart_wanted = False
                     await self._replace_all()
             except (StartupFailed, TimeoutError) as error:
-                self._error = str(error) or "an engine was not ready in time"
-                logger.error("scaling: %s", self._error)
-                self._target = len(self.engines)
+                self._give_up(str(error) or "an engine was not ready in time")
+            except Exception as error:
+                logger.exception("scaling failed")
+                self._give_up(f"scaling failed: {error!r}")
             self._busy = self._wished.is_set()
+
+    def _give_up(self, reason: str) -> None:
+        self._error = reason
+        logger.error("scaling: %s", reason)
+        self._target = len(self.engines)
 
     async def _resize(self, target: int) -> None:
         missing = [rank for rank in range(target) if rank not in self.engines]
         surplus = sorted(rank for rank in self.engines if rank >= target)
-        await asyncio.gather(*(self._add(rank) for rank in missing))
-        await asyncio.gather(*(self._retire(rank) for rank in surplus))
+        await _all_of(self._add(rank) for rank in missing)
+        await _all_of(self._retire(rank) for rank in surplus)
 
     async def _replace_all(self) -> None:
         ranks = sorted(self.engines)
@@ -116,21 +124,33 @@ class EngineScaler:
             await self._add(spare)  # somebody has to serve while the only engine is replaced
         for rank in ranks:
             await self._retire(rank)
-            await self._add(rank)
+            await self._add(rank, proven=True)
         if spare is not None:
             await self._retire(spare)
 
-    async def _add(self, rank: int) -> None:
+    async def _add(self, rank: int, *, proven: bool = False) -> None:
         role = self._make_role(rank)
+        role.restarts = Restarts(proven=proven)
         self.engines[rank] = role
         self._keeper.fill(role)
         try:
             async with asyncio.timeout(self._start_within):
                 await self._keeper.until_ready([role])
-        except (StartupFailed, TimeoutError):
+        except StartupFailed:
             await self._retire(rank)
+            raise
+        except TimeoutError:
+            if not proven:  # where one has served, another will as soon as it can
+                await self._retire(rank)
             raise
 
     async def _retire(self, rank: int) -> None:
         await self._keeper.retire(self.engines[rank], self._retire_within)
         del self.engines[rank]
+
+
+async def _all_of(changes: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all changes to be over; raise the first error of any."""
+    for result in await asyncio.gather(*changes, return_exceptions=True):
+        if result is not None:
+            raise result

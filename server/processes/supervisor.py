@@ -1,30 +1,30 @@
 """The parent of a node's processes: start order, readiness, death, restart and stop (policy)."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 import zmq
 from rich.console import Console
+from rich.markup import escape
 
-from engine.config import private_directory
 from engine.logs import LogLines
 from engine.messages import (
     ControlRequest,
     Goodbye,
     encode,
 )
+from engine.node_directory import NodeDirectory
 from engine.transport import Inbox, InsecureCluster, Transport
 from server.config import ServeConfig
 from server.processes.capacity import engine_capacity, visible_devices
-from server.processes.child import Child
+from server.processes.child import Child, watch_children_without_threads
 from server.processes.joining import BadNode, joining
 from server.processes.keeper import Keeper, StartupFailed
 from server.processes.node_link import NodeLink
@@ -42,21 +42,25 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT = 1.0
 """Seconds that a child gets to end, beyond what it was promised, before it is killed."""
 
+MEND_INTERVAL = 1.0
+"""Seconds between looks at whether the node's directory is still whole."""
+
 
 class Supervisor:
     """Starts a coordinator, engines and front ends, and keeps each place filled."""
 
-    def __init__(self, config: ServeConfig, console: Console) -> None:
+    def __init__(self, config: ServeConfig, console: Console, node: NodeDirectory) -> None:
+        """Make a supervisor whose processes share the files in `node`, which it keeps whole."""
         self._console = console
-        self._own_directory = config.cluster.socket_dir is None
-        self._directory = private_directory(config.cluster.socket_dir)
+        self._node = node
+        self._directory = node.path
         config, leads, self._is_alone = joining(config, f"ipc://{self._directory}/coordinator")
         cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._directory))
         self._config = msgspec.structs.replace(config, cluster=cluster)
         self._listener: socket.socket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._registration: zmq.Socket[bytes] | None = None
-        self._keeper = Keeper(console, config.log.log_format, self._report_death)
+        self._keeper = Keeper(console, config.log.log_format, self._report_death, node.keep)
         self._coordinator = [coordinator_role(self._config)] if leads else []
         self._front_ends: list[Role] = []
         self._engines = {
@@ -91,9 +95,7 @@ class Supervisor:
             self._console.print("stopping")
             return 0
         except StartupFailed as error:
-            self._console.print(
-                f"[bold red]swell cannot start:[/] {error}", highlight=False, soft_wrap=True
-            )
+            _say_why(self._console, error)
             return 1
         finally:
             await self._stop_all()
@@ -159,14 +161,14 @@ class Supervisor:
         for left_behind in self._directory.glob(f"{role.incarnation:x}-*"):
             left_behind.unlink(missing_ok=True)  # the sockets of a front end that was killed
         if self._registration is None:
-            transport = Transport(self._config.cluster, self._context)
             try:
+                transport = Transport(self._config.cluster, self._context)
                 self._registration = transport.connect(
                     zmq.DEALER,
                     self._config.cluster.coordinator_address,
                     identity=f"supervisor-{secrets.randbits(48):x}".encode(),
                 )
-            except InsecureCluster:
+            except (InsecureCluster, OSError):
                 return  # nor could the child join
         kind, index = role.member
         self._registration.send(encode(Goodbye(kind, index, role.incarnation)))
@@ -195,17 +197,18 @@ class Supervisor:
         transport = Transport(self._config.cluster, self._context)
         socket = transport.bind(zmq.ROUTER, control_address(self._directory))
         requests = Inbox(socket, ControlRequest, "control")
-        tasks = [asyncio.create_task(scaler.run())]
+        tasks = [asyncio.create_task(_for_ever(scaler.run))]
         handle, link = scaler.handle, None
         if not self._is_alone:
             capacity = engine_capacity(self._config, visible_devices(os.environ))
             link = NodeLink(scaler, capacity, self._config.cluster, transport)
             handle = link.handle
-            tasks.append(asyncio.create_task(link.run()))
+            tasks.append(asyncio.create_task(_for_ever(link.run)))
         requests.attach(
             asyncio.get_running_loop(),
             lambda sender, request: requests.send(sender, encode(handle(request))),
         )
+        tasks.append(asyncio.create_task(self._mend(transport)))
         try:
             await self._stop.wait()
         finally:
@@ -221,6 +224,21 @@ class Supervisor:
         configured = place < self._config.parallel.engines_on_node
         return engine_role(self._config, place, numbered=self._is_alone or configured)
 
+    async def _mend(self, transport: Transport) -> None:
+        """Keep the node's directory whole, for ever."""
+        told = ""
+        while True:
+            await asyncio.sleep(MEND_INTERVAL)
+            reason = ""
+            try:
+                self._node.keep()
+                transport.mend()
+            except Exception as error:
+                reason = str(error) or repr(error)
+            if reason and reason != told:
+                logger.error("%s cannot be kept whole: %s", self._directory, reason)
+            told = reason
+
     # -- stopping --------------------------------------------------------------------------------
 
     async def _stop_all(self) -> None:
@@ -228,16 +246,23 @@ class Supervisor:
         engines = list(self._engines.values())
         for role in (*self._front_ends, *engines, *self._coordinator):
             await self._keeper.release(role)
-        draining = self._config.http.shutdown_timeout
-        for roles, promised in (
-            (self._front_ends, draining),
-            (engines, 0.0),
-            (self._coordinator, 0.0),
-        ):
-            children = [role.child for role in roles if role.child is not None]
-            for child in children:
-                child.terminate()
-            await self._wait_for(children, promised + STOP_TIMEOUT)
+        await self._end(self._front_ends, self._config.http.shutdown_timeout)
+        for role in self._front_ends:
+            self._report_death(role)  # nobody waits for what they have left in the engines
+        await self._end([role for role in engines if not role.ready.is_set()], 0.0)
+        await self._end(engines, self._engine_promise)
+        await self._end(self._coordinator, 0.0)
+
+    @property
+    def _engine_promise(self) -> float:
+        """Seconds that serving engines get to end what front ends elsewhere have sent them."""
+        return 0.0 if self._is_alone else self._config.cluster.drain_timeout
+
+    async def _end(self, roles: Sequence[Role], promised: float) -> None:
+        children = [role.child for role in roles if role.child is not None]
+        for child in children:
+            child.terminate()
+        await self._wait_for(children, promised + STOP_TIMEOUT)
 
     async def _wait_for(self, children: list[Child], within: float) -> None:
         if not children:
@@ -257,15 +282,16 @@ class Supervisor:
         if self._listener is not None:
             self._listener.close()
         self._context.destroy(linger=0)
-        if self._own_directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        else:
-            self._empty_directory()
 
-    def _empty_directory(self) -> None:
-        for entry in self._directory.iterdir():
-            with contextlib.suppress(OSError):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+async def _for_ever(run: Callable[[], Awaitable[None]]) -> None:
+    """Run something that is never over, again if it fails."""
+    while True:
+        try:
+            await run()
+        except Exception:
+            logger.exception("a task of the supervisor failed: begun again")
+        await asyncio.sleep(MEND_INTERVAL)
 
 
 def run(config: ServeConfig) -> int:
@@ -273,12 +299,19 @@ def run(config: ServeConfig) -> int:
     console = Console(stderr=True)
     if config.log.log_format == "json":
         console = Console(file=LogLines(logger))
+    watch_children_without_threads()
     return asyncio.run(_run(config, console))
 
 
 async def _run(config: ServeConfig, console: Console) -> int:
     try:
-        return await Supervisor(config, console).run()
+        with NodeDirectory(config.cluster.socket_dir) as node:
+            return await Supervisor(config, console, node).run()
     except (OSError, BadNode) as error:
-        console.print(f"[bold red]swell cannot start:[/] {error}", highlight=False, soft_wrap=True)
+        _say_why(console, error)
         return 1
+
+
+def _say_why(console: Console, error: Exception) -> None:
+    text = f"[bold red]swell cannot start:[/] {escape(str(error))}"
+    console.print(text, highlight=False, soft_wrap=True)

@@ -71,7 +71,7 @@ class Cluster:
         self.network = network
         self._running = running
         key = directory / "cluster.key"
-        key.write_text("one for all")
+        key.write_text("one long secret for all")
         self.flags = self.flags_with(key)
         self.url = f"http://{network.address(HEAD)}:8000"
         listen = ("--coordinator", f"{network.address(HEAD)}:7550")
@@ -190,7 +190,7 @@ def test_a_wrong_cluster_key_is_refused_and_named_on_both_sides(
     cluster.engine(NEAR, 0, *SIMULATED)
     cluster.wait_for_engines(0)
     wrong = tmp_path / "wrong.key"
-    wrong.write_text("another")
+    wrong.write_text("another secret, long enough")
     stranger = cluster.start(FAR, "engine", *cluster.flags_with(wrong), *SIMULATED)
     wait_until(lambda: stranger.said("--cluster-key-file holds another key"), "the engine says it")
     wait_until(lambda: cluster.coordinator.said("its cluster key is not ours"), "and its peer")

@@ -15,7 +15,7 @@ Context = zmq.Context["zmq.Socket[bytes]"]
 
 def transport(directory: Path, secret: str, context: Context) -> Transport:
     key = directory / secret
-    key.write_text(secret)
+    key.write_text(secret.ljust(32, "-"))
     return Transport(ClusterConfig(cluster_key_file=str(key)), context)
 
 

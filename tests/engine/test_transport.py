@@ -1,6 +1,7 @@
 """Sockets: security between nodes, addresses, and typed receiving."""
 
 import asyncio
+import shutil
 import socket
 from pathlib import Path
 
@@ -23,7 +24,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 def keyed(context: Context, directory: Path, secret: str) -> Transport:
     path = directory / secret
-    path.write_text(f"{secret}\n")
+    path.write_text(f"{secret:->32}\n")
     return Transport(ClusterConfig(cluster_key_file=str(path)), context)
 
 
@@ -60,8 +61,58 @@ def test_tcp_without_a_key_needs_explicit_leave(context: Context) -> None:
 
 
 def test_the_key_follows_from_the_secret_alone() -> None:
-    assert cluster_key_pair(b"abc") == cluster_key_pair(b" abc\n")
-    assert cluster_key_pair(b"abc") != cluster_key_pair(b"abd")
+    key = b"0123456789abcdef"
+    assert cluster_key_pair(key) == cluster_key_pair(b" " + key + b"\n")
+    assert cluster_key_pair(key) != cluster_key_pair(key + b"0")
+
+
+@pytest.mark.parametrize("material", [b"", b" \n\t" * 20, b"secret\n", b"0123456789abcde "])
+def test_a_key_that_a_stranger_could_guess_opens_nothing(
+    material: bytes, tmp_path: Path, context: Context
+) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(material)
+    with pytest.raises(InsecureCluster, match=f"{key}.*at least 16"):
+        Transport(ClusterConfig(cluster_key_file=str(key)), context)
+
+
+def test_newcomers_find_a_local_socket_again_after_a_cleaner_removed_its_directory(
+    tmp_path: Path, context: Context
+) -> None:
+    directory = tmp_path / "node"
+    directory.mkdir(mode=0o700)
+    address = f"ipc://{directory}/s"
+    transport = Transport(ClusterConfig(), context)
+    pull = transport.bind(zmq.PULL, address)
+    old = transport.connect(zmq.PUSH, address)
+    old.send(b"before")
+    assert pull.recv() == b"before"
+    shutil.rmtree(directory)
+    transport.mend()
+    new = transport.connect(zmq.PUSH, address)
+    new.send(b"newcomer")
+    assert pull.poll(5000)
+    assert pull.recv() == b"newcomer"
+    old.send(b"still there")
+    assert pull.poll(5000)
+    assert pull.recv() == b"still there"
+
+
+def test_a_socket_is_not_bound_again_where_others_could_replace_it(
+    tmp_path: Path,
+    context: Context,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory = tmp_path / "node"
+    directory.mkdir(mode=0o700)
+    transport = Transport(ClusterConfig(), context)
+    transport.bind(zmq.PULL, f"ipc://{directory}/s")
+    shutil.rmtree(directory)
+    directory.mkdir()
+    directory.chmod(0o777)
+    transport.mend()
+    assert list(directory.iterdir()) == []
+    assert "must not be accessible to others" in caplog.text
 
 
 def test_addresses_are_completed_and_advertised(context: Context) -> None:

@@ -1,0 +1,473 @@
+"""Bad days of a node, one after the other on real stacks under load, as a table.
+
+Each day starts a stack of two engines and two API servers, loads it, takes something away from it
+(the reader of its log, its disk, its files, its interpreter, its descriptors, the time of day, its
+supervisor's or coordinator's attention) and kills processes meanwhile. Counted are the requests
+that failed, and the seconds from the beginning of the mischief until all processes are there, all
+engines serve and every one of a round of requests is answered.
+
+    python -m benchmarks.bad_days
+    python -m benchmarks.bad_days --only interpreter --clients 4
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.clock_shim import ShiftedClock
+from benchmarks.running_stack import RunningStack
+
+MODEL = "swell-shakespeare"
+WITHIN = 30.0
+"""Seconds in which a stack has to be whole again."""
+
+PATIENCE = 20.0
+"""Seconds after which a client gives up."""
+
+STEADY = 1.5
+"""Seconds in which a whole stack's processes have to be the same."""
+
+EVERYBODY = {"supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"}
+FLAGS = ("--executor", "simulated", "--simulated-step-us", "3000", "--data-parallel-size", "2")
+
+
+class Unusable(Exception):
+    """This machine cannot have such a day; the message says why."""
+
+
+@dataclass
+class Outcome:
+    """How a day went."""
+
+    answered: int
+    failures: list[str]
+    whole_after: float | None
+    """Seconds from the beginning of the mischief; None if it was not whole in time."""
+    stopped_cleanly: bool
+
+
+class Load:
+    """Clients that send requests one after the other, each on a connection of its own."""
+
+    def __init__(self, url: str, clients: int) -> None:
+        self.answered = 0
+        self.failures: list[str] = []
+        self._url = url
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(clients)]
+
+    def _run(self, seed: int) -> None:
+        while not self._over.is_set():
+            try:
+                ask(self._url, 60, seed)
+            except (OSError, ValueError) as error:
+                self.failures.append(repr(error))
+                self._over.wait(0.1)
+            else:
+                self.answered += 1
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+def ask(url: str, tokens: int, seed: int, rank: int | None = None) -> None:
+    """Send one request, for any engine or that of a rank, and wait for its answer.
+
+    Raises:
+        OSError: it was not answered.
+        ValueError: it was answered wrongly.
+    """
+    body = {"model": MODEL, "prompt": f"Act {seed}", "max_tokens": tokens, "seed": seed}
+    data = json.dumps({**body, "ignore_eos": True}).encode()
+    headers = {"Content-Type": "application/json"}
+    if rank is not None:
+        headers["X-data-parallel-rank"] = str(rank)
+    request = urllib.request.Request(f"{url}/v1/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        told = json.loads(answer.read())["usage"]["completion_tokens"]
+    if told != tokens:
+        raise ValueError(f"{told} of {tokens} tokens")
+
+
+# -- days ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scene:
+    """A running stack, and what the day's mischief may need of it."""
+
+    stack: RunningStack
+    directory: Path
+    """Given to the stack as --socket-dir."""
+    log: int | None = None
+    """Reading end of the pipe that is the stack's standard error."""
+    log_disk: Path | None = None
+    """A small file system that holds the stack's log."""
+    interpreter: Path | None = None
+    clock: ShiftedClock | None = None
+    killed: list[psutil.Process] = field(default_factory=list)
+
+    def kill(self, *names: str) -> None:
+        """Kill processes by their titles."""
+        living = self.stack.processes()
+        for name in names:
+            self.killed.append(living[name])
+            living[name].kill()
+
+    def ready(self) -> tuple[int, int]:
+        """Return how many engines and front ends the cluster takes for ready.
+
+        Raises:
+            OSError: nobody says so.
+        """
+        with urllib.request.urlopen(f"{self.stack.url}/status.json", timeout=5) as answer:
+            status = json.load(answer)
+        return sum(engine["ready"] for engine in status["engines"]), status["num_front_ends"]
+
+    def whole(self) -> set[int] | None:
+        """Return the processes' numbers if everybody is there and every engine answers."""
+        living = self.stack.processes()
+        if set(living) != EVERYBODY or any(each in self.killed for each in living.values()):
+            return None
+        try:
+            if self.ready() != (2, 2):
+                return None
+            for seed in range(16):
+                ask(self.stack.url, 2, seed, rank=seed % 2)
+        except (OSError, ValueError, KeyError):
+            return None
+        return {each.pid for each in living.values()}
+
+
+Mischief = Callable[[Scene], None]
+Setting = Callable[[Path], AbstractContextManager[Scene]]
+
+
+@contextmanager
+def plain(directory: Path) -> Iterator[Scene]:
+    """A stack as it is started in a container or a terminal."""
+    sockets = directory / "sockets"
+    with RunningStack(*FLAGS, "--socket-dir", str(sockets)) as stack:
+        yield Scene(stack, sockets)
+
+
+@contextmanager
+def _logging_to(directory: Path, log: int, interpreter: Path | None = None) -> Iterator[Scene]:
+    sockets = directory / "sockets"
+    flags = (*FLAGS, "--socket-dir", str(sockets))
+    with RunningStack(*flags, log=log, interpreter=interpreter) as stack:
+        yield Scene(stack, sockets)
+
+
+@contextmanager
+def logging_to_a_pipe(directory: Path) -> Iterator[Scene]:
+    """A stack whose log somebody else reads, or does not."""
+    reading, writing = os.pipe()
+    try:
+        with _logging_to(directory, writing) as scene:
+            scene.log = reading
+            yield scene
+    finally:
+        os.close(writing)
+        with contextlib.suppress(OSError):
+            os.close(reading)
+
+
+@contextmanager
+def logging_to_nothing(directory: Path) -> Iterator[Scene]:
+    """A stack that is started without standard input, output and error."""
+    wrapper = directory / "closed"
+    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@" 0<&- 1>&- 2>&-\n')
+    wrapper.chmod(0o700)
+    with Path(os.devnull).open("wb") as null, _logging_to(directory, null.fileno(), wrapper) as it:
+        yield it
+
+
+@contextmanager
+def logging_to_a_full_disk(directory: Path) -> Iterator[Scene]:
+    """A stack on whose log disk there never is any room."""
+    with Path("/dev/full").open("wb") as full, _logging_to(directory, full.fileno()) as scene:
+        yield scene
+
+
+@contextmanager
+def logging_to_a_small_disk(directory: Path) -> Iterator[Scene]:
+    """A stack whose log lies on a file system of 1 MB."""
+    disk = directory / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "swell-log", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        raise Unusable("needs leave to mount a small file system")
+    try:
+        with (disk / "log").open("ab") as log, _logging_to(directory, log.fileno()) as scene:
+            scene.log_disk = disk
+            yield scene
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@contextmanager
+def with_its_own_interpreter(directory: Path) -> Iterator[Scene]:
+    """A stack in a virtual environment that is upgraded below it."""
+    environment = directory / "environment"
+    (environment / "bin").mkdir(parents=True)
+    ours = Path(sys.prefix)
+    (environment / "lib").symlink_to(ours / "lib")
+    if (ours / "pyvenv.cfg").exists():
+        shutil.copy(ours / "pyvenv.cfg", environment)
+    interpreter = environment / "bin" / "python"
+    interpreter.symlink_to(Path(sys.executable).resolve())
+    sockets = directory / "sockets"
+    flags = (*FLAGS, "--socket-dir", str(sockets))
+    with RunningStack(*flags, interpreter=interpreter) as stack:
+        yield Scene(stack, sockets, interpreter=interpreter)
+
+
+@contextmanager
+def with_a_clock_that_jumps(directory: Path) -> Iterator[Scene]:
+    """A stack whose time of day can be set."""
+    try:
+        clock = ShiftedClock(directory)
+    except OSError as error:
+        raise Unusable(f"needs a C compiler: {error}") from error
+    sockets = directory / "sockets"
+    flags = (*FLAGS, "--socket-dir", str(sockets))
+    with RunningStack(*flags, environment=clock.environment) as stack:
+        yield Scene(stack, sockets, clock=clock)
+
+
+def kill_an_engine(scene: Scene) -> None:
+    """Then an engine dies."""
+    scene.kill("engine 1")
+
+
+def close_the_reader(scene: Scene) -> None:
+    """Whoever read the log has gone; then an engine dies."""
+    assert scene.log is not None
+    os.close(scene.log)
+    scene.kill("engine 1")
+
+
+def stop_reading(scene: Scene) -> None:
+    """The log's pipe is full and stays so; then an engine dies."""
+    assert scene.log is not None
+    pipe = os.open(f"/proc/{scene.stack.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"x" * 1024)
+    os.close(pipe)
+    scene.kill("engine 1")
+
+
+def fill_the_disk(scene: Scene) -> None:
+    """The log's disk is full for three seconds, in which an engine dies."""
+    assert scene.log_disk is not None
+    junk = scene.log_disk / "junk"
+    with junk.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    scene.kill("engine 1")
+    time.sleep(3)
+    junk.unlink()
+
+
+def _remove_all(directory: Path) -> None:
+    for left in directory.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def clean_up_files(scene: Scene) -> None:
+    """A cleaner removes everything of the node; then an engine and the coordinator die."""
+    _remove_all(scene.directory)
+    scene.kill("engine 1", "coordinator")
+
+
+def clean_up_files_of_front_ends(scene: Scene) -> None:
+    """A cleaner removes everything of the node; then an API server dies."""
+    _remove_all(scene.directory)
+    scene.kill("api 1")
+    deadline = time.monotonic() + 10
+    while scene.ready()[1] == 2 and time.monotonic() < deadline:
+        time.sleep(0.02)  # the dead one counts until it is missed
+
+
+def remove_the_interpreter(scene: Scene) -> None:
+    """The interpreter is missing for two seconds, in which an engine dies."""
+    assert scene.interpreter is not None
+    aside = scene.interpreter.with_name("aside")
+    scene.interpreter.rename(aside)
+    scene.kill("engine 1")
+    time.sleep(2)
+    aside.rename(scene.interpreter)
+
+
+def _limit_the_supervisor(scene: Scene, which: int, limit: int) -> None:
+    supervisor = psutil.Process(scene.stack.process.pid)
+    before = supervisor.rlimit(which)
+    assert before is not None
+    supervisor.rlimit(which, (limit, before[1]))
+    scene.kill("engine 1", "coordinator")
+    time.sleep(2)
+    supervisor.rlimit(which, before)
+
+
+def run_out_of_descriptors(scene: Scene) -> None:
+    """The supervisor can open nothing for two seconds: an engine and the coordinator die."""
+    _limit_the_supervisor(scene, psutil.RLIMIT_NOFILE, 3)
+
+
+def run_out_of_memory(scene: Scene) -> None:
+    """The supervisor gets no memory for two seconds: an engine and the coordinator die."""
+    _limit_the_supervisor(scene, psutil.RLIMIT_AS, 1 << 20)
+
+
+def set_the_clock(scene: Scene) -> None:
+    """The clock jumps by a day and back, an engine and the coordinator die in between."""
+    assert scene.clock is not None
+    scene.clock.shift(86_400)
+    scene.kill("engine 1", "coordinator")
+    time.sleep(2)
+    scene.clock.shift(-86_400)
+
+
+def _stop(scene: Scene, name: str, seconds: float, victim: str) -> None:
+    stopped = scene.stack.processes()[name]
+    stopped.send_signal(signal.SIGSTOP)
+    scene.kill(victim)
+    time.sleep(seconds)
+    stopped.send_signal(signal.SIGCONT)
+
+
+def stop_the_supervisor(scene: Scene) -> None:
+    """The supervisor is stopped for three seconds, in which an engine dies."""
+    _stop(scene, "supervisor", 3, "engine 1")
+
+
+def stop_the_coordinator(scene: Scene) -> None:
+    """The coordinator is stopped for eight seconds, in which an engine dies."""
+    _stop(scene, "coordinator", 8, "engine 1")
+
+
+@dataclass(frozen=True)
+class Day:
+    """A way to run a stack, and what is done to it."""
+
+    setting: Setting
+    mischief: Mischief
+    kills_a_front_end: bool = False
+    """Whether connections end with the process that held them."""
+
+
+DAYS = {
+    "stderr closed": Day(logging_to_nothing, kill_an_engine),
+    "stderr's reader gone": Day(logging_to_a_pipe, close_the_reader),
+    "stderr not read": Day(logging_to_a_pipe, stop_reading),
+    "log disk always full": Day(logging_to_a_full_disk, kill_an_engine),
+    "log disk full for 3 s": Day(logging_to_a_small_disk, fill_the_disk),
+    "files cleaned": Day(plain, clean_up_files),
+    "files cleaned, API server": Day(plain, clean_up_files_of_front_ends, kills_a_front_end=True),
+    "interpreter missing": Day(with_its_own_interpreter, remove_the_interpreter),
+    "no descriptors": Day(plain, run_out_of_descriptors),
+    "no memory": Day(plain, run_out_of_memory),
+    "clock jumps": Day(with_a_clock_that_jumps, set_the_clock),
+    "supervisor stopped": Day(plain, stop_the_supervisor),
+    "coordinator stopped": Day(plain, stop_the_coordinator),
+}
+
+
+# -- what comes of them --------------------------------------------------------------------------
+
+
+def live_through(day: Day, clients: int) -> Outcome:
+    """Run a day on a stack of its own.
+
+    Raises:
+        Unusable: this machine cannot have such a day.
+    """
+    with TemporaryDirectory(prefix="bad-day-") as name, day.setting(Path(name)) as scene:
+        with Load(scene.stack.url, clients) as load:
+            while load.answered < clients and not load.failures:
+                time.sleep(0.05)
+            time.sleep(1.5)  # everything that is done every second has been done
+            began = time.monotonic()
+            day.mischief(scene)
+            whole_at = wait_until_whole(scene, began + WITHIN)
+            after = None if whole_at is None else whole_at - began
+        with contextlib.suppress(Exception):
+            scene.stack.stop()
+        is_clean = scene.stack.process.returncode == 0 and not list(scene.directory.iterdir())
+        return Outcome(load.answered, load.failures, after, is_clean)
+
+
+def wait_until_whole(scene: Scene, deadline: float) -> float | None:
+    """Wait until the stack is whole and stays so; return when it was, None if not in time."""
+    while time.monotonic() < deadline:
+        first = scene.whole()
+        whole_at = time.monotonic()
+        if first is None:
+            time.sleep(0.1)
+            continue
+        time.sleep(STEADY)  # a process that ends again and again is there now and then
+        if scene.whole() == first:
+            return whole_at
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="days whose name contains this")
+    parser.add_argument("--clients", type=int, default=8, help="requests under way at once")
+    options = parser.parse_args()
+    console = Console()
+    table = Table("day", "what was done", "answered", "failed", "whole after", "ended cleanly")
+    is_fine = True
+    for name, day in DAYS.items():
+        if options.only not in name:
+            continue
+        console.print(f"{name} ...")
+        what = " ".join((day.mischief.__doc__ or "").split())
+        try:
+            outcome = live_through(day, options.clients)
+        except Unusable as error:
+            table.add_row(name, what, "", "", str(error), "")
+            continue
+        fails = len(outcome.failures)
+        is_fine &= outcome.whole_after is not None and outcome.stopped_cleanly
+        is_fine &= fails <= (options.clients if day.kills_a_front_end else 0)
+        after = "never" if outcome.whole_after is None else f"{outcome.whole_after:.1f} s"
+        clean = "yes" if outcome.stopped_cleanly else "no"
+        table.add_row(name, what, str(outcome.answered), str(fails), after, clean)
+        for failure in sorted(set(outcome.failures))[:3]:
+            console.print(f"  {failure}", highlight=False, soft_wrap=True)
+    console.print(table)
+    return 0 if is_fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""A node on a bad day, under load: nobody's request fails, and it is whole again within 30 s."""
+
+import pytest
+
+from benchmarks.bad_days import DAYS, live_through
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stderr closed",
+        "stderr's reader gone",
+        "stderr not read",
+        "log disk always full",
+        "files cleaned",
+        "interpreter missing",
+        "no descriptors",
+        "no memory",
+        "supervisor stopped",
+    ],
+)
+def test_service_goes_on_and_is_whole_again(name: str) -> None:
+    outcome = live_through(DAYS[name], clients=6)
+    assert outcome.failures == []
+    assert outcome.whole_after is not None, "not whole within 30 s"
+    assert outcome.stopped_cleanly
+
+
+def test_only_connections_of_a_killed_api_server_end_when_its_files_were_cleaned() -> None:
+    outcome = live_through(DAYS["files cleaned, API server"], clients=6)
+    assert len(outcome.failures) <= 6, outcome.failures
+    assert outcome.whole_after is not None, "its successor finds no table and never serves"
+    assert outcome.stopped_cleanly
