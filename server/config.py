@@ -93,10 +93,33 @@ class GuardConfig(Section, frozen=True, kw_only=True):
         str | None,
         Meta(description="Certificates of the authorities that clients must have theirs from."),
     ] = None
-    max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body.")] = 64 * 2**20
+    max_body_bytes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Largest request body; the default holds the text of 500,000 tokens or "
+            "the ids of 250,000.",
+        ),
+    ] = 4 * 2**20
+    max_body_bytes_in_flight: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most bytes of unfinished request bodies that this node holds; what does "
+            "not fit is answered with 503.",
+        ),
+    ] = 128 * 2**20
     max_header_bytes: Annotated[
-        int, Meta(ge=1024, description="Largest head of a request that comes in parts.")
-    ] = 64 * 2**10
+        int, Meta(ge=1024, description="Largest head of a request, and largest trailers.")
+    ] = 16 * 2**10
+    max_connections: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most connections per API-server process, as far as descriptors allow; "
+            "beyond it the longest idle one of whoever has most gives way, else 503.",
+        ),
+    ] = 8192
     receive_timeout: Annotated[
         float,
         Meta(gt=0, description="Seconds that a client may take to send a request's head or body."),
