@@ -55,7 +55,10 @@ class GuardConfig(Section, frozen=True, kw_only=True):
 
     api_key: Annotated[
         tuple[str, ...],
-        Meta(description="Key(s) of which clients must send one to /v1/*; default: none needed."),
+        Meta(
+            description="Key(s) of which clients must send one, but to /health, /ready and "
+            "/version; default: none needed."
+        ),
     ] = ()
     api_key_file: Annotated[
         str | None,
@@ -70,6 +73,24 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     admin_key_file: Annotated[
         str | None, Meta(description="File with the key for /admin/*, instead.")
     ] = None
+    metrics_key: Annotated[
+        str | None,
+        Meta(description="Key that opens /metrics and nothing else, for what scrapes it."),
+    ] = None
+    metrics_key_file: Annotated[
+        str | None, Meta(description="File with the key for /metrics, instead.")
+    ] = None
+    open_status: Annotated[
+        bool | None,
+        Meta(
+            description="Whether the status page and /status.json, which show hosts and load, "
+            "need no key; default: only where there is no API key."
+        ),
+    ] = None
+    open_docs: Annotated[bool | None, Meta(description="The same for /docs and /openapi.json.")] = (
+        None
+    )
+    open_metrics: Annotated[bool | None, Meta(description="The same for /metrics.")] = None
     allowed_origins: Annotated[
         tuple[str, ...],
         Meta(description="Web origins whose pages may call the API (CORS); * allows all."),
