@@ -12,9 +12,9 @@ from server.schemas.common import JsonObject
 from server.text.chat_template import RESERVED_ARGUMENTS, TemplateFailed
 from server.text.tokenizer import ServedTokenizer
 
-_INLINE_MESSAGES = 64
-_INLINE_CHARACTERS = 2**16
-"""What is rendered in less time than it takes to hand it to a thread and wait for a turn."""
+_INLINE_PIECES = 128
+"""Messages, parts of them, calls and documents that are rendered without another thread: templates
+work through each of them, and go over texts fast."""
 
 
 async def render_chat_async(
@@ -44,16 +44,14 @@ async def render_chat_async(
             arguments=arguments,
         )
 
-    few = len(messages) <= _INLINE_MESSAGES and len(documents or ()) <= _INLINE_MESSAGES
-    if few and sum(map(_length, messages)) <= _INLINE_CHARACTERS:
+    if sum(map(_pieces, messages)) + len(documents or ()) <= _INLINE_PIECES:
         return render()
     return await asyncio.to_thread(render)
 
 
-def _length(message: ChatMessage) -> int:
-    content = message.content or ""
-    length = len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
-    return length + len(message.tool_calls or ()) * (_INLINE_CHARACTERS // _INLINE_MESSAGES)
+def _pieces(message: ChatMessage) -> int:
+    parts = len(message.content) if isinstance(message.content, list) else 0
+    return 1 + parts + 4 * len(message.tool_calls or ())
 
 
 def render_chat(

@@ -130,6 +130,7 @@ class FrontEnd:
             app = build_app(
                 self._config, client, tokenizer, metrics, self._admission(), control, tracer
             )
+            app.openapi()  # made once, and not while others wait for tokens
             await self._serve_http(app, link, client)
         finally:
             if stats is not None:

@@ -44,7 +44,8 @@ class Cost(NamedTuple):
     growth: int
     """Bytes of resident memory at the highest, beyond those at the start."""
     stall: float
-    """Longest time in seconds that a probe waited for its answer."""
+    """Longest time in seconds that a probe waited for its answer, less what the loop's thread and
+    the probe waited for a processor that others had."""
     probes: int
 
 
@@ -115,8 +116,17 @@ def _watch_memory(pid: int, over: threading.Event, highest: list[int]) -> None:
         highest[0] = max(highest[0], _resident(pid))
 
 
-def _probe(connection: socket.socket) -> float:
-    began = time.monotonic()
+def _processor_waits(pid: int) -> float:
+    """Return the seconds that the main thread of a process and this one waited for a processor."""
+    waited = 0
+    for thread in (f"{pid}/task/{pid}", "thread-self"):
+        with open(f"/proc/{thread}/schedstat", encoding="ascii") as file:
+            waited += int(file.read().split()[1])
+    return waited / 1e9
+
+
+def _probe(connection: socket.socket, pid: int) -> float:
+    began, waited = time.monotonic(), _processor_waits(pid)
     connection.sendall(PROBE)
     answer = b""
     while not answer.endswith(b"}"):
@@ -124,14 +134,14 @@ def _probe(connection: socket.socket) -> float:
         if not piece:
             raise ConnectionError("the front end closed the connection of its probe")
         answer += piece
-    return time.monotonic() - began
+    return max(0.0, time.monotonic() - began - (_processor_waits(pid) - waited))
 
 
 def _main(pid: int, port: int) -> None:
     over = threading.Event()
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _probe(connection)
+        _probe(connection, pid)
         before = _resident(pid)
         highest = [before]
         memory = threading.Thread(target=_watch_memory, args=(pid, over, highest))
@@ -141,8 +151,8 @@ def _main(pid: int, port: int) -> None:
         print("ready", flush=True)
         longest, probes = 0.0, 0
         while not over.wait(INTERVAL):
-            longest, probes = max(longest, _probe(connection)), probes + 1
-        longest = max(longest, _probe(connection))  # what came last has been worked through
+            longest, probes = max(longest, _probe(connection, pid)), probes + 1
+        longest = max(longest, _probe(connection, pid))  # what came last has been worked through
         memory.join()
     print(json.dumps(Cost(highest[0] - before, longest, probes + 1)._asdict()))
 

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -39,12 +40,30 @@ BODIES = {
     "unknown objects": filled(b'{"prompt":"x","y":[', b"{},", MAX_JSON_CONTAINERS - 4, b"]}"),
     "unknown texts": filled(b'{"prompt":"x","y":[', b'"a,b",', MAX_JSON_VALUES // 2, b"]}"),
     "nested": b'{"messages":' + b"[" * (BODY - 100),
-    "backslashes": b'{"prompt":"' + b"\\" * (BODY - 100) + b'"}',
     "template arguments": filled(
         b'{"messages":[{"role":"user","content":""}],"chat_template_kwargs":{"a":[',
         b'{"":0},', MAX_JSON_CONTAINERS - 10, b"]}}",
     ),
 }  # fmt: skip
+
+
+TEXTS = {
+    "backslashes": b"\\\\",
+    "words": b"qxzj ",
+    "ideographs": "語".encode(),
+    "one word": b"a",
+    "blanks": b" ",
+}
+
+SHOWN = (
+    "/",
+    "/metrics",
+    "/metrics/engine/0",
+    "/status.json",
+    "/openapi.json",
+    "/docs",
+    "/v1/models",
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +109,34 @@ def test_no_body_costs_more_than_its_share(stack: tuple[RunningStack, int], name
     assert cost.growth <= MAX_GROWTH + len(body)
     assert cost.stall <= MAX_STALL
     assert statuses <= {200, 400}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_that_no_model_holds_is_not_tokenized(
+    stack: tuple[RunningStack, int], name: str
+) -> None:
+    running, pid = stack
+    body = filled(b'{"prompt":"', TEXTS[name], 10**7, b'"}')
+    cost = cost_of(lambda: post(running, "/tokenize", body, KEY), running, pid)
+    print(f"{name}: {cost.growth / 2**20:.0f} MiB, {1000 * cost.stall:.0f} ms")
+    assert cost.growth <= MAX_GROWTH + len(body)
+    assert cost.stall <= MAX_STALL
+
+
+@pytest.mark.parametrize("path", SHOWN)
+def test_what_a_front_end_shows_is_made_fast(stack: tuple[RunningStack, int], path: str) -> None:
+    running, pid = stack
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def attack() -> None:
+        for _ in range(5):
+            request = urllib.request.Request(running.url + path, headers=headers)
+            urllib.request.urlopen(request, timeout=30).close()
+
+    cost = cost_of(attack, running, pid)
+    print(f"{path}: {cost.growth / 2**20:.0f} MiB, {1000 * cost.stall:.0f} ms")
+    assert cost.growth <= MAX_GROWTH
+    assert cost.stall <= MAX_STALL
 
 
 def test_without_a_key_nothing_is_read(stack: tuple[RunningStack, int]) -> None:

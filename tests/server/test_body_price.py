@@ -119,6 +119,14 @@ def test_arguments_of_calls_are_no_way_around_it(http: Any, arguments: list[str]
     assert error["param"].startswith("messages[1].tool_calls[")
 
 
+def test_a_text_that_is_far_too_long_is_not_tokenized(http: Any) -> None:
+    answer = http.post("/tokenize", {"prompt": "qx" * 2**20})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert http.post("/tokenize", {"prompt": "qx" * 2**15}).json()["count"] >= 2**15
+
+
 def test_a_long_conversation_is_rendered_whole(http: Any) -> None:
     parts = [{"type": "text", "text": "p"}] * MAX_PARTS
     messages = [{"role": "user", "content": "hello"}] * (MAX_MESSAGES - 1)
