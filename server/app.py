@@ -63,7 +63,7 @@ from server.schemas.tokenize import (
 )
 from server.text.tokenizer import ServedTokenizer
 
-_POST_ERRORS = (400, 404, 413, 415, 500)
+_POST_ERRORS = (400, 401, 404, 413, 415, 500)
 
 _Handler = Callable[[Call, Context], Awaitable[None]]
 
@@ -115,23 +115,23 @@ def build_app(
             "/tokenize",
             tokenize,
             TokenizeRequest,
-            json_responses(TokenizeResponse, *_POST_ERRORS),
+            json_responses(TokenizeResponse, *_POST_ERRORS, 503),
             context,
         ),
         _post(
             "/detokenize",
             detokenize,
             DetokenizeRequest,
-            json_responses(DetokenizeResponse, *_POST_ERRORS),
+            json_responses(DetokenizeResponse, *_POST_ERRORS, 503),
             context,
         ),
-        _get("/v1/models", meta.list_models, json_responses(ModelList)),
-        _get("/v1/models/{model_id:path}", meta.retrieve_model, json_responses(Model, 404)),
+        _get("/v1/models", meta.list_models, json_responses(ModelList, 401)),
+        _get("/v1/models/{model_id:path}", meta.retrieve_model, json_responses(Model, 401, 404)),
         _get("/health", meta.health, json_responses(HealthResponse)),
         _get("/ready", meta.ready, json_responses(HealthResponse, 503)),
         _get("/version", meta.version, json_responses(VersionResponse)),
-        _get("/metrics", meta.metrics, text_responses()),
-        _get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 404)),
+        _get("/metrics", meta.metrics, text_responses(401)),
+        _get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 401, 404)),
         *status_routes(context),
     ]
     if admin_keys(config.guards):

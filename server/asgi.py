@@ -18,8 +18,19 @@ import pydantic
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.access.admission import Reservation
+from server.access.body_budget import BodyBudget, HeldBody, NoRoomForBody
+from server.access.json_price import TooCostly, price
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
-from server.errors import ApiError, internal, invalid, invalid_body, timed_out, to_api_error
+from server.errors import (
+    ApiError,
+    internal,
+    invalid,
+    invalid_body,
+    timed_out,
+    to_api_error,
+    too_complex,
+    unavailable,
+)
 from server.observe.metrics import FrontEndMetrics
 
 logger = logging.getLogger(__name__)
@@ -35,8 +46,9 @@ _Header = tuple[bytes, bytes]
 class BodyLimits(NamedTuple):
     """What a client may send, and within which time."""
 
-    max_bytes: int = 64 * 2**20
-    seconds: float = 60.0
+    max_bytes: int
+    seconds: float
+    budget: BodyBudget
 
 
 class ClientDisconnected(Exception):
@@ -46,9 +58,7 @@ class ClientDisconnected(Exception):
 class Call:
     """One request and the answer to it."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits = BodyLimits()
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
         self.receive = receive
         self.path: str = scope["path"]
         self._headers = scope["headers"]
@@ -101,7 +111,8 @@ class Call:
         """Read and validate the body.
 
         Raises:
-            ApiError: it is no JSON, too large, too slow, or not what `model` says.
+            ApiError: it is no JSON, too large, too slow, too many things, or not what `model`
+                says.
             ClientDisconnected: the client hung up before it was complete.
         """
         media_type = self._content_type.partition(b";")[0].strip().lower()
@@ -114,7 +125,11 @@ class Call:
         body = await self._read()
         self.body_size = len(body)
         try:
+            # Before anything is made of it: what it would cost is not in its size.
+            price(body).check()
             return model.model_validate_json(body)
+        except TooCostly as error:
+            raise too_complex(error) from error
         except pydantic.ValidationError as error:
             raise invalid_body(error, body) from error
 
@@ -128,15 +143,21 @@ class Call:
             return first
         declared = next((v for name, v in self._headers if name == b"content-length"), b"0")
         self._check_size(int(declared))
+        held = self._limits.budget.hold()
         try:
             async with asyncio.timeout(self._limits.seconds):
-                return await self._read_rest(first)
+                return await self._read_rest(first, held)
         except TimeoutError:
             seconds = self._limits.seconds
             raise timed_out(f"The body was not complete after {seconds:g} s.") from None
+        except NoRoomForBody:
+            raise unavailable("The server receives too much at once; try again.") from None
+        finally:
+            held.release()
 
-    async def _read_rest(self, first: bytes) -> bytes:
+    async def _read_rest(self, first: bytes, held: HeldBody) -> bytes:
         parts, size, more = [first], len(first), True
+        held.grow(size)
         while more:
             self._check_size(size)
             message = await self.receive()
@@ -144,6 +165,7 @@ class Call:
                 raise ClientDisconnected
             parts.append(message.get("body", b""))
             size += len(parts[-1])
+            held.grow(len(parts[-1]))
             more = message.get("more_body", False)
         self._check_size(size)
         return b"".join(parts)
@@ -189,7 +211,7 @@ def raw_endpoint(
     name: str,
     handler: Callable[[Call], Awaitable[None]],
     metrics: FrontEndMetrics,
-    limits: BodyLimits = BodyLimits(),
+    limits: BodyLimits,
 ) -> ASGIApp:
     """Return an ASGI application that answers with `handler`, and its errors with error bodies."""
 

@@ -55,7 +55,10 @@ class GuardConfig(Section, frozen=True, kw_only=True):
 
     api_key: Annotated[
         tuple[str, ...],
-        Meta(description="Key(s) of which clients must send one to /v1/*; default: none needed."),
+        Meta(
+            description="Key(s) of which clients must send one, but to /health, /ready and "
+            "/version; default: none needed."
+        ),
     ] = ()
     api_key_file: Annotated[
         str | None,
@@ -70,6 +73,24 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     admin_key_file: Annotated[
         str | None, Meta(description="File with the key for /admin/*, instead.")
     ] = None
+    metrics_key: Annotated[
+        str | None,
+        Meta(description="Key that opens /metrics and nothing else, for what scrapes it."),
+    ] = None
+    metrics_key_file: Annotated[
+        str | None, Meta(description="File with the key for /metrics, instead.")
+    ] = None
+    open_status: Annotated[
+        bool | None,
+        Meta(
+            description="Whether the status page and /status.json, which show hosts and load, "
+            "need no key; default: only where there is no API key."
+        ),
+    ] = None
+    open_docs: Annotated[bool | None, Meta(description="The same for /docs and /openapi.json.")] = (
+        None
+    )
+    open_metrics: Annotated[bool | None, Meta(description="The same for /metrics.")] = None
     allowed_origins: Annotated[
         tuple[str, ...],
         Meta(description="Web origins whose pages may call the API (CORS); * allows all."),
@@ -93,10 +114,33 @@ class GuardConfig(Section, frozen=True, kw_only=True):
         str | None,
         Meta(description="Certificates of the authorities that clients must have theirs from."),
     ] = None
-    max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body.")] = 64 * 2**20
+    max_body_bytes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Largest request body; the default holds the text of 500,000 tokens or "
+            "the ids of 250,000.",
+        ),
+    ] = 4 * 2**20
+    max_body_bytes_in_flight: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most bytes of unfinished request bodies that this node holds; what does "
+            "not fit is answered with 503.",
+        ),
+    ] = 128 * 2**20
     max_header_bytes: Annotated[
-        int, Meta(ge=1024, description="Largest head of a request that comes in parts.")
-    ] = 64 * 2**10
+        int, Meta(ge=1024, description="Largest head of a request, and largest trailers.")
+    ] = 16 * 2**10
+    max_connections: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most connections per API-server process, as far as descriptors allow; "
+            "beyond it the longest idle one of whoever has most gives way, else 503.",
+        ),
+    ] = 8192
     receive_timeout: Annotated[
         float,
         Meta(gt=0, description="Seconds that a client may take to send a request's head or body."),

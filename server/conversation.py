@@ -1,14 +1,57 @@
 """A conversation as the text of a prompt."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from server.errors import invalid
+from server.access.json_price import Price, TooCostly, price
+from server.errors import invalid, too_complex
 from server.schemas.chat import ChatMessage, RefusalPart
 from server.schemas.common import JsonObject
 from server.text.chat_template import RESERVED_ARGUMENTS, TemplateFailed
 from server.text.tokenizer import ServedTokenizer
+
+_INLINE_PIECES = 128
+"""Messages, parts of them, calls and documents that are rendered without another thread: templates
+work through each of them, and go over texts fast."""
+
+
+async def render_chat_async(
+    tokenizer: ServedTokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    tools: list[JsonObject] | None = None,
+    documents: list[JsonObject] | None = None,
+    arguments: JsonObject | None = None,
+) -> str:
+    """The same as `render_chat` without holding up other requests when there is much to render.
+
+    Raises:
+        ApiError: there is no template, or it does not accept the conversation.
+    """
+
+    def render() -> str:
+        return render_chat(
+            tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            arguments=arguments,
+        )
+
+    if sum(map(_pieces, messages)) + len(documents or ()) <= _INLINE_PIECES:
+        return render()
+    return await asyncio.to_thread(render)
+
+
+def _pieces(message: ChatMessage) -> int:
+    parts = len(message.content) if isinstance(message.content, list) else 0
+    return 1 + parts + 4 * len(message.tool_calls or ())
 
 
 def render_chat(
@@ -46,6 +89,7 @@ def render_chat(
         )
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
+    _check_arguments(messages)
     try:
         return template.render(
             [_turn(message, index) for index, message in enumerate(messages)],
@@ -57,6 +101,21 @@ def render_chat(
         )
     except TemplateFailed as error:
         raise invalid(f"messages: {error}", "messages") from error
+
+
+def _check_arguments(messages: Sequence[ChatMessage]) -> None:
+    """Refuse arguments of calls, which are JSON in texts, that make too many objects in all."""
+    total = Price(0)
+    for index, message in enumerate(messages):
+        for position, call in enumerate(message.tool_calls or ()):
+            arguments = call.function.arguments
+            if isinstance(arguments, str):
+                try:
+                    total = total.plus(price(arguments.encode("utf-8", "replace")))
+                    total.check()
+                except TooCostly as error:
+                    place = f"messages[{index}].tool_calls[{position}].function.arguments"
+                    raise too_complex(error, place) from error
 
 
 def _turn(message: ChatMessage, index: int) -> dict[str, Any]:

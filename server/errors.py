@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.access.admission import Overloaded
+from server.access.json_price import TooCostly
 from server.cluster.generation_client import NoEngineAvailable, NoSuchEngine, ReaderTooSlow
 from server.schemas.common import ErrorDetail, ErrorResponse
 
@@ -47,6 +48,12 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The request cannot be served as it is (400)."""
     return ApiError(400, message, param=param, code=code)
+
+
+def too_complex(error: TooCostly, param: str | None = None) -> ApiError:
+    """A JSON text would make more objects than one request may (400)."""
+    what = param or "The body"
+    return invalid(f"{what} has {error}.", param, code="body_too_complex")
 
 
 def model_not_found(name: str) -> ApiError:

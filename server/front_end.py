@@ -133,6 +133,7 @@ class FrontEnd:
             app = build_app(
                 self._config, client, tokenizer, metrics, self._admission(), control, tracer
             )
+            app.openapi()  # made once, and not while others wait for tokens
             await self._serve_http(app, link, client)
         finally:
             mending.cancel()

@@ -30,6 +30,29 @@ answer repeats."""
 MAX_SCORES = 2**17
 """Log probabilities that an answer may hold: of tokens and of the alternatives to them. Those of
 a stream's output do not count, because they are gone once sent."""
+MAX_JSON_VALUES = 270_000
+"""Values and keys in a request body, and in the JSON texts in it: a prompt of 262,144 token ids
+fits."""
+MAX_JSON_CONTAINERS = 2**15
+"""Arrays and objects among them."""
+MAX_JSON_DEPTH = 100
+"""Arrays and objects within each other."""
+MAX_TEXT_LENGTH = 2**26
+"""Characters of any text of a request for which nothing less is said."""
+MAX_LIST_LENGTH = MAX_JSON_VALUES
+"""Elements of any list for which nothing less is said."""
+MAX_KEYS = 2**12
+"""Keys of any object whose keys the client chooses."""
+MAX_MESSAGES = 2048
+"""Turns of a conversation, items of a response's input."""
+MAX_PARTS = 1024
+"""Parts of a message's content."""
+MAX_TOOL_CALLS = 128
+"""Calls in one turn of a conversation."""
+MAX_NAME_LENGTH = 1024
+"""Characters of what is a name: of a model, a user, a call."""
+MAX_COUNTED_TOKENS = 2**17
+"""Tokens of a text that /tokenize shows although the model holds fewer."""
 MAX_TOOLS = 128
 """Tools that a request offers to the model."""
 MAX_UNREAD = 2**18

@@ -33,6 +33,7 @@ _RESPONSES = (
 )
 
 _ERRORS = {
+    401: "The API key is missing or wrong.",
     403: "The admin key is missing or wrong.",
     400: "The request is wrong; `param` names the field.",
     404: "There is no such model, engine or path.",

@@ -24,7 +24,7 @@ _HEAD_WORDS = 8  # one cache line
 _TENANT_WORDS = 2
 _ROW_WORDS = _HEAD_WORDS + PLACES * _TENANT_WORDS
 _WORD = 8
-_REQUESTS, _TOKENS, _ENDED = range(3)
+_REQUESTS, _TOKENS, _ENDED, _BODY_BYTES = range(4)
 
 _LOCK_ATTEMPTS = 200
 """How often a taken lock is tried, giving way each time, before going on without it."""
@@ -167,6 +167,10 @@ class AdmissionTable:
         self.add(-requests, -tokens, place)
         self._words[self._own + _ENDED] += requests
 
+    def add_body_bytes(self, size: int) -> None:
+        """Add to the bytes of request bodies that are being received."""
+        self._words[self._own + _BODY_BYTES] += size
+
     # -- all rows --------------------------------------------------------------------------------
 
     def totals(self) -> Totals:
@@ -186,6 +190,11 @@ class AdmissionTable:
             tokens += words[start + offset + _TOKENS]
         return Totals(requests, tokens)
 
+    def body_bytes(self) -> int:
+        """Return the bytes of request bodies that are being received on this node."""
+        words = self._words
+        return sum(words[start + _BODY_BYTES] for start in self._starts)
+
     def ended(self) -> int:
         """Return how many sequences have ended on this node; only grows."""
         words, ended = self._words, 0
@@ -199,7 +208,8 @@ class AdmissionTable:
             return False
         dropped = False
         for index, start in enumerate(self._starts):
-            if start == self._own or not (self._words[start] or self._words[start + _TOKENS]):
+            held = (_REQUESTS, _TOKENS, _BODY_BYTES)
+            if start == self._own or not any(self._words[start + word] for word in held):
                 continue
             file = self._row_file(index)
             try:
@@ -219,6 +229,7 @@ class AdmissionTable:
         self._words[start + _REQUESTS] = 0
         self._words[start + _TOKENS] = 0
         self._words[start + _HEAD_WORDS : start + _ROW_WORDS] = _NOBODY
+        self._words[start + _BODY_BYTES] = 0
 
     def close(self) -> None:
         """Release the mapping and the row."""

@@ -19,6 +19,13 @@ from server.observe.metrics import FrontEndMetrics
 API_PREFIX = "/v1/"
 ADMIN_PREFIX = "/admin/"
 
+_PROBES = frozenset(("/health", "/ready", "/version"))
+_PAGE = frozenset(("/", "/status.css", "/status.js"))
+"""Files that hold nothing about the server: the page asks for the key and gets the data with it."""
+_STATUS = frozenset(("/status.json",))
+_DOCS = frozenset(("/docs", "/docs/oauth2-redirect", "/openapi.json"))
+_METRICS = "/metrics"
+
 
 class BadGuards(Exception):
     """The guards cannot be set up as configured; the message is for people."""
@@ -57,7 +64,7 @@ class Keys:
 
 
 def api_keys(config: GuardConfig) -> Keys:
-    """Return the keys for the API.
+    """Return the keys for all but /admin.
 
     Raises:
         BadGuards: there is no key where one is said to be.
@@ -97,32 +104,76 @@ def _keys(given: tuple[str, ...], file: str | None, name: str) -> Keys:
     return Keys(secrets, owners)
 
 
-class KeyGuard:
-    """Lets requests to guarded paths through only with a key."""
+def metrics_keys(config: GuardConfig) -> Keys:
+    """Return the key for /metrics alone, if there is one.
 
-    def __init__(self, app: ASGIApp, api: Keys, admin: Keys, metrics: FrontEndMetrics) -> None:
+    Raises:
+        BadGuards: there is no key where one is said to be.
+    """
+    given = () if config.metrics_key is None else (config.metrics_key,)
+    return _keys(given, config.metrics_key_file, "metrics")
+
+
+class Doors:
+    """Which keys open which path. What nobody thought of needs an API key, if there are any."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        """Read the keys.
+
+        Raises:
+            BadGuards: there is no key where one is said to be.
+        """
+        self.api, self._admin = api_keys(config), admin_keys(config)
+        self._metrics = metrics_keys(config)
+        open_by_default = not self.api
+        self._open_status, self._open_docs, self._open_metrics = (
+            open_by_default if chosen is None else chosen
+            for chosen in (config.open_status, config.open_docs, config.open_metrics)
+        )
+
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Return why a request does not get in, None if it does."""
+        path = scope["path"]
+        if path.startswith(ADMIN_PREFIX) and self._admin:
+            return None if _carries(scope, (self._admin,)) else _NOT_ADMIN
+        keys = self._keys_of(path)
+        if keys is None or _carries(scope, keys):
+            return None
+        # Where no key opens a door there is no use in asking for one.
+        return _NO_KEY if any(keys) else _NO_DOOR
+
+    def _keys_of(self, path: str) -> tuple[Keys, ...] | None:
+        """Return the keys that open a path, None if it is open."""
+        operators = (self.api, self._admin)
+        if path in _PROBES:
+            return None
+        if path in _PAGE:
+            return None if self._open_status or any(operators) else operators
+        if path in _STATUS:
+            return None if self._open_status else operators
+        if path in _DOCS:
+            return None if self._open_docs else operators
+        if path == _METRICS or path.startswith(_METRICS + "/"):
+            return None if self._open_metrics else (*operators, self._metrics)
+        return (self.api,) if self.api else None
+
+
+class KeyGuard:
+    """Lets requests through only with a key that opens their path."""
+
+    def __init__(self, app: ASGIApp, doors: Doors, metrics: FrontEndMetrics) -> None:
         self._app = app
-        self._api = api
-        self._admin = admin
+        self._doors = doors
+        self._api = doors.api
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal, guarded = None, ""
-        if scope["type"] == "http":
-            path = scope["path"]
-            if self._api and path.startswith(API_PREFIX):
-                guarded = API_PREFIX
-                if not _carries(scope, self._api):
-                    refusal = _NO_KEY
-            elif self._admin and path.startswith(ADMIN_PREFIX):
-                guarded = ADMIN_PREFIX
-                if not _carries(scope, self._admin):
-                    refusal = _NOT_ADMIN
+        refusal = self._doors.refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
             _note_tenant(scope, self._api)
             await self._app(scope, receive, send)
             return
-        self._metrics.http_request(f"{guarded}*", refusal.status)
+        self._metrics.http_request(_label(scope["path"]), refusal.status)
         body = refusal.body()
         headers = [(name.encode(), value.encode()) for name, value in refusal.headers]
         headers.append((b"content-type", b"application/json"))
@@ -130,6 +181,14 @@ class KeyGuard:
         start = {"type": "http.response.start", "status": refusal.status, "headers": headers}
         await send(start)
         await send({"type": "http.response.body", "body": body})
+
+
+def _label(path: str) -> str:
+    """Return the name under which refusals of a path are counted; clients do not make names."""
+    for prefix in (API_PREFIX, ADMIN_PREFIX):
+        if path.startswith(prefix):
+            return f"{prefix}*"
+    return path if path in _STATUS | _DOCS or path == _METRICS else "/*"
 
 
 _NO_KEY = ApiError(
@@ -145,8 +204,12 @@ _NOT_ADMIN = ApiError(
 )
 
 
-def _carries(scope: Scope, keys: Keys) -> bool:
-    return _secret(scope) in keys
+_NO_DOOR = ApiError(404, "There is no such path.", code="not_found")
+
+
+def _carries(scope: Scope, keys: Iterable[Keys]) -> bool:
+    secret = _secret(scope)
+    return any([secret in each for each in keys])  # all of them, so that time tells nothing
 
 
 def _note_tenant(scope: Scope, keys: Keys) -> None:
@@ -165,14 +228,12 @@ def _secret(scope: Scope) -> bytes:
 
 
 def install(app: FastAPI, config: GuardConfig, metrics: FrontEndMetrics) -> None:
-    """Put the configured guards around an application; what is not configured costs nothing.
+    """Put the configured guards around an application.
 
     Raises:
         BadGuards: there is no key where one is said to be.
     """
-    api, admin = api_keys(config), admin_keys(config)
-    if api or admin:
-        app.add_middleware(KeyGuard, api=api, admin=admin, metrics=metrics)
+    app.add_middleware(KeyGuard, doors=Doors(config), metrics=metrics)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -4,92 +4,191 @@ import asyncio
 import logging
 import socket
 import struct
+from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from server.access.connection_book import ConnectionBook, TooManyConnections, client_of
+from server.access.request_meter import Excess, MeterLimits, Phase, RequestMeter
 from server.config import GuardConfig
+from server.descriptors import room_for_connections
 
 _NO_LINGER = struct.pack("ii", 1, 0)
+_REST_SECONDS = 5.0
+"""Time in which the rest of a request that is answered already has to come."""
 
 logger = logging.getLogger(__name__)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with three limits that it does not have.
+    """uvicorn's protocol, with limits that it does not have.
 
-    The head of a request has a largest size and a time in which it has to be complete, and a
-    client that leaves more unread than the transport buffers is cut off after a while: until then
-    whoever writes to it waits, and its request holds its place in an engine.
+    Every byte of a request is counted (`RequestMeter`), every wait for a client has an end, and
+    there are only so many connections (`ConnectionBook`). A client that leaves more unread than
+    the transport buffers is cut off after a while: until then whoever writes to it waits, and its
+    request holds its place in an engine.
     """
 
-    max_header_bytes: int
+    limits: MeterLimits
     receive_timeout: float
     send_timeout: float
+    book: ConnectionBook["LimitedHttpProtocol"]
 
-    _in_head = False
-    _head_bytes = 0
-    _head_timer: asyncio.TimerHandle | None = None
+    _address: str | None = None
+    _excess: Excess | None = None
+    _wait_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._meter = RequestMeter(self.limits)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(self.receive_timeout, self._head_is_late)
+        address = client_of(self.client[0] if self.client else "")
+        try:
+            victim = self.book.open(self, address)
+        except TooManyConnections:
+            self._refuse(503, "Too many connections.")
+            return
+        self._address = address
+        self._wait(self.receive_timeout)
+        if victim is not None:
+            logger.info("a connection gives way to a new one (%s)", victim.client)
+            victim.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_head_timer()
+        if self._address is not None:
+            self.book.close(self, self._address)
+            self._address = None
+        self._stop_waiting()
         self._cancel_stall_timer()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
 
     # -- receiving -------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_grew(len(data))
+        if self.transport.is_closing():
+            return
+        try:
+            self.parser.feed_data(data)
+            self._meter.read(len(data))
+        except httptools.HttpParserUpgrade:
+            logger.debug("an upgrade is not made (%s)", self.client)
+        except httptools.HttpParserError:
+            excess, self._excess = self._excess, None
+            if excess is None:
+                self._refuse(400, "Invalid HTTP request received.")
+            else:
+                self._refuse(excess.status, excess.reason)
+        except Excess as excess:
+            self._refuse(excess.status, excess.reason)
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._meter.begin()
+        self._unset_keepalive_if_required()
+        if self._wait_timer is None:
+            self._wait(self.receive_timeout)
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        self._count_field(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._count_field(len(name) + len(value) + 4):
+            super().on_header(name, value)
+
+    def _count_field(self, size: int) -> bool:
+        try:
+            return self._meter.field(size)
+        except Excess as excess:
+            self._excess = excess  # the parser wraps what its callbacks raise
+            raise
+
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._head_bytes = 0
-        if self._head_timer is not None:
-            self._cancel_head_timer()
+        self._stop_waiting()
+        try:
+            self._meter.head_ends(len(self.pipeline))
+        except Excess as excess:
+            self._excess = excess
+            raise
         super().on_headers_complete()
 
-    def _head_grew(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > self.max_header_bytes:
-            self._refuse(431, "The head of the request is too large.")
-        elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.receive_timeout, self._head_is_late)
+    def on_body(self, body: bytes) -> None:
+        self._meter.body()
+        super().on_body(body)
 
-    def _head_is_late(self) -> None:
-        self._head_timer = None
-        if self._in_head:
+    def on_chunk_header(self) -> None:
+        self._meter.body()
+
+    def on_message_complete(self) -> None:
+        self._meter.end()
+        super().on_message_complete()
+        if not self.cycle.response_complete:
+            if self._address is not None:
+                self.book.busy(self, self._address)
+        elif not self.transport.is_closing():
+            self._stop_waiting()
+            self._keep_alive()
+
+    def on_response_complete(self) -> None:
+        pipelined = bool(self.pipeline)
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._see_it_close()
+        elif not pipelined:
+            if self._address is not None:
+                self.book.waiting(self, self._address)
+            if self._meter.answered():
+                self._wait(min(_REST_SECONDS, self.receive_timeout))
+            if self._meter.phase is not Phase.IDLE:
+                self._unset_keepalive_if_required()
+
+    def _keep_alive(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def _wait(self, seconds: float) -> None:
+        """Give the client so long to send what it owes: a head, or the rest of a request."""
+        self._stop_waiting()
+        self._wait_timer = self.loop.call_later(seconds, self._is_late)
+
+    def _stop_waiting(self) -> None:
+        if self._wait_timer is not None:
+            self._wait_timer.cancel()
+            self._wait_timer = None
+
+    def _is_late(self) -> None:
+        self._wait_timer = None
+        if self._meter.phase is Phase.HEAD:
             self._refuse(408, "The head of the request took too long.")
         else:
             self.transport.close()
+            self._see_it_close()
 
     def _refuse(self, status: int, reason: str) -> None:
         """Answer a request that never reached the application, and close."""
-        self._cancel_head_timer()
+        self._stop_waiting()
         if self.transport.is_closing():
             return
         logger.info("%s (%s)", reason, self.client)
-        if self.cycle is None or self.cycle.response_complete:
+        if self.cycle is None or (self.cycle.response_complete and not self._answered_early()):
             body = reason.encode()
+            again = b"retry-after: 1\r\n" if status == 503 else b""
             self.transport.write(
-                STATUS_LINE[status] + b"content-type: text/plain; charset=utf-8\r\n"
-                b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
+                STATUS_LINE[status] + b"content-type: text/plain; charset=utf-8\r\n%s"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (again, len(body), body)
             )
         self.transport.close()
+        self._see_it_close()
 
-    def _cancel_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _answered_early(self) -> bool:
+        return self._meter.phase is Phase.BODY
 
     # -- sending ---------------------------------------------------------------------------------
 
@@ -103,6 +202,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
+        self._see_it_close()
+
+    def _see_it_close(self) -> None:
+        """A closed transport goes on until its buffer is sent, which has to have an end."""
         if self.transport.get_write_buffer_size():
             self._watch_buffer()
 
@@ -111,8 +214,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stall_timer = self.loop.call_later(self.send_timeout, self._stalled)
 
     def _stalled(self) -> None:
-        self._stall_timer = None
         logger.info("a client that does not read is cut off (%s)", self.client)
+        self.cut()
+
+    def cut(self) -> None:
+        """End the connection at once, whatever is unsent."""
+        self._cancel_stall_timer()
         # Without lingering the kernel too drops what it has buffered, and the client is told.
         connection = self.transport.get_extra_info("socket")
         if connection is not None:
@@ -125,12 +232,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stall_timer = None
 
 
-def limited_protocol(limits: GuardConfig) -> type[LimitedHttpProtocol]:
-    """Return the protocol class with the configured limits."""
+def limited_protocol(guards: GuardConfig) -> type[LimitedHttpProtocol]:
+    """Return the protocol class with the configured limits, and its book of connections."""
 
     class Configured(LimitedHttpProtocol):
-        max_header_bytes = limits.max_header_bytes
-        receive_timeout = limits.receive_timeout
-        send_timeout = limits.send_timeout
+        limits = MeterLimits(guards.max_header_bytes, guards.max_body_bytes)
+        receive_timeout = guards.receive_timeout
+        send_timeout = guards.send_timeout
+        book = ConnectionBook(room_for_connections(guards.max_connections))
 
     return Configured

@@ -4,6 +4,7 @@ import msgspec
 
 from engine.model_files import served_names
 from server.access.admission import BYTES_PER_TOKEN, Admission
+from server.access.body_budget import BodyBudget
 from server.access.tenants import Tenancy
 from server.answer.formats import AnswerFormats, answer_formats
 from server.asgi import BodyLimits, Call
@@ -104,7 +105,11 @@ def make_context(
         metrics=metrics,
         admission=admission,
         tenancy=tenancy,
-        body_limits=BodyLimits(config.guards.max_body_bytes, config.guards.receive_timeout),
+        body_limits=BodyLimits(
+            config.guards.max_body_bytes,
+            config.guards.receive_timeout,
+            BodyBudget(admission.table, config.guards.max_body_bytes_in_flight),
+        ),
         request_timeout=config.guards.request_timeout,
         tracer=tracer,
         names=served_names(config.model),

@@ -121,7 +121,7 @@ def status_routes(context: Context) -> list[BaseRoute]:
         "/status.json",
         StatusRoutes(context).status,
         methods=["GET"],
-        responses=json_responses(StatusResponse),
+        responses=json_responses(StatusResponse, 401, 404),
         response_class=Response,
         response_model=None,
     )

@@ -6,8 +6,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Discriminator, Field, Tag
 
-from server.limits import MAX_TOKENS, MAX_TOOLS
-from server.schemas.base import part_type
+from server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOKENS, MAX_TOOL_CALLS, MAX_TOOLS
+from server.schemas.base import Name, part_type
 from server.schemas.common import (
     JsonObject,
     OptionalTokenIds,
@@ -52,20 +52,20 @@ class ChatMessage(RequestBody):
     """One turn. What a template may read beyond role and content is passed to it as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[MessagePart] | None = None
+    content: str | Annotated[list[MessagePart], Field(max_length=MAX_PARTS)] | None = None
     refusal: str | None = Field(None, description="What an assistant said instead of content.")
-    name: str | None = None
+    name: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="Another name for reasoning_content.")
-    tool_calls: list[ToolCallTurn] | None = None
-    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCallTurn], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: Name | None = None
     function_call: JsonObject | None = Field(None, description="Refused; use tool_calls.")
 
 
 class ChatCompletionRequest(SamplingFields):
     """Write the next turn of a conversation."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(
         None,
         ge=1,
@@ -85,7 +85,7 @@ class ChatCompletionRequest(SamplingFields):
         False, description="Templates write special tokens themselves."
     )
     chat_template_kwargs: JsonObject | None = None
-    documents: list[JsonObject] | None = None
+    documents: Annotated[list[JsonObject], Field(max_length=MAX_PARTS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(
         None, description="Default: auto if there are tools, else none."
@@ -96,10 +96,12 @@ class ChatCompletionRequest(SamplingFields):
     include_reasoning: bool | None = Field(
         True, description="Whether the answer shows the reasoning; it is generated in any case."
     )
-    reasoning_effort: str | None = Field(
+    reasoning_effort: Name | None = Field(
         None, description="Passed to the chat template under this name."
     )
-    functions: list[JsonObject] | None = Field(None, description="Refused; use tools.")
+    functions: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Refused; use tools."
+    )
     function_call: str | JsonObject | None = Field(None, description="Refused; use tool_choice.")
 
 

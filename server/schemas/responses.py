@@ -7,12 +7,14 @@ from pydantic import Discriminator, Field, Tag
 from server.limits import (
     INT64_MAX,
     INT64_MIN,
+    MAX_MESSAGES,
+    MAX_PARTS,
     MAX_REPETITION_PENALTY,
     MAX_TOKENS,
     MAX_TOOLS,
     MIN_REPETITION_PENALTY,
 )
-from server.schemas.base import part_type
+from server.schemas.base import Name, part_type
 from server.schemas.common import CacheSalt, JsonObject, NamedTokenIds, RequestBody, StopStrings
 
 
@@ -21,6 +23,9 @@ class ContentPart(RequestBody):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
+
+
+ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS)]
 
 
 class RefusalContent(RequestBody):
@@ -41,15 +46,15 @@ class MessageItem(RequestBody):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[MessageContent]
+    content: str | Annotated[list[MessageContent], Field(max_length=MAX_PARTS)]
 
 
 class FunctionCallItem(RequestBody):
     """A call that the model made before."""
 
     type: Literal["function_call"]
-    call_id: str
-    name: str
+    call_id: Name
+    name: Name
     arguments: str
 
 
@@ -57,8 +62,8 @@ class FunctionCallOutputItem(RequestBody):
     """What came of a call."""
 
     type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[ContentPart]
+    call_id: Name
+    output: str | ContentParts
 
 
 class ReasoningPart(RequestBody):
@@ -68,12 +73,15 @@ class ReasoningPart(RequestBody):
     text: str
 
 
+ReasoningParts = Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)]
+
+
 class ReasoningItem(RequestBody):
     """What the model thought before; only its `content` reaches the template."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningPart] | None = None
-    summary: list[ReasoningPart] | None = None
+    content: ReasoningParts | None = None
+    summary: ReasoningParts | None = None
 
 
 def _item_type(item: Any) -> str:
@@ -93,8 +101,8 @@ InputItem = Annotated[
 class ResponseTool(RequestBody):
     """A function that the model may call; tools that a server would run are refused."""
 
-    type: str
-    name: str | None = None
+    type: Name
+    name: Name | None = None
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -104,7 +112,7 @@ class ChosenTool(RequestBody):
     """A function by its name."""
 
     type: Literal["function"]
-    name: str
+    name: Name
 
 
 class AllowedToolsChoice(RequestBody):
@@ -129,14 +137,16 @@ class TextOptions(RequestBody):
     """How the answer's text looks."""
 
     format: TextFormat | None = None
-    verbosity: str | None = Field(None, description="Accepted and not used.")
+    verbosity: Name | None = Field(None, description="Accepted and not used.")
 
 
 class ReasoningOptions(RequestBody):
     """How the model reasons."""
 
-    effort: str | None = Field(None, description="Passed to the chat template as reasoning_effort.")
-    summary: str | None = Field(None, description="Accepted and not used: nothing is summarized.")
+    effort: Name | None = Field(
+        None, description="Passed to the chat template as reasoning_effort."
+    )
+    summary: Name | None = Field(None, description="Accepted and not used: nothing is summarized.")
 
 
 class ResponseStreamOptions(RequestBody):
@@ -149,7 +159,7 @@ class ResponsesRequest(RequestBody):
     """Answer a list of items with more items; nothing is kept for a later request."""
 
     model: str | None = Field(None, description="One of the served names; default: the first.")
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = Field(None, description="What a system message says.")
     temperature: float | None = Field(
         None, ge=0, le=2, description="0 is greedy. Default: the model's, else 1."
@@ -170,21 +180,21 @@ class ResponsesRequest(RequestBody):
     metadata: dict[str, str] | None = Field(None, description="Comes back in the response.")
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
-    include: list[str] | None = Field(
+    include: Annotated[list[Name], Field(max_length=MAX_PARTS)] | None = Field(
         None, description="message.output_text.logprobs is served, the rest has nothing to add."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         "disabled", description="Only disabled is served."
     )
     store: bool | None = Field(False, description="true is refused: nothing is kept.")
-    previous_response_id: str | None = Field(None, description="Refused: nothing is kept.")
+    previous_response_id: Name | None = Field(None, description="Refused: nothing is kept.")
     conversation: str | JsonObject | None = Field(None, description="Refused: nothing is kept.")
     background: bool | None = Field(False, description="true is refused.")
     prompt: JsonObject | None = Field(None, description="Refused: there are no stored prompts.")
-    user: str | None = Field(None, description="Comes back in the response.")
-    safety_identifier: str | None = Field(None, description="Accepted and not used.")
-    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
-    service_tier: str | None = Field(None, description="Accepted and not used.")
+    user: Name | None = Field(None, description="Comes back in the response.")
+    safety_identifier: Name | None = Field(None, description="Accepted and not used.")
+    prompt_cache_key: Name | None = Field(None, description="Accepted and not used.")
+    service_tier: Name | None = Field(None, description="Accepted and not used.")
 
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: StopStrings | None = None

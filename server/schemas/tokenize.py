@@ -5,7 +5,8 @@ from typing import Annotated
 import msgspec
 from pydantic import Field
 
-from server.limits import MAX_TOOLS
+from server.limits import MAX_MESSAGES, MAX_TOOLS
+from server.schemas.base import Name
 from server.schemas.chat import ChatMessage
 from server.schemas.common import JsonObject, RequestBody, TokenIds
 from server.schemas.tools import Tool
@@ -14,9 +15,11 @@ from server.schemas.tools import Tool
 class TokenizeRequest(RequestBody):
     """Token ids of a text or of a conversation; exactly one of `prompt` and `messages`."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = (
+        None
+    )
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages."
     )
@@ -40,7 +43,7 @@ class DetokenizeRequest(RequestBody):
     """Text of token ids."""
 
     tokens: TokenIds
-    model: str | None = None
+    model: Name | None = None
     skip_special_tokens: bool | None = False
 
 

@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field
 
 from server.limits import MAX_TOOLS
-from server.schemas.common import JsonObject, RequestBody
+from server.schemas.base import JsonObject, Name, RequestBody
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
@@ -39,7 +39,7 @@ class Tool(RequestBody):
 class FunctionReference(RequestBody):
     """A function by its name."""
 
-    name: str
+    name: Name
 
 
 class NamedTool(RequestBody):
@@ -69,14 +69,14 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoic
 class FunctionCallTurn(RequestBody):
     """What a call in the conversation so far says."""
 
-    name: str
+    name: Name
     arguments: str | JsonObject = Field("{}", description="An object, usually as JSON text.")
 
 
 class ToolCallTurn(RequestBody):
     """A call that the assistant has made in the conversation so far."""
 
-    id: str | None = None
+    id: Name | None = None
     type: Literal["function"] = "function"
     function: FunctionCallTurn
 

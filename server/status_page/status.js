@@ -252,8 +252,13 @@ function show(status) {
   showEngines(status, samples[0]);
 }
 
+let key = ""; // kept here alone: gone with the page
+$("api-key").addEventListener("change", () => {
+  key = $("api-key").value.trim();
+  if (key) poll();
+});
+
 function headers() {
-  const key = $("api-key").value;
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
@@ -262,13 +267,24 @@ function trouble(text) {
   setText($("trouble"), text);
 }
 
+function showLocked() {
+  samples.length = 0;
+  setText($("state"), "locked");
+  $("state").className = "badge warn";
+  $("links").hidden = true;
+  trouble(key ? "The server does not know this key." : "The server wants a key: enter it under API key.");
+  if (!key && document.activeElement === document.body) $("api-key").focus();
+}
+
 async function poll() {
   try {
     const answer = await fetch("/status.json", {
       headers: headers(), cache: "no-store", signal: AbortSignal.timeout(5000),
     });
+    if (answer.status === 401) return showLocked();
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     show(await answer.json());
+    $("links").hidden = headers().Authorization !== undefined; // a link carries no key
     trouble("");
   } catch (error) {
     setText($("state"), "no connection");

@@ -6,7 +6,7 @@ the beginning is tokenized, to know that it is; of one that is cut to its last t
 
 from server.text.tokenizer import ServedTokenizer
 
-_PIECE = 1 << 18
+_PIECE = 1 << 17
 """Characters that are always tokenized at once."""
 _SLACK = 1024
 """Tokens more than needed that settle a question about the tokens of a part of a text.

@@ -397,3 +397,37 @@ def test_a_generated_cluster_key_is_long_and_random() -> None:
         keys.add(yaml.safe_load(done.stdout)["data"]["cluster-key"])
     assert len(keys) == 2
     assert all(len(base64.b64decode(key)) == 48 for key in keys)
+
+
+def test_the_service_monitor_has_a_key_where_metrics_need_one() -> None:
+    on = ("metrics.serviceMonitor.enabled=true", "apiKeys.value=alpha")
+    manifests = render(None, *on)
+    (endpoint,) = find(manifests, "ServiceMonitor", "demo-swell")["spec"]["endpoints"]
+    credentials = endpoint["authorization"]["credentials"]
+    assert credentials == {"name": "demo-swell", "key": "metrics-key"}
+    key = base64.b64decode(find(manifests, "Secret", "demo-swell")["data"]["metrics-key"])
+    assert len(key) == 48
+    api = find(manifests, "Deployment", "demo-swell-api")
+    assert environment(api)["SWELL_METRICS_KEY_FILE"] == "/run/secrets/swell-api/metrics-key"
+    (volume,) = (
+        volume
+        for volume in api["spec"]["template"]["spec"]["volumes"]
+        if volume["name"] == "api-keys"
+    )
+    paths = {
+        item["path"] for each in volume["projected"]["sources"] for item in each["secret"]["items"]
+    }
+    assert paths == {"api-keys", "metrics-key"}
+    (open_endpoint,) = find(render(None, on[0]), "ServiceMonitor", "demo-swell")["spec"][
+        "endpoints"
+    ]
+    assert "authorization" not in open_endpoint
+
+
+def test_compose_opens_nothing_but_the_api_to_others() -> None:
+    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        for port in service.get("ports", ()):
+            variable = "BIND" if name == "api" else f"{name.upper()}_BIND"
+            assert port.startswith(f"${{{variable}:-127.0.0.1}}:"), (name, port)
+    assert "admin}" not in str(compose["services"]["grafana"])

@@ -297,6 +297,14 @@ def http(app: FastAPI) -> Http:
     return Http(app)
 
 
+@pytest.fixture
+def http_of(
+    engines: FakeGenerationClient, tokenizer: ServedTokenizer
+) -> Callable[[FrontEndConfig], Http]:
+    """Return what makes a client of an app with other settings."""
+    return lambda config: Http(build_app(config, engines, tokenizer, FrontEndMetrics(config)))
+
+
 Served = Callable[[FastAPI], contextlib.AbstractContextManager[str]]
 
 

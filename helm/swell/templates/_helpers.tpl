@@ -40,6 +40,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- default (include "swell.fullname" $root) $key.existingSecret -}}
 {{- end }}
 
+{{- /* Whether there is a key for /metrics: a given one, or one for a ServiceMonitor that needs it. */}}
+{{- define "swell.hasMetricsKey" -}}
+{{- $apiKeys := or .Values.apiKeys.existingSecret .Values.apiKeys.value }}
+{{- $given := or .Values.metricsKey.existingSecret .Values.metricsKey.value }}
+{{- if or $given (and $apiKeys .Values.metrics.serviceMonitor.enabled) }}true{{ end }}
+{{- end }}
+
 {{- define "swell.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001

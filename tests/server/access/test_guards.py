@@ -62,13 +62,79 @@ class TestKeys:
             assert error["type"] == "invalid_request_error"
         assert engines.streams == []
 
-    def test_probes_and_metrics_need_no_key(self, http: Any) -> None:
-        for path in ("/health", "/ready", "/version", "/metrics"):
+    def test_probes_need_no_key(self, http: Any) -> None:
+        for path in ("/health", "/ready", "/version"):
             assert http.get(path).status_code == 200
 
     def test_refusals_are_counted(self, http: Any) -> None:
         http.get("/v1/models")
-        assert 'endpoint="/v1/*",model_name="tiny",status="401"} 1.0' in http.get("/metrics").text
+        http.get("/anything/else")
+        text = http.get("/metrics", headers=bearer(SECRETS[0])).text
+        assert 'endpoint="/v1/*",model_name="tiny",status="401"} 1.0' in text
+        assert 'endpoint="/*",model_name="tiny",status="401"} 1.0' in text
+
+
+SHOWN = {
+    "open_status": ("/status.json",),
+    "open_docs": ("/docs", "/openapi.json", "/docs/oauth2-redirect"),
+    "open_metrics": ("/metrics",),
+}
+ALL_SHOWN = [path for paths in SHOWN.values() for path in paths]
+
+
+class TestWhatIsShown:
+    def test_hosts_and_load_are_not_shown_without_a_key(self, http: Any) -> None:
+        for path in ALL_SHOWN:
+            for headers in ({}, bearer("wrong"), {"Authorization": SECRETS[0]}):
+                assert http.get(path, headers=headers).status_code == 401
+            for key in (*SECRETS, "root-secret"):
+                assert http.get(path, headers=bearer(key)).status_code == 200
+        assert http.get("/metrics/engine/0").status_code == 401
+
+    def test_tokens_are_not_counted_without_a_key(self, http: Any) -> None:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [70]})):
+            assert http.post(path, body).status_code == 401
+            assert http.post(path, body, headers=bearer("root-secret")).status_code == 401
+            assert http.post(path, body, headers=bearer(SECRETS[1])).status_code == 200
+
+    def test_what_nobody_thought_of_is_closed(self, http: Any) -> None:
+        for path in ("/nowhere", "/redoc", "/Metrics", "/metrics%2f", "/status.json/"):
+            assert http.get(path).status_code == 401
+
+    def test_the_page_that_asks_for_the_key_is_open_and_holds_nothing(self, http: Any) -> None:
+        for path in ("/", "/status.js", "/status.css"):
+            answer = http.get(path)
+            assert answer.status_code == 200
+            assert "tiny" not in answer.text
+
+    @pytest.mark.parametrize("flag", SHOWN)
+    def test_one_flag_each_opens_them(
+        self, flag: str, config: FrontEndConfig, http_of: Any
+    ) -> None:
+        guards = msgspec.structs.replace(config.guards, **{flag: True})
+        http = http_of(msgspec.structs.replace(config, guards=guards))
+        for path in ALL_SHOWN:
+            assert http.get(path).status_code == (200 if path in SHOWN[flag] else 401)
+
+    @pytest.mark.parametrize("flag", SHOWN)
+    def test_one_flag_each_closes_them_where_there_is_no_key(
+        self, flag: str, config: FrontEndConfig, http_of: Any
+    ) -> None:
+        http = http_of(msgspec.structs.replace(config, guards=GuardConfig(**{flag: False})))
+        for path in ALL_SHOWN:
+            assert http.get(path).status_code == (404 if path in SHOWN[flag] else 200)
+        assert http.get("/").status_code == (404 if flag == "open_status" else 200)
+        assert http.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+    def test_the_metrics_key_opens_metrics_and_nothing_else(
+        self, config: FrontEndConfig, http_of: Any
+    ) -> None:
+        guards = msgspec.structs.replace(config.guards, metrics_key="scrape")
+        http = http_of(msgspec.structs.replace(config, guards=guards))
+        assert http.get("/metrics", headers=bearer("scrape")).status_code == 200
+        for path in ("/status.json", "/openapi.json", "/v1/models"):
+            assert http.get(path, headers=bearer("scrape")).status_code == 401
+        assert http.get("/admin/engines", headers=bearer("scrape")).status_code == 403
 
 
 class TestAdmin:

@@ -18,6 +18,7 @@ import uvloop
 from engine.messages import AddRequest, RequestOutput, SamplingParams
 from server.access.guards import tls_options
 from server.access.http_protocol import limited_protocol
+from server.access.request_meter import MAX_PIPELINED
 from server.cluster.token_stream import MAX_BACKLOG, RequestStream
 from server.config import FrontEndConfig, GuardConfig
 
@@ -45,6 +46,7 @@ async def served(app: Any, guards: GuardConfig) -> AsyncIterator[int]:
             log_level="critical",
             lifespan="off",
             ws="none",
+            timeout_keep_alive=guards.keep_alive_timeout,
             **tls_options(guards),
         )
     )
@@ -136,6 +138,202 @@ class TestHurriedServer:
                 writer.close()
 
         run(scenario)
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+async def flood(port: int, start: bytes, piece: bytes, most: int = 2**24) -> tuple[bytes, int]:
+    """Send a start, then a piece over and over; return the answer and how much was sent."""
+    reader, writer = await connect(port)
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        writer.write(start)
+        while sent < most and not reader.at_eof():
+            writer.write(piece)
+            sent += len(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        answer = await reader.read()
+    writer.close()
+    return answer, sent
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [b"X-Filler: %s\r\n" % (b"x" * 1000), b"x" * 4096, b"a: b\r\n" * 1000],
+    ids=["lines", "one line", "short lines"],
+)
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/health"])
+def test_trailers_without_end_are_cut_off(app: Any, piece: bytes, path: bytes) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            start = CHUNKED.replace(b"/v1/completions", path)
+            start += b"%x\r\n%s\r\n0\r\nX: " % (len(BODY), BODY)
+            _, sent = await flood(port, start, piece)
+            assert sent < 2**22
+
+    run(scenario)
+
+
+def test_trailers_are_no_headers(app: Any) -> None:
+    async def scenario() -> None:
+        seen: list[Any] = []
+
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive())["more_body"]:
+                pass
+            seen.extend(scope["headers"])
+            await app(scope, receive, send)
+
+        async with served(application, GuardConfig()) as port:
+            reader, writer = await connect(port)
+            writer.write(CHUNKED.replace(b"POST /v1/completions", b"GET /health") + b"1\r\n \r\n")
+            writer.write(b"0\r\nAuthorization: Bearer late\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+        assert b"authorization" not in dict(seen)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("piece", [b"0" * 4096, b"5;" + b"e" * 4096, b"e" * 4096])
+def test_chunk_sizes_and_extensions_without_end_are_cut_off(app: Any, piece: bytes) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            _, sent = await flood(port, CHUNKED, piece)
+            assert sent < 2**22
+
+    run(scenario)
+
+
+def test_a_head_that_comes_at_once_has_a_largest_size_too(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_header_bytes=4096)) as port:
+            reader, writer = await connect(port)
+            writer.write(b"GET /health HTTP/1.1\r\nX: %s\r\n\r\n" % (b"x" * 5000))
+            assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+            writer.close()
+
+    run(scenario)
+
+
+UNFINISHED = head(10**6).replace(b"/v1/completions", b"/nowhere")
+HURRIED = GuardConfig(receive_timeout=0.2, keep_alive_timeout=1)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [UNFINISHED],
+        [UNFINISHED, b"x"],
+        [UNFINISHED, b"x", b"x"],
+        [CHUNKED.replace(b"/v1/completions", b"/nowhere"), b"5", b"\r"],
+        [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n"],
+        [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n", b"G"],
+        [b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", b"x"],
+    ],
+    ids=["unfinished", "one byte", "two bytes", "chunked", "blank line", "next head", "upgrade"],
+)  # fmt: skip
+def test_a_connection_ends_whatever_was_answered_early(app: Any, sent: list[bytes]) -> None:
+    async def scenario() -> None:
+        async with served(app, HURRIED) as port:
+            reader, writer = await connect(port)
+            for piece in sent:
+                writer.write(piece)
+                if piece is sent[0]:
+                    await reader.readuntil(b"}")
+            await reader.read()
+            writer.close()
+
+    run(scenario)
+
+
+def test_who_keeps_sending_after_an_answer_is_cut_off(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
+            endless = head(10**9).replace(b"/v1/completions", b"/nowhere")
+            _, sent = await flood(port, endless, b"x" * 4096, most=2**25)
+            assert sent < 2**24
+
+    run(scenario)
+
+
+def test_a_client_may_send_all_before_it_reads_an_early_answer(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(keep_alive_timeout=1)) as port:
+            reader, writer = await connect(port)
+            for _ in range(2):
+                body = b"x" * 2**20
+                writer.write(head(len(body)).replace(b"/v1/completions", b"/nowhere") + body)
+                await writer.drain()
+                answer = await reader.readuntil(b"}}")
+                assert answer.startswith(b"HTTP/1.1 404 ")
+            assert await reader.read() == b""
+            writer.close()
+
+    run(scenario)
+
+
+def test_requests_that_wait_on_one_connection_are_counted(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            reader, writer = await connect(port)
+            few = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * MAX_PIPELINED
+            writer.write(few)
+            for _ in range(MAX_PIPELINED):
+                await reader.readuntil(b'"}')
+            writer.write(few * 20)
+            rest = await reader.read()
+            assert rest.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED
+            writer.close()
+
+    run(scenario)
+
+
+def test_connections_beyond_the_limit_push_out_idle_ones_only(app: Any, engines: Any) -> None:
+    engines.script = lambda stream: []
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_connections=4)) as port:
+            busy = await connect(port)
+            busy[1].write(HEAD + BODY)
+            await engines.submitted.wait()
+            idle = [await connect(port) for _ in range(40)]
+            served_late = await connect(port)
+            served_late[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await served_late[0].readuntil(b'"}')
+            with contextlib.suppress(ConnectionError):
+                assert await idle[0][0].read() == b""
+            assert not busy[0].at_eof()
+            for _, writer in (busy, served_late, *idle):
+                writer.close()
+
+    run(scenario)
+
+
+def test_connections_are_refused_when_all_others_are_being_answered(app: Any, engines: Any) -> None:
+    engines.script = lambda stream: []
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_connections=2)) as port:
+            busy = [await connect(port) for _ in range(2)]
+            for _, writer in busy:
+                writer.write(HEAD + BODY)
+            await until(lambda: len(engines.streams) == 2)
+            reader, writer = await connect(port)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1\r\n" in answer
+            for each in (writer, busy[0][1], busy[1][1]):
+                each.close()
+
+    run(scenario)
 
 
 def test_a_patient_client_is_served_whatever_its_pieces(app: Any) -> None:

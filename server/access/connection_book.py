@@ -1,0 +1,91 @@
+"""Which connections a front end holds, and which one gives way when there are too many.
+
+Without I/O: the protocol tells what happens and does what is decided.
+"""
+
+import ipaddress
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+C = TypeVar("C", bound=Hashable)
+
+
+class TooManyConnections(Exception):
+    """All connections are being answered: none can give way to a new one."""
+
+
+def client_of(address: str) -> str:
+    """Return what counts as one client: an address, or the /64 network that a host owns in IPv6."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if known.version == 4:
+        return address
+    return str(ipaddress.ip_network((int(known), 64), strict=False))
+
+
+class ConnectionBook(Generic[C]):
+    """The connections of one front end by client.
+
+    A connection is waiting while its client has something to send: its first request, the rest of
+    one, or the next. When there is no room for a new connection, one that waits gives way: the
+    one that has waited longest of the client with most connections. So whoever opens thousands
+    closes their own, and connections that are being answered are never cut.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._total = 0
+        self._counts: dict[str, int] = {}
+        self._waiting: dict[str, dict[C, None]] = {}
+
+    def __len__(self) -> int:
+        return self._total
+
+    def open(self, connection: C, client: str) -> C | None:
+        """Note a new connection, which waits; return the one to close for it, if one has to.
+
+        Raises:
+            TooManyConnections: there is no room, and none waits. The new one is not noted.
+        """
+        victim = None
+        if self._total >= self._most:
+            victim = self._victim()
+            if victim is None:
+                raise TooManyConnections
+        self._total += 1
+        self._counts[client] = self._counts.get(client, 0) + 1
+        self._waiting.setdefault(client, {})[connection] = None
+        return victim
+
+    def busy(self, connection: C, client: str) -> None:
+        """A whole request has come: the connection is being answered."""
+        waiting = self._waiting.get(client)
+        if waiting is not None:
+            waiting.pop(connection, None)
+
+    def waiting(self, connection: C, client: str) -> None:
+        """All requests are answered: the client may send the next."""
+        if client in self._counts:
+            self._waiting.setdefault(client, {})[connection] = None
+
+    def close(self, connection: C, client: str) -> None:
+        """Forget a connection that was noted."""
+        self.busy(connection, client)
+        self._total -= 1
+        left = self._counts.get(client, 1) - 1
+        if left:
+            self._counts[client] = left
+        else:
+            self._counts.pop(client, None)
+            self._waiting.pop(client, None)
+
+    def _victim(self) -> C | None:
+        hosts = [client for client, waiting in self._waiting.items() if waiting]
+        if not hosts:
+            return None
+        waiting = self._waiting[max(hosts, key=self._counts.__getitem__)]
+        oldest = next(iter(waiting))
+        del waiting[oldest]  # it closes soon: the next newcomer needs another one
+        return oldest
