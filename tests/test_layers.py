@@ -14,7 +14,7 @@ SHARED = {
     "engine", "engine.config", "engine.settings", "engine.messages", "engine.transport",
     "engine.handshakes", "engine.lifeline", "engine.logs", "engine.membership", "engine.reach",
     "engine.roster", "engine.model_files", "engine.health", "engine.heap", "engine.grammar_spec",
-    "engine.group_config", "engine.version", "engine.writable",
+    "engine.group_config", "engine.version", "engine.writable", "engine.grammar_schema",
 }  # fmt: skip
 """The torch-free modules of `engine` that the other packages build on."""
 
