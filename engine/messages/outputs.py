@@ -37,6 +37,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens whose keys and values came from the prefix cache (on the first output)."""
     error: str | None = None
     """What went wrong when `finish_reason` is "error"."""
+    refused: bool = False
+    """It went wrong because of what the request asks for: another engine would not do better."""
+    error_param: str | None = None
+    """The field that asks for it, if it is known."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
