@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.access.admission import Reservation
 from server.access.body_budget import BodyBudget, HeldBody, NoRoomForBody
-from server.access.json_price import TooCostly, price
+from server.access.json_price import TooCostly, costly_field, price
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.errors import (
     ApiError,
@@ -129,7 +129,7 @@ class Call:
             price(body).check()
             return model.model_validate_json(body)
         except TooCostly as error:
-            raise too_complex(error) from error
+            raise too_complex(error, costly_field(body)) from error
         except pydantic.ValidationError as error:
             raise invalid_body(error, body) from error
 

@@ -1,35 +1,64 @@
 """Follows one request through its grammar."""
 
+import copy
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.grammar.compiler import CannotCompile, CompiledGrammar, GrammarCompiler
-from engine.grammar_spec import told_briefly
+import numpy as np
+import numpy.typing as npt
+
+from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from engine.grammar_spec import leads_nowhere, told_briefly
+from engine.messages import SamplingParams
+from engine.scheduler.batch import RULED_OUT
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+logger = logging.getLogger(__name__)
+
+_DEAD_END = "nothing that fits the grammar can follow the output"
+_LIMITS = ("too many states", "too many expressions")
+"""What a matcher says that another with nothing found out yet may get past."""
 
 
 class GrammarFollower:
     """Where in its grammar a request's output is.
 
-    Until the text `after` has been in the output the grammar has not begun: every token is
-    allowed but those that end the output.
+    There may be a part before it, like a model's reasoning, that ends with a marker. In it every
+    token is allowed but those that end the output, up to a number of tokens: then the marker is
+    written. With an opening there is such a part only if the output begins with that text, as the
+    tokenizer spells it. Nothing here compiles or waits.
     """
 
-    def __init__(self, grammar: CompiledGrammar, compiler: GrammarCompiler, after: str) -> None:
+    def __init__(
+        self, grammar: CompiledGrammar, compiler: GrammarCompiler, sampling: SamplingParams
+    ) -> None:
         self._grammar = grammar
         self._compiler = compiler
         self._matcher: LLMatcher | None = None
-        self._tokens: list[int] = []
-        """Of the part that the grammar is about."""
-        self._marker = after.encode()
+        self._marker = sampling.grammar_after.encode()
         self._seen = b""
-        self._is_alone = False
+        self._opening: tuple[int, ...] = ()
+        """What is left of the opening, while the output may still turn out to begin with it."""
+        self._budget = sampling.grammar_budget
+        self._num_tokens = 0
         self.error: str | None = None
         """Why the output cannot go on."""
-        if not after:
+        self.stalled: str | None = None
+        """Why the output cannot go on before its grammar has been compiled anew."""
+        if self._marker and sampling.grammar_opening:
+            self._opening = compiler.tokens_of(sampling.grammar_opening)
+        self._ending = compiler.tokens_of(sampling.grammar_after) if self._marker else ()
+        if self._opening or not self._marker:
             self._begin()
+
+    def copy(self) -> "GrammarFollower":
+        """Return another one in the same place."""
+        other = copy.copy(self)
+        other._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        return other
 
     @property
     def ended(self) -> bool:
@@ -39,16 +68,49 @@ class GrammarFollower:
         matcher = self._matcher
         return matcher is not None and matcher.is_stopped() and not matcher.is_error()
 
+    @property
+    def is_before(self) -> bool:
+        """Whether the output is in the part before the grammar."""
+        return self._matcher is None and not self._opening and self.error is None
+
+    @property
+    def ending(self) -> int | None:
+        """The token that ends the part before the grammar, if it is one token."""
+        return self._ending[0] if len(self._ending) == 1 else None
+
     def advance(self, token_id: int) -> None:
-        """The token was added to the output; ignored after its end."""
-        if self.ended:
+        """The token was added to the output; ignored after its end, and once it is stalled."""
+        if self.stalled is not None or self.ended:
             return
-        if self._matcher is None:
+        self._num_tokens += 1
+        if self._opening:
+            self._follow_opening(token_id)
+        elif self._matcher is None:
             self._look_for_marker(token_id)
+        else:
+            self._consume(self._matcher, token_id)
+
+    def is_special(self, ahead: int) -> bool:
+        """Whether one of so many next masks is more than that of the grammar, or of none."""
+        if self._opening:
+            return True
+        due = self._num_tokens + ahead > self._budget > 0
+        return due and self._matcher is None
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        """Lower a mask, which allows everything but ends, to what may be drawn next."""
+        if self.stalled is not None or self.error is not None:
             return
-        self._tokens.append(token_id)
-        if not self._matcher.consume_token(token_id):
-            self._begin_again()
+        token_id = self._opening[0] if self._opening else None
+        if self._matcher is not None:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        elif token_id is None and self._num_tokens >= self._budget > 0:
+            written = min(self._num_tokens - self._budget, len(self._ending) - 1)
+            token_id = self._ending[written]
+        if token_id is not None:
+            if self._matcher is None:
+                row[:] = 0
+            row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
 
     def ahead(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
         """Say what the draws after the output and after each of the proposed tokens depend on.
@@ -57,6 +119,8 @@ class GrammarFollower:
             How many draws the grammar has not begun for, and the matcher of the first of the
             others; None if there are none.
         """
+        if self.stalled is not None or self.error is not None:
+            return len(proposed) + 1, None
         if self._matcher is not None:
             return 0, self._matcher
         seen = self._seen
@@ -66,12 +130,32 @@ class GrammarFollower:
                 return count, self._grammar.matcher.deep_copy()
         return len(proposed) + 1, None
 
-    def has_to_refill(self) -> bool:
-        """Whether the mask just computed is wrong, and can be computed again."""
-        if self._matcher is None or self.error is not None or not self._matcher.is_error():
-            return False
-        self._begin_again()
-        return self.error is None
+    def mask_computed(self) -> bool:
+        """Take note of a mask that was computed; whether it can be used."""
+        matcher = self._matcher
+        if matcher is not None and matcher.is_error() and self.error is None:
+            self._stop(matcher)
+        return self.error is None and self.stalled is None
+
+    def _consume(self, matcher: "LLMatcher", token_id: int) -> None:
+        if not matcher.consume_token(token_id):
+            self._stop(matcher)
+        elif matcher.is_stopped() and not matcher.is_accepting():
+            self.error = _DEAD_END
+
+    def _follow_opening(self, token_id: int) -> None:
+        """Go on with the opening, the grammar, or both as long as the output may be either."""
+        expected, *left = self._opening
+        if token_id != expected and self._matcher is not None:
+            self._opening = ()
+            self._consume(self._matcher, token_id)
+            return
+        self._opening = tuple(left)
+        if token_id != expected:
+            self.error = RULED_OUT
+        elif self._matcher is not None:
+            fits = left and self._matcher.try_consume_tokens([token_id])
+            self._matcher = self._matcher if fits else None
 
     def _begin(self) -> None:
         if self._grammar.matcher is None:
@@ -79,26 +163,22 @@ class GrammarFollower:
             return
         self._matcher = self._grammar.matcher.deep_copy()
 
-    def _begin_again(self) -> None:
-        """Follow the grammar anew with nothing shared, or give up.
+    def _stop(self, matcher: "LLMatcher") -> None:
+        """Note why the matcher failed.
 
         What requests with one grammar find out about it they share, and there is a limit to it.
-        Who comes to the limit goes on alone, and the next to ask get a new start too.
+        Who comes to the limit needs a new start, and so do all that ask from now on.
         """
-        assert self._matcher is not None
-        reason = told_briefly(self._matcher.get_error())
-        if not self._is_alone:
-            self._is_alone = True
+        message = matcher.get_error()
+        reason = f"the output cannot follow its grammar: {told_briefly(message)}"
+        if any(limit in message for limit in _LIMITS):
             self._compiler.forget(self._grammar)
-            try:
-                matcher = self._compiler.new_matcher(self._grammar.spec)
-            except CannotCompile as error:
-                self.error = str(error)
-                return
-            if matcher.consume_tokens(self._tokens):
-                self._matcher = matcher
-                return
-        self.error = f"the output cannot follow its grammar: {reason}"
+            self.stalled = reason
+        elif leads_nowhere(message):
+            self.error = _DEAD_END
+        else:
+            logger.debug("%s", reason)
+            self.error = RULED_OUT
 
     def _look_for_marker(self, token_id: int) -> None:
         self._seen += self._bytes(token_id)

@@ -11,6 +11,9 @@ import msgspec
 
 from engine.messages import SamplingParams, TokenLogprob
 
+RULED_OUT = "the output cannot follow its grammar: the request rules out every token that it allows"
+"""Why an output cannot go on whose request contradicts itself."""
+
 
 class SlotStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes (or, after a preemption, takes again) a slot; all state there is replaced.
@@ -87,3 +90,6 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     grammar_ends: dict[int, str | None] = {}
     """By slot: with the last of its tokens the output is complete by its grammar (None), or cannot
     go on for the reason given."""
+    grammar_stalls: dict[int, str] = {}
+    """By slot: its tokens do not count, because the grammar failed for the reason given. Compiled
+    anew, with nothing shared yet, it may go on."""

@@ -10,6 +10,8 @@ import re
 from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
+
 from server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_VALUES
 
 _STRUCTURE = b",:[]{}"
@@ -55,6 +57,23 @@ class Price(NamedTuple):
         ):
             if count > most:
                 raise TooCostly(f"more than {most} {what}")
+
+
+def costly_field(text: bytes) -> str | None:
+    """Return the first field of an object that is too costly by itself.
+
+    None if no single one is, or if the text is no object or too deep for that to be found out.
+    """
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return None
+    for name, value in fields.items():
+        try:
+            price(bytes(value)).check()
+        except TooCostly:
+            return name
+    return None
 
 
 def price(text: bytes) -> Price:

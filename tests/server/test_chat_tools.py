@@ -224,10 +224,24 @@ def test_an_answer_in_a_form_may_be_a_call_instead(http: Any, engines: Any) -> N
 
 
 def test_a_form_holds_from_the_end_of_the_reasoning_on(http: Any, engines: Any) -> None:
-    engines.script = engines.answer('not opened</think>{"a": 1}')
+    engines.script = engines.answer('<think>opened</think>{"a": 1}')
     message = http.chat(response_format={"type": "json_object"})["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("not opened", '{"a": 1}')
+    assert (message["reasoning_content"], message["content"]) == ("opened", '{"a": 1}')
     assert engines.streams[-1].sampling.grammar_after == "</think>"
+    assert engines.streams[-1].sampling.grammar_opening == "<think>"
+
+
+@pytest.mark.parametrize("config", [AnswerConfig(reasoning_parser="deepseek_r1")], indirect=True)
+def test_a_model_that_does_not_think_is_held_to_the_form_at_once(http: Any, engines: Any) -> None:
+    """Also where the format says that all answers begin inside: the model has no such token."""
+    engines.script = engines.answer('{"a": 1}')
+    form = {"type": "json_object"}
+    message = http.chat(response_format=form, max_tokens=40)["choices"][0]["message"]
+    assert message["content"] == '{"a": 1}'
+    assert not message.get("reasoning_content")
+    sampling = engines.streams[-1].sampling
+    assert (sampling.grammar_opening, sampling.grammar_after) == ("<think>", "</think>")
+    assert sampling.grammar_budget == 30, "a quarter of the tokens is kept for the form"
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -397,3 +411,44 @@ def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -
     response = http.post("/v1/chat/completions", {"messages": [USER], **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' + "[" * 100_000])
+def test_arguments_of_earlier_calls_that_are_nested_deeply_are_named(http: Any, deep: str) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": deep}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    response = http.post("/v1/chat/completions", {"messages": messages})
+    assert response.status_code == 400, response.text
+    field = "messages[1].tool_calls[0].function.arguments"
+    assert response.json()["error"]["param"] == field
+
+
+def test_a_model_that_writes_a_deeply_nested_name_calls_nothing(http: Any, engines: Any) -> None:
+    engines.context = 5000
+    engines.script = engines.answer('<tool_call>{"name": ' + "[" * 1200 + "]" * 1200 + "}")
+    (answer,) = http.chat(tools=[NOW])["choices"]
+    assert not answer["message"].get("tool_calls")
+
+
+@pytest.mark.parametrize("levels", [60, 70, 120, 150, 180])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parameters_that_are_nested_deeply_are_named(
+    http: Any, engines: Any, levels: int, choice: str
+) -> None:
+    engines.context = 10_000
+    inner: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        inner = {"type": "array", "items": inner}
+    parameters = {"type": "object", "properties": {"a": inner}}
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    body = {
+        "messages": [USER],
+        "tool_choice": choice,
+        "tools": [{"type": "function", "function": function}],
+    }
+    response = http.post("/v1/chat/completions", body)
+    if levels > 100:
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "tools"
+    else:
+        assert response.status_code == 200, response.text
