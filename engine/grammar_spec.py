@@ -223,9 +223,14 @@ def lark_from_ebnf(text: str) -> str:
         raise BadGrammar(f"neither Lark (start: ...) nor GBNF (root ::= ...): {error}") from error
 
 
+def leads_nowhere(message: str) -> bool:
+    """Whether one of the library's messages says that nothing fits the grammar any more."""
+    return "NoExtension" in message
+
+
 def told_briefly(message: str) -> str:
     """Return one of the library's messages, which may quote whole grammars, on a short line."""
-    if "NoExtensionBias" in message:
+    if leads_nowhere(message):
         return "no text fits the grammar"
     lines = [line.strip() for line in message.splitlines() if not _QUOTED_LINE.match(line)]
     short = [line if len(line) <= 120 else line[:120] + "..." for line in lines]

@@ -281,6 +281,7 @@ class SimulatedExecutor:
         grammars = self._grammars
         choices = {} if grammars is None else grammars.choices(drawing, guesses)
         ends: dict[int, str | None] = {}
+        stalls: dict[int, str] = {}
         drawn: list[int] = []
         logprobs: list[TokenLogprob | None] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
@@ -302,6 +303,7 @@ class SimulatedExecutor:
             if grammars is not None:
                 advanced = grammars.advance([slot] * len(new), new)
                 ends |= advanced.reasons
+                stalls |= advanced.stalls
                 surplus = advanced.surplus.get(slot, 0)
                 del new[len(new) - surplus :], token_ids[len(token_ids) - surplus :]
             if row in plan.proposed:
@@ -313,7 +315,7 @@ class SimulatedExecutor:
                 has_logprobs = True
                 logprobs += [_token_logprob(t, sampling.logprobs, vocab_size) for t in new]
         scores = logprobs if has_logprobs else None
-        return BatchResult(drawn, scores, prompt_logprobs, accepted, ends)
+        return BatchResult(drawn, scores, prompt_logprobs, accepted, ends, stalls)
 
     def _draw(self, state: _Slot, proposed: list[int], choices: list[list[int]]) -> list[int]:
         """Replace the proposed tokens at the end of a slot by those that are right and one more."""

@@ -3,31 +3,36 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.grammar.compiler import CannotCompile, CompiledGrammar, GrammarCompiler
-from engine.grammar_spec import told_briefly
+from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from engine.grammar_spec import leads_nowhere, told_briefly
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+_DEAD_END = "nothing that fits the grammar can follow the output"
+_LIMITS = ("too many states", "too many expressions")
+"""What a matcher says that another with nothing found out yet may get past."""
 
 
 class GrammarFollower:
     """Where in its grammar a request's output is.
 
     Until the text `after` has been in the output the grammar has not begun: every token is
-    allowed but those that end the output.
+    allowed but those that end the output. Nothing here compiles or waits.
     """
 
     def __init__(self, grammar: CompiledGrammar, compiler: GrammarCompiler, after: str) -> None:
         self._grammar = grammar
         self._compiler = compiler
         self._matcher: LLMatcher | None = None
-        self._tokens: list[int] = []
-        """Of the part that the grammar is about."""
         self._marker = after.encode()
         self._seen = b""
-        self._is_alone = False
         self.error: str | None = None
         """Why the output cannot go on."""
+        self.forbidden = False
+        """What was drawn is no token that the grammar allows: something else ruled these out."""
+        self.stalled: str | None = None
+        """Why the output cannot go on before its grammar has been compiled anew."""
         if not after:
             self._begin()
 
@@ -40,15 +45,15 @@ class GrammarFollower:
         return matcher is not None and matcher.is_stopped() and not matcher.is_error()
 
     def advance(self, token_id: int) -> None:
-        """The token was added to the output; ignored after its end."""
-        if self.ended:
+        """The token was added to the output; ignored after its end, and once it is stalled."""
+        if self.stalled is not None or self.ended:
             return
         if self._matcher is None:
             self._look_for_marker(token_id)
-            return
-        self._tokens.append(token_id)
-        if not self._matcher.consume_token(token_id):
-            self._begin_again()
+        elif not self._matcher.consume_token(token_id):
+            self._stop(self._matcher)
+        elif self._matcher.is_stopped() and not self._matcher.is_accepting():
+            self.error = _DEAD_END
 
     def ahead(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
         """Say what the draws after the output and after each of the proposed tokens depend on.
@@ -57,6 +62,8 @@ class GrammarFollower:
             How many draws the grammar has not begun for, and the matcher of the first of the
             others; None if there are none.
         """
+        if self.stalled is not None or self.error is not None:
+            return len(proposed) + 1, None
         if self._matcher is not None:
             return 0, self._matcher
         seen = self._seen
@@ -66,12 +73,12 @@ class GrammarFollower:
                 return count, self._grammar.matcher.deep_copy()
         return len(proposed) + 1, None
 
-    def has_to_refill(self) -> bool:
-        """Whether the mask just computed is wrong, and can be computed again."""
-        if self._matcher is None or self.error is not None or not self._matcher.is_error():
-            return False
-        self._begin_again()
-        return self.error is None
+    def mask_computed(self) -> bool:
+        """Take note of a mask that was computed; whether it can be used."""
+        matcher = self._matcher
+        if matcher is not None and matcher.is_error() and self.error is None:
+            self._stop(matcher)
+        return self.error is None and self.stalled is None
 
     def _begin(self) -> None:
         if self._grammar.matcher is None:
@@ -79,26 +86,22 @@ class GrammarFollower:
             return
         self._matcher = self._grammar.matcher.deep_copy()
 
-    def _begin_again(self) -> None:
-        """Follow the grammar anew with nothing shared, or give up.
+    def _stop(self, matcher: "LLMatcher") -> None:
+        """Note why the matcher failed.
 
         What requests with one grammar find out about it they share, and there is a limit to it.
-        Who comes to the limit goes on alone, and the next to ask get a new start too.
+        Who comes to the limit needs a new start, and so do all that ask from now on.
         """
-        assert self._matcher is not None
-        reason = told_briefly(self._matcher.get_error())
-        if not self._is_alone:
-            self._is_alone = True
+        message = matcher.get_error()
+        reason = f"the output cannot follow its grammar: {told_briefly(message)}"
+        if any(limit in message for limit in _LIMITS):
             self._compiler.forget(self._grammar)
-            try:
-                matcher = self._compiler.new_matcher(self._grammar.spec)
-            except CannotCompile as error:
-                self.error = str(error)
-                return
-            if matcher.consume_tokens(self._tokens):
-                self._matcher = matcher
-                return
-        self.error = f"the output cannot follow its grammar: {reason}"
+            self.stalled = reason
+        elif leads_nowhere(message):
+            self.error = _DEAD_END
+        else:
+            self.forbidden = True
+            self.error = reason
 
     def _look_for_marker(self, token_id: int) -> None:
         self._seen += self._bytes(token_id)

@@ -54,6 +54,9 @@ class Ends(NamedTuple):
     """Why: it is complete (None), or wrong for the reason given."""
     surplus: dict[int, int]
     """How many of the last tokens came after the end, where there are any."""
+    stalls: dict[int, str]
+    """The slots whose tokens do not count, because their grammar has to be compiled anew before
+    they are drawn, and what the grammar failed for."""
 
 
 class GrammarTable:
@@ -78,19 +81,26 @@ class GrammarTable:
         self._vocab_size = vocab_size
         self._free = _all_but(eos_token_ids, vocab_size)
         self._followers: dict[int, GrammarFollower] = {}
+        self._assigned: dict[int, CompiledGrammar] = {}
 
     def ask(self, spec: GrammarSpec) -> CompiledGrammar:
         """Return the grammar, compiled or not; it is kept while the answer is."""
         return self._compiler.ask(spec)
 
+    def assign(self, slot: int, grammar: CompiledGrammar) -> None:
+        """The sequence that takes the slot next follows this grammar, which is settled."""
+        self._assigned[slot] = grammar
+
     def start(self, start: SlotStart) -> None:
         """A sequence takes a slot; output that it has already is followed."""
         self._followers.pop(start.slot, None)
         sampling = start.sampling
+        grammar = self._assigned.pop(start.slot, None)
         if sampling.grammar is None:
             return
-        grammar = self._compiler.ask(sampling.grammar)
-        grammar.wait()  # it is there already unless another process asked
+        if grammar is None:  # nobody compiled it before the step
+            grammar = self._compiler.ask(sampling.grammar)
+            grammar.wait()
         follower = GrammarFollower(grammar, self._compiler, sampling.grammar_after)
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             follower.advance(token_id)
@@ -144,7 +154,7 @@ class GrammarTable:
 
     def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> "Ends":
         """Each of the tokens was added to the output in its slot, in this order."""
-        ends = Ends({}, {})
+        ends = Ends({}, {}, {})
         if not self._followers:
             return ends
         for slot, token_id in zip(slots, token_ids, strict=True):
@@ -155,7 +165,9 @@ class GrammarTable:
                 ends.surplus[slot] = ends.surplus.get(slot, 0) + 1
                 continue
             follower.advance(token_id)
-            if follower.ended:
+            if follower.stalled is not None:
+                ends.stalls[slot] = follower.stalled
+            elif follower.ended:
                 ends.reasons[slot] = follower.error
         return ends
 
@@ -169,9 +181,9 @@ class GrammarTable:
         bits[:] = self._free
         places = np.cumsum([0, *map(len, rows)]).tolist()
         self._fill(bits, masked, places)
-        for each, place in zip(masked, places, strict=False):
-            if each.follower.has_to_refill():
-                self._fill(bits, [each], [place])
+        for each, row, place in zip(masked, rows, places, strict=False):
+            if not each.follower.mask_computed():  # what is drawn does not count
+                bits[place : place + len(row)] = self._free
         return TokenMasks(np.concatenate(rows), bits)
 
     def _fill(

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.grammar.masks import GrammarTable
+from engine.grammar.masks import Ends, GrammarTable
 from engine.messages import TokenLogprob
 from engine.models.decoder import Decoder, FinalTokens, StepTokens
 from engine.models.varlen_attention import to_device
@@ -100,14 +100,15 @@ class ModelRunner:
         self._table.token_ids[draws.slots, draws.positions] = sampled.token_ids
         if plan.proposed:
             return verified(plan, draws, sampled, prompt_logprobs, grammars)
-        token_ids, ends = sampled.token_ids.tolist(), {}
+        token_ids, ends = sampled.token_ids.tolist(), Ends({}, {}, {})
         if grammars is not None:
-            ends = grammars.advance(draws.slots.tolist(), token_ids).reasons
+            ends = grammars.advance(draws.slots.tolist(), token_ids)
         return BatchResult(
             token_ids=token_ids,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
-            grammar_ends=ends,
+            grammar_ends=ends.reasons,
+            grammar_stalls=ends.stalls,
         )
 
     @torch.inference_mode()

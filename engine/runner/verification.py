@@ -93,7 +93,7 @@ def verified(
         wrong = np.flatnonzero(drawn != proposed)
         accepted[row] = int(wrong[0]) if len(wrong) else len(proposed)
         kept[first + accepted[row] + 1 : first + len(proposed) + 1] = False
-    ends = Ends({}, {})
+    ends = Ends({}, {}, {})
     if grammars is not None:
         ends = grammars.advance(draws.slots[kept].tolist(), token_ids[kept].tolist())
     for row, first in draws.first.items():
@@ -103,4 +103,6 @@ def verified(
         accepted[row] -= surplus
     if logprobs is not None:
         logprobs = [logprobs[index] for index in np.flatnonzero(kept).tolist()]
-    return BatchResult(token_ids[kept].tolist(), logprobs, prompt_logprobs, accepted, ends.reasons)
+    return BatchResult(
+        token_ids[kept].tolist(), logprobs, prompt_logprobs, accepted, ends.reasons, ends.stalls
+    )

@@ -87,3 +87,6 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     grammar_ends: dict[int, str | None] = {}
     """By slot: with the last of its tokens the output is complete by its grammar (None), or cannot
     go on for the reason given."""
+    grammar_stalls: dict[int, str] = {}
+    """By slot: its tokens do not count, because the grammar failed for the reason given. Compiled
+    anew, with nothing shared yet, it may go on."""

@@ -1,7 +1,7 @@
 """What the scheduler needs to know of grammars: which are there, and who is done with one."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.messages import GrammarSpec
 
@@ -28,6 +28,10 @@ class Grammars(Protocol):
 
     def ask(self, spec: GrammarSpec) -> Grammar:
         """Return the grammar, compiled or not; it is kept while the answer is."""
+        ...
+
+    def assign(self, slot: int, grammar: Any) -> None:
+        """The request that gets the slot next follows this grammar, which is settled."""
         ...
 
     def release(self, slot: int) -> None:

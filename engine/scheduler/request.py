@@ -74,6 +74,10 @@ class Request:
     """When the first token drawn here was known."""
     grammar: Grammar | None = None
     """What its output has to follow."""
+    num_renewals: int = 0
+    """How often the grammar was compiled anew for it."""
+    renewed_at: int = -1
+    """Output tokens that it had at the last time."""
 
     @property
     def num_tokens(self) -> int:

@@ -33,6 +33,9 @@ ADMISSION_HEADROOM = 0.01
 """Share of the KV blocks that an admission leaves free for the running sequences to grow into,
 so that the newcomer is not preempted by the next step."""
 
+MAX_RENEWALS = 4
+"""How often the grammar of one request is compiled anew, each time at the cost of a prefill."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -224,6 +227,9 @@ class Scheduler:
             self._retire(request)
             return RequestOutput(request.id, [], finish_reason="error", error=grammar.error)
         del self._compiling[request.id]
+        if request.num_renewals:
+            self._waiting.requeue(request)
+            return None
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._waiting.push(request)
@@ -293,16 +299,18 @@ class Scheduler:
             first = drawn.stop
             request.num_steps_in_flight -= 1
             if request.status is not finished:
+                stall = result.grammar_stalls.get(request.slot) if sampled else None
                 if row in result.accepted:
-                    self._settle_proposal(request, result.accepted[row])
-                    count = len(drawn)  # the others have to be computed again
-                output = self._accept(request, result, drawn, now) if sampled else None
-                if output is not None and request.slot in result.grammar_ends:
-                    error = result.grammar_ends[request.slot]
-                    output = grammar_output(request, output, error, now)
+                    accepted = result.accepted[row] if stall is None else 0
+                    self._settle_proposal(request, accepted)
+                    count = 1 + accepted  # the others have to be computed again
+                counts = sampled and stall is None
+                output = self._accept(request, result, drawn, now) if counts else None
                 computed = min(start + count, len(request.token_ids))
                 if computed >= request.table.next_commit:
                     self._kv.commit(request.table, request.token_ids, computed)
+                if stall is not None:
+                    output = self._renew_grammar(request, stall)
                 if output is not None:
                     step_tokens += len(output.token_ids)
                     outputs.setdefault(request.front_end, []).append(output)
@@ -492,7 +500,41 @@ class Scheduler:
             logprobs = [entry for entry in entries if entry is not None]
         output = accept_tokens(request, tokens, logprobs, now)
         self.counters.generation_tokens += len(output.token_ids)
+        if request.slot in result.grammar_ends:
+            output = grammar_output(
+                request, output, result.grammar_ends[request.slot], now
+            )
         return output
+
+    def _renew_grammar(self, request: Request, reason: str) -> RequestOutput | None:
+        """Let a request, its newest draw forgotten, wait until its grammar is compiled anew.
+
+        Returns the error that it ends with if that has not helped before.
+        """
+        spec = request.sampling.grammar
+        assert self._grammars is not None
+        assert spec is not None
+        request.num_pending_tokens -= 1
+        if request.status is RequestStatus.RUNNING:
+            self._preempt(request)
+        else:
+            request.queued_tokens -= 1
+            self._queued_tokens -= 1
+            if request.renewed_at == request.num_output_tokens:
+                return None  # drawn in a step that was in flight when the grammar failed
+        in_vain = request.renewed_at == request.num_output_tokens
+        if in_vain or request.num_renewals == MAX_RENEWALS:
+            return RequestOutput(request.id, [], finish_reason="error", error=reason)
+        request.num_renewals += 1
+        request.renewed_at = request.num_output_tokens
+        request.grammar = self._grammars.ask(spec)
+        self._waiting.remove(request)
+        self._compiling[request.id] = request
+        self.counters.grammar_waits += 1
+        error = request.grammar.error if request.grammar.settled else None
+        if error is not None:
+            return RequestOutput(request.id, [], finish_reason="error", error=error)
+        return self._queue_compiled(request)
 
     # -- requests leave their slots --------------------------------------------------------------
 

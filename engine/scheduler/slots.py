@@ -25,6 +25,8 @@ class Slots:
     def take(self, request: Request) -> None:
         """Give a request a slot; one has to be free."""
         request.slot = self._free.pop()
+        if request.grammar is not None and self._grammars is not None:
+            self._grammars.assign(request.slot, request.grammar)
 
     def vacate(self, request: Request) -> None:
         """Release slot and blocks of a request that runs no longer, at once or when it is idle."""

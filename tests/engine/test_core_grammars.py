@@ -326,3 +326,118 @@ def test_aborts_at_any_moment_leave_nothing(make: Any) -> None:
             engine.core.handle(AbortRequests([rng.randint(0, id)]))
         engine.run()
         engine.assert_nothing_is_left()
+
+
+EXPLODING = LarkGrammar("start: /[a-z ,.;A-Z]*[aeiou][a-z ,.;A-Z]{60}/")
+"""Every token leads to states that no other text has led to."""
+
+
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.grammar_spec._LEXER_STATES", 8000)
+
+
+@pytest.fixture
+def compiled_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that compiled, in order."""
+    names: list[str] = []
+    original = GrammarCompiler.new_matcher
+
+    def recorded(self: GrammarCompiler, spec: GrammarSpec) -> object:
+        names.append(threading.current_thread().name)
+        return original(self, spec)
+
+    monkeypatch.setattr(GrammarCompiler, "new_matcher", recorded)
+    return names
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"speculative_ngram": 3, "prompt_lookup_min": 1}], ids=str
+)
+def test_a_grammar_at_its_limit_is_compiled_anew_beside_the_steps(
+    make: Any, options: dict[str, Any], compiled_by: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = make(max_num_seqs=8, blocks=200, **options)
+    for id in range(6):
+        reference.add(id, EXPLODING, max_tokens=50)
+    reference.run()
+    monkeypatch.setattr("engine.grammar_spec._LEXER_STATES", 20000)
+    before = len(compiled_by)
+    engine = make(max_num_seqs=8, blocks=200, **options)
+    for id in range(6):
+        engine.add(id, EXPLODING, max_tokens=50)
+    engine.add(9, None, max_tokens=50, ignore_eos=True)
+    engine.run()
+    assert len(compiled_by) > before + 1, "the limit was never reached"
+    assert all(name.startswith("grammar") for name in compiled_by), "a step compiled"
+    for id in range(6):
+        assert engine.tokens[id] == reference.tokens[id]
+        assert engine.last[id].finish_reason == reference.last[id].finish_reason
+    assert engine.last[9].finish_reason == "length"
+    engine.assert_nothing_is_left()
+
+
+def test_others_go_on_while_a_grammar_at_its_limit_is_compiled_anew(
+    make: Any, few_states: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    go_on.set()
+    original = GrammarCompiler.new_matcher
+
+    def held(self: GrammarCompiler, spec: GrammarSpec) -> object:
+        assert go_on.wait(20)
+        return original(self, spec)
+
+    monkeypatch.setattr(GrammarCompiler, "new_matcher", held)
+    engine = make(blocks=200)
+    engine.add(1, EXPLODING, max_tokens=150)
+    engine.wait()
+    go_on.clear()
+    while engine.core.has_work:
+        engine.step()
+    assert 1 not in engine.last, "it waits for its grammar"
+    assert engine.core.stats().waiting == 1
+    engine.add(2, None, max_tokens=10, ignore_eos=True)
+    while engine.core.has_work:
+        engine.step()
+    assert engine.last[2].finish_reason == "length"
+    go_on.set()
+    engine.run()
+    assert 1 in engine.last
+    engine.assert_nothing_is_left()
+
+
+def test_a_grammar_that_never_gets_further_ends_its_request_alone(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.grammar_spec._LEXER_STATES", 400)
+    for overlap in (False, True):
+        engine = make(overlap=overlap, blocks=200)
+        for id in range(4):
+            engine.add(id, EXPLODING, max_tokens=150)
+        engine.add(9, None, max_tokens=40, ignore_eos=True)
+        engine.run()
+        assert {engine.last[id].finish_reason for id in range(4)} <= {"error", "stop"}
+        assert "too many states" in (engine.last[0].error or "")
+        assert engine.last[9].finish_reason == "length"
+        engine.assert_nothing_is_left()
+
+
+def test_aborts_of_requests_that_wait_for_their_grammar_again_leave_nothing(
+    make: Any, few_states: None
+) -> None:
+    rng = random.Random(3)
+    for overlap in (False, True):
+        engine = make(overlap=overlap, blocks=150)
+        for id in range(30):
+            engine.add(id, EXPLODING if id % 3 else None, max_tokens=100)
+            for _ in range(rng.randint(5, 30)):
+                if engine.settled.is_set() or not engine.core.has_work:
+                    if not engine.core.has_requests:
+                        break
+                    engine.wait()
+                else:
+                    engine.step()
+            engine.core.handle(AbortRequests([rng.randint(0, id)]))
+        engine.run()
+        engine.assert_nothing_is_left()
