@@ -6,6 +6,7 @@ analyse, and nests deeper than an ordinary thread's stack has room for.
 """
 
 import functools
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
+from engine import grammar_schema
 from engine.messages import (
     ChoiceGrammar,
     GrammarSpec,
@@ -33,6 +35,11 @@ MAX_GRAMMAR_SIZE = 128 * 1024
 """Characters of a grammar, all its parts together."""
 MAX_GBNF_SIZE = 32 * 1024
 """Characters of a grammar in GBNF, whose conversion takes long when it is long."""
+MAX_RULES = 5000
+"""Rules of a grammar in Lark or GBNF, which is also how deep a chain of them may be: each takes the
+library up to six kilobytes of a stack."""
+MAX_GROUPS = 10_000
+"""Rules and parentheses of such a grammar; the library's time grows with the square of it."""
 MAX_MARKER_SIZE = 1024
 """Characters of the text after which a grammar applies."""
 
@@ -52,6 +59,11 @@ _STACK_BYTES = 256 * 1024 * 1024
 
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9]")
 _QUOTED_LINE = re.compile(r"[ ^~]*$| *\d+ \||<non-verbose/>")
+_NOTHING_FITS = "no text fits the grammar"
+_INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
+_LARK_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*')
+_LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[^\n:]{0,200}:", re.MULTILINE)
+_JSON = json.JSONDecoder()
 _LARK_LINE = re.compile(r"\s*(%llguidance\b|start\s*:(?!:=))")
 
 
@@ -96,7 +108,8 @@ def grammar_text(spec: GrammarSpec) -> str:
                 raise BadGrammar("there must be at least one choice, and none may be empty")
             return _regex_grammar("|".join(map(_literal, choices)))
         case LarkGrammar(text):
-            return LLMatcher.grammar_from_lark(text)
+            _check_rules(text)
+            return LLMatcher.grammar_from_lark(_with_schemas(text))
 
 
 def _regex_grammar(pattern: str) -> str:
@@ -117,22 +130,84 @@ def _json_grammar(schema: str, whitespace: str | None, *, lenient: bool) -> str:
     if lenient:
         options |= {"lenient": True, "coerce_one_of": True}
     return LLMatcher.grammar_from_json_schema(
-        _object_schema(schema),
+        _prepared_schema(schema, lenient=lenient),
         overrides=options,  # type: ignore[arg-type]
     )
 
 
-def _object_schema(schema: str) -> str:
-    """Return the schema in the form of an object: `true` is a schema too."""
+def _prepared_schema(text: str, *, lenient: bool) -> str:
+    """Return the schema as it is compiled, in the form of an object: `true` is a schema too."""
     try:
-        decoded = msgspec.json.decode(schema)
+        decoded = msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
         raise BadGrammar(f"the schema is not valid JSON: {error}") from error
     if decoded is True:
         return "{}"
     if not isinstance(decoded, dict):
         raise BadGrammar("a schema must be a JSON object, or true")
-    return schema
+    schema = _prepared(decoded, lenient=lenient)
+    return text if schema is decoded else json.dumps(schema)
+
+
+def _prepared(decoded: Any, *, lenient: bool) -> Any:
+    try:
+        return grammar_schema.prepared(decoded, _matches_only, lenient=lenient)
+    except grammar_schema.BadSchema as error:
+        raise BadGrammar(str(error)) from error
+
+
+def _matches_only(pattern: str, names: list[str]) -> bool:
+    """Whether a pattern, searched for in keys, is found in none but these."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    bare = pattern.removeprefix("^").removesuffix("$")
+    before = "" if pattern.startswith("^") else r"(.|\n)*"
+    after = "" if pattern.endswith("$") else r"(.|\n)*"
+    try:
+        found = regex_to_lark(f"{before}({bare}){after}", use_ascii="dw")
+    except ValueError:
+        return False  # whatever is wrong with it, the library will say
+    others = "|".join(map(_literal, filter(None, names)))
+    lark = f"start: KEY\nKEY: /{found}/ & ~/({others})?/"
+    return grammar_error(new_matcher(_byte_tokenizer(()), LLMatcher.grammar_from_lark(lark))) == (
+        _NOTHING_FITS
+    )
+
+
+def _with_schemas(lark: str) -> str:
+    """Return a grammar with the schemas within it as they are compiled."""
+    parts, position = [], 0
+    multiples: list[Any] = []
+    for found in _INLINE_SCHEMA.finditer(lark):
+        if found.end() < position:
+            continue  # in a schema
+        try:
+            decoded, end = _JSON.raw_decode(lark, found.end())
+        except ValueError:
+            continue  # no schema, or one that the library refuses
+        except RecursionError as error:
+            raise BadGrammar("the grammar is nested too deeply") from error
+        multiples.append(decoded)
+        options = decoded.get("x-guidance")
+        lenient = isinstance(options, dict) and options.get("lenient") is True
+        schema = _prepared(decoded, lenient=lenient)
+        if schema is not decoded:
+            parts += [lark[position : found.end()], json.dumps(schema)]
+            position = end
+    _prepared(multiples, lenient=True)  # all of them together
+    return "".join([*parts, lark[position:]])
+
+
+def _check_rules(lark: str) -> None:
+    """Bound what the library follows by recursion: rules, and groups within them."""
+    bare = _LARK_TEXT.sub('""', lark)
+    rules = len(_LARK_RULE.findall(bare))
+    if rules > MAX_RULES:
+        raise BadGrammar(f"the grammar has {rules} rules, more than {MAX_RULES}")
+    if rules + bare.count("(") > MAX_GROUPS:
+        raise BadGrammar(
+            f"the grammar is too deeply nested: more than {MAX_GROUPS} rules and groups"
+        )
 
 
 def _literal(text: str) -> str:
@@ -231,7 +306,7 @@ def leads_nowhere(message: str) -> bool:
 def told_briefly(message: str) -> str:
     """Return one of the library's messages, which may quote whole grammars, on a short line."""
     if leads_nowhere(message):
-        return "no text fits the grammar"
+        return _NOTHING_FITS
     lines = [line.strip() for line in message.splitlines() if not _QUOTED_LINE.match(line)]
     short = [line if len(line) <= 120 else line[:120] + "..." for line in lines]
     return " ".join(short)[:500]

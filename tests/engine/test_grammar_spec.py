@@ -95,6 +95,45 @@ def test_long_chains_of_rules_do_not_end_the_process() -> None:
         threads.shutdown()
 
 
+def test_chains_of_thousands_of_rules_are_refused_before_they_are_compiled() -> None:
+    rules = [f"r{i}: r{i + 1}" for i in range(7000)]
+    text = "\n".join(["start: r0", *rules, "r7000: /[a-z]*[aeiou][a-z]{60}/"])
+    assert "7002 rules" in (check_grammar(LarkGrammar(text)) or "")
+    groups = "\n".join(f"a{i}:{'(' * 20}a{i + 1}{')?' * 20}" for i in range(1700))
+    assert "groups" in (check_grammar(LarkGrammar(f"start:a0\n{groups}\na1700:/a/")) or "")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 1_000_003},
+        {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]},
+        {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 99_991}] * 2},
+        {"type": "number", "multipleOf": 0.100_003},
+    ],
+    ids=str,
+)
+def test_multiples_that_would_take_gigabytes_are_refused(schema: object) -> None:
+    text = json.dumps(schema)
+    for spec in (JsonSchemaGrammar(text), LarkGrammar(f"start: %json {text}")):
+        assert "multipleOf" in (check_grammar(spec) or "")
+
+
+def test_usual_multiples_are_accepted() -> None:
+    properties = {
+        name: {"type": "number", "multipleOf": each}
+        for name, each in {"a": 0.01, "b": 5, "c": 1024, "d": 0.5, "e": 3600, "f": 10000}.items()
+    }
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    assert check_grammar(JsonSchemaGrammar(json.dumps(schema))) is None
+
+
+def test_a_pattern_that_forbids_keys_is_refused_unless_lenient() -> None:
+    schema = json.dumps({"type": "object", "patternProperties": {"^x": False}})
+    assert "patternProperties" in (check_grammar(JsonSchemaGrammar(schema)) or "")
+    assert check_grammar(JsonSchemaGrammar(schema, lenient=True)) is None
+
+
 def test_gbnf_becomes_lark_and_lark_stays_as_it_is() -> None:
     converted = lark_from_ebnf('root ::= "yes" | "no" maybe\nmaybe ::= [a-z]+\n')
     assert check_grammar(LarkGrammar(converted)) is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -59,6 +59,26 @@ def _objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict
     return st.builds(build, properties, st.sets(st.integers(0, 2)))
 
 
+_PATTERNS = st.sampled_from(["^a$", "^[ab]$", "^(score|a)$", "^z1?$", "^[xy]$", "^b{1,3}$"])
+
+
+def _patterned(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects whose patterns may match the keys that are listed, only these, or others."""
+
+    def build(properties: dict[str, Any], pattern: str, value: Any, required: bool) -> Any:
+        return {
+            "type": "object",
+            "properties": properties,
+            "patternProperties": {pattern: value},
+            "required": list(properties)[: int(required)],
+            "additionalProperties": False,
+        }
+
+    names = st.sampled_from(["a", "b", "score", "z1", "x"])
+    properties = st.dictionaries(names, inner, max_size=3)
+    return st.builds(build, properties, _PATTERNS, inner, st.booleans())
+
+
 def _arrays(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
     return st.builds(
         lambda items, bounds: {
@@ -73,6 +93,7 @@ _SCHEMAS = st.recursive(
     _LEAVES,
     lambda inner: st.one_of(
         _objects(inner),
+        _patterned(inner),
         _arrays(inner),
         st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options}),
     ),
@@ -107,6 +128,8 @@ def test_random_outputs_fit_random_schemas(table: GrammarTable) -> None:
     def check(schema: dict[str, Any], seed: int) -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
         reason = check_grammar(JsonSchemaGrammar(json.dumps(schema)))
+        if "patternProperties" in json.dumps(schema):  # what it asks for may contradict itself
+            assume(reason is None or "nsatisfiable" not in reason)
         assert reason is None, reason
         text = write(table, schema, random.Random(seed))
         validator = jsonschema.Draft202012Validator(
@@ -115,3 +138,58 @@ def test_random_outputs_fit_random_schemas(table: GrammarTable) -> None:
         validator.validate(json.loads(text))
 
     check()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"score": {"type": "integer"}}, "patternProperties": {"^score$": {}}},
+        {
+            "properties": {"a": {"type": "null"}, "b": {"const": 1}},
+            "patternProperties": {"^[ab]$": {}},
+        },
+        {"properties": {"a": {"type": "integer"}}, "patternProperties": {"^a$": {"maximum": 5}}},
+    ],
+    ids=str,
+)
+def test_a_pattern_that_no_other_key_matches_leads_nowhere(
+    table: GrammarTable, schema: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "additionalProperties": False, **schema}
+    schema["required"] = [next(iter(schema["properties"]))]
+    for seed in range(20):
+        text = write(table, schema, random.Random(seed))
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_nothing_that_fits_can_follow_is_an_error_and_no_clean_end(
+    table: GrammarTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should there be dead ends that are not known."""
+    monkeypatch.setattr("engine.grammar_schema.prepared", lambda schema, *_, **__: schema)
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "patternProperties": {"^score$": {}},
+        "required": ["score"],
+        "additionalProperties": False,
+    }
+    sampling = SamplingParams(max_tokens=1, seed=0, grammar=JsonSchemaGrammar(json.dumps(schema)))
+    reasons: list[str] = []
+    for seed in range(20):
+        table.start(SlotStart(0, [5], 1, sampling))
+        rng = random.Random(seed)
+        drawn: list[int] = []
+        ended: dict[int, str | None] = {}
+        while not ended:
+            token_id = rng.choice(table.choices([0])[0][0])
+            drawn.append(token_id)
+            ended = table.advance([0], [token_id]).reasons
+        reason = ended[0]
+        if reason is None:
+            text = TOKENIZER.decode([t for t in drawn if t not in EOS])
+            jsonschema.validate(json.loads(text), schema)
+        else:
+            reasons.append(reason)
+    assert reasons
+    assert all("nothing that fits the grammar can follow" in each for each in reasons)
