@@ -7,6 +7,7 @@ import msgspec
 from engine.messages import GrammarSpec, SamplingParams
 from server.answer.formats import AnswerFormats
 from server.answer.plan import AnswerPlan
+from server.answer.reasoning import ReasoningTags
 from server.budget import AnswerSize, room_for_output
 from server.checks import Limits, chat_size, completion_size, stop_strings
 from server.conversation import render_chat
@@ -21,6 +22,10 @@ from server.structured_outputs import check_copies, requested_grammar
 from server.submission import GenerationSpec
 from server.text.tokenizer import ServedTokenizer
 from server.tool_calls.choice import ToolUse, tool_use
+
+KEPT_FOR_FORM = 1024
+"""Of the tokens to generate, at most so many and at most a quarter are kept from reasoning for an
+answer that has to have a form."""
 
 
 async def prepare_completion(
@@ -124,9 +129,7 @@ async def prepare_chat(
     if grammar is not None:
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
         if plan.reasoning is not None and not any_text:
-            # What has to come before the end tag is reasoning, whether or not it was opened.
-            sampling = msgspec.structs.replace(sampling, grammar_after=plan.reasoning.end)
-            plan = msgspec.structs.replace(plan, begins_inside=True)
+            plan, sampling = _reasoning_first(plan, plan.reasoning, sampling, text)
     fold = _fold_options(request, sampling, logprobs is not None)
     if any(map(tokenizer.is_special_text, plan.markers)):
         fold = msgspec.structs.replace(fold, skip_special_tokens=False)
@@ -158,6 +161,27 @@ async def _chat_grammar(
     if grammar is not None and grammar is not answer:
         await limits.grammars.require(grammar, "tools")
     return grammar, answer is None and not tools.forced
+
+
+def _reasoning_first(
+    plan: AnswerPlan, tags: ReasoningTags, sampling: SamplingParams, prompt: str
+) -> tuple[AnswerPlan, SamplingParams]:
+    """Let reasoning come before what a grammar holds the answer to.
+
+    A model that the prompt puts inside the reasoning leaves it by the end tag, early enough for the
+    rest. Any other may open it, and is held to the grammar at once if it does not. Tags that are
+    no tokens of the model are none that it was trained to write.
+    """
+    opened = prompt.rstrip().endswith(tags.start) or plan.reasoning_end is not None
+    inside = plan.begins_inside and opened
+    kept = min(sampling.max_tokens // 4, KEPT_FOR_FORM)
+    sampling = msgspec.structs.replace(
+        sampling,
+        grammar_after=tags.end,
+        grammar_opening="" if inside else tags.start,
+        grammar_budget=max(1, sampling.max_tokens - kept),
+    )
+    return msgspec.structs.replace(plan, begins_inside=inside), sampling
 
 
 def _template_arguments(request: ChatCompletionRequest) -> JsonObject | None:

@@ -86,6 +86,7 @@ class GrammarCompiler:
         self._known: WeakValueDictionary[GrammarSpec, CompiledGrammar] = WeakValueDictionary()
         self._recent: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
+        self._spelled: dict[str, tuple[int, ...]] = {}
 
     def ask(self, spec: GrammarSpec) -> CompiledGrammar:
         """Return the grammar; if it is new, another thread begins to compile it."""
@@ -136,6 +137,20 @@ class GrammarCompiler:
                     text, n_vocab=self._vocab_size, eos_token=self._eos or None
                 )
             return self._tokenizer
+
+    def tokens_of(self, text: str) -> tuple[int, ...]:
+        """Return the tokens that spell a text, special ones as such; remembered.
+
+        Raises:
+            OSError, ValueError: as `tokenizer`.
+        """
+        found = self._spelled.get(text)
+        if found is None:
+            found = tuple(self.tokenizer().tokenize_str(text, parse_special=True))
+            if len(self._spelled) == MAX_CACHED:
+                self._spelled.clear()
+            self._spelled[text] = found
+        return found
 
     @property
     def num_cached(self) -> int:

@@ -1,10 +1,15 @@
 """Follows one request through its grammar."""
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar_spec import leads_nowhere, told_briefly
+from engine.messages import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -17,24 +22,41 @@ _LIMITS = ("too many states", "too many expressions")
 class GrammarFollower:
     """Where in its grammar a request's output is.
 
-    Until the text `after` has been in the output the grammar has not begun: every token is
-    allowed but those that end the output. Nothing here compiles or waits.
+    There may be a part before it, like a model's reasoning, that ends with a marker. In it every
+    token is allowed but those that end the output, up to a number of tokens: then the marker is
+    written. With an opening there is such a part only if the output begins with that text, as the
+    tokenizer spells it. Nothing here compiles or waits.
     """
 
-    def __init__(self, grammar: CompiledGrammar, compiler: GrammarCompiler, after: str) -> None:
+    def __init__(
+        self, grammar: CompiledGrammar, compiler: GrammarCompiler, sampling: SamplingParams
+    ) -> None:
         self._grammar = grammar
         self._compiler = compiler
         self._matcher: LLMatcher | None = None
-        self._marker = after.encode()
+        self._marker = sampling.grammar_after.encode()
         self._seen = b""
+        self._opening: tuple[int, ...] = ()
+        """What is left of the opening, while the output may still turn out to begin with it."""
+        self._budget = sampling.grammar_budget
+        self._num_tokens = 0
         self.error: str | None = None
         """Why the output cannot go on."""
         self.forbidden = False
         """What was drawn is no token that the grammar allows: something else ruled these out."""
         self.stalled: str | None = None
         """Why the output cannot go on before its grammar has been compiled anew."""
-        if not after:
+        if self._marker and sampling.grammar_opening:
+            self._opening = compiler.tokens_of(sampling.grammar_opening)
+        self._ending = compiler.tokens_of(sampling.grammar_after) if self._marker else ()
+        if self._opening or not self._marker:
             self._begin()
+
+    def copy(self) -> "GrammarFollower":
+        """Return another one in the same place."""
+        other = copy.copy(self)
+        other._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        return other
 
     @property
     def ended(self) -> bool:
@@ -44,16 +66,49 @@ class GrammarFollower:
         matcher = self._matcher
         return matcher is not None and matcher.is_stopped() and not matcher.is_error()
 
+    @property
+    def is_before(self) -> bool:
+        """Whether the output is in the part before the grammar."""
+        return self._matcher is None and not self._opening and self.error is None
+
+    @property
+    def ending(self) -> int | None:
+        """The token that ends the part before the grammar, if it is one token."""
+        return self._ending[0] if len(self._ending) == 1 else None
+
     def advance(self, token_id: int) -> None:
         """The token was added to the output; ignored after its end, and once it is stalled."""
         if self.stalled is not None or self.ended:
             return
-        if self._matcher is None:
+        self._num_tokens += 1
+        if self._opening:
+            self._follow_opening(token_id)
+        elif self._matcher is None:
             self._look_for_marker(token_id)
-        elif not self._matcher.consume_token(token_id):
-            self._stop(self._matcher)
-        elif self._matcher.is_stopped() and not self._matcher.is_accepting():
-            self.error = _DEAD_END
+        else:
+            self._consume(self._matcher, token_id)
+
+    def is_special(self, ahead: int) -> bool:
+        """Whether one of so many next masks is more than that of the grammar, or of none."""
+        if self._opening:
+            return True
+        due = self._num_tokens + ahead > self._budget > 0
+        return due and self._matcher is None
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        """Lower a mask, which allows everything but ends, to what may be drawn next."""
+        if self.stalled is not None or self.error is not None:
+            return
+        token_id = self._opening[0] if self._opening else None
+        if self._matcher is not None:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        elif token_id is None and self._num_tokens >= self._budget > 0:
+            written = min(self._num_tokens - self._budget, len(self._ending) - 1)
+            token_id = self._ending[written]
+        if token_id is not None:
+            if self._matcher is None:
+                row[:] = 0
+            row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
 
     def ahead(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
         """Say what the draws after the output and after each of the proposed tokens depend on.
@@ -79,6 +134,26 @@ class GrammarFollower:
         if matcher is not None and matcher.is_error() and self.error is None:
             self._stop(matcher)
         return self.error is None and self.stalled is None
+
+    def _consume(self, matcher: "LLMatcher", token_id: int) -> None:
+        if not matcher.consume_token(token_id):
+            self._stop(matcher)
+        elif matcher.is_stopped() and not matcher.is_accepting():
+            self.error = _DEAD_END
+
+    def _follow_opening(self, token_id: int) -> None:
+        """Go on with the opening, the grammar, or both as long as the output may be either."""
+        expected, *left = self._opening
+        if token_id != expected and self._matcher is not None:
+            self._opening = ()
+            self._consume(self._matcher, token_id)
+            return
+        self._opening = tuple(left)
+        if token_id != expected:
+            self.error, self.forbidden = "the opening of the output was not followed", True
+        elif self._matcher is not None:
+            fits = left and self._matcher.try_consume_tokens([token_id])
+            self._matcher = self._matcher if fits else None
 
     def _begin(self) -> None:
         if self._grammar.matcher is None:

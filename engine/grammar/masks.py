@@ -30,6 +30,10 @@ class TokenMasks(msgspec.Struct, frozen=True):
     """[masked] rows of the batch, ascending."""
     bits: npt.NDArray[np.int32]
     """[masked, words] one bit per token, the lowest first; set is allowed."""
+    endings: dict[int, int] = {}
+    """By row: the token that ends what comes before the grammar, for rows that are in there. Who
+    would rather end the output ends that part."""
+    eos_token_ids: tuple[int, ...] = ()
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
         """Return [masked, vocab]: whether the token may be drawn."""
@@ -79,6 +83,7 @@ class GrammarTable:
         compiler.on_settled = lambda: self.on_settled()
         self._words = -(-vocab_size // WORD_BITS)
         self._vocab_size = vocab_size
+        self._eos = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._free = _all_but(eos_token_ids, vocab_size)
         self._followers: dict[int, GrammarFollower] = {}
         self._assigned: dict[int, CompiledGrammar] = {}
@@ -101,7 +106,7 @@ class GrammarTable:
         if grammar is None:  # nobody compiled it before the step
             grammar = self._compiler.ask(sampling.grammar)
             grammar.wait()
-        follower = GrammarFollower(grammar, self._compiler, sampling.grammar_after)
+        follower = GrammarFollower(grammar, self._compiler, sampling)
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             follower.advance(token_id)
         self._followers[start.slot] = follower
@@ -184,7 +189,12 @@ class GrammarTable:
         for each, row, place in zip(masked, rows, places, strict=False):
             if not each.follower.mask_computed():  # what is drawn does not count
                 bits[place : place + len(row)] = self._free
-        return TokenMasks(np.concatenate(rows), bits)
+        endings = {
+            each.first: token_id
+            for each in masked
+            if each.follower.is_before and (token_id := each.follower.ending) is not None
+        }
+        return TokenMasks(np.concatenate(rows), bits, endings, self._eos)
 
     def _fill(
         self, bits: npt.NDArray[np.int32], masked: list["_Rows"], places: Sequence[int]
@@ -196,6 +206,9 @@ class GrammarTable:
         """
         row_bytes = self._words * bits.itemsize
         for each, place in zip(masked, places, strict=False):
+            if each.follower.is_special(1 + len(each.proposed)):
+                _fill_special(bits, each, place)
+                continue
             free, matcher = each.follower.ahead(each.proposed)
             if matcher is None:
                 continue
@@ -204,6 +217,17 @@ class GrammarTable:
             rest = each.proposed[free:]
             if rest:
                 _fill_ahead(matcher, rest, address + row_bytes, row_bytes)
+
+
+def _fill_special(bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
+    """Compute the masks one after the other, up to the first proposed token that cannot come."""
+    follower = rows.follower.copy() if rows.proposed else rows.follower
+    follower.fill(bits[place])
+    for row, token_id in enumerate(rows.proposed, start=place + 1):
+        follower.advance(token_id)
+        if follower.ended or follower.stalled is not None:
+            break
+        follower.fill(bits[row])
 
 
 def _fill_ahead(matcher: "LLMatcher", proposed: Sequence[int], address: int, size: int) -> None:

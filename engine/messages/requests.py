@@ -85,6 +85,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that never appear in the output: the last token of one is ruled out
     where those before it are the newest of the output."""
+    grammar_opening: str = ""
+    """With `grammar_after`: only an output that begins with this text goes on freely up to there;
+    any other is in the grammar from its first token on. Empty: every output does."""
+    grammar_budget: int = 0
+    """With `grammar_after`: most tokens before that text, which is written then; 0: any number."""
 
 
 class AddRequest(Message, frozen=True):

@@ -62,6 +62,9 @@ def forbid_endings(logits: Tensor, table: SamplingTable, slots: IntArray, rows: 
 
 def forbid_others(logits: Tensor, masks: TokenMasks) -> None:
     """Rule out the tokens that the rows' grammars do not allow."""
+    for row, token_id in masks.endings.items() if masks.eos_token_ids else ():
+        most = logits[row, list(masks.eos_token_ids)].max()
+        logits[row, token_id] = torch.maximum(logits[row, token_id], most)
     if logits.device.type == "cpu":
         _forbid_on_cpu(logits.numpy(), masks)
     else:

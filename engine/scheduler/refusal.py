@@ -83,6 +83,9 @@ def _bad_sampling(sampling: SamplingParams) -> str | None:
 def _bad_grammar(sampling: SamplingParams) -> str | None:
     if sampling.grammar is not None and grammar_size(sampling.grammar) > MAX_GRAMMAR_SIZE:
         return f"the grammar is longer than {MAX_GRAMMAR_SIZE} characters"
-    if len(sampling.grammar_after) > MAX_MARKER_SIZE:
-        return f"grammar_after is longer than {MAX_MARKER_SIZE} characters"
+    for name in ("grammar_after", "grammar_opening"):
+        if len(getattr(sampling, name)) > MAX_MARKER_SIZE:
+            return f"{name} is longer than {MAX_MARKER_SIZE} characters"
+    if not 0 <= sampling.grammar_budget <= _LARGEST:
+        return f"grammar_budget is {sampling.grammar_budget}: it must be from 0 to {_LARGEST}"
     return None

@@ -224,10 +224,24 @@ def test_an_answer_in_a_form_may_be_a_call_instead(http: Any, engines: Any) -> N
 
 
 def test_a_form_holds_from_the_end_of_the_reasoning_on(http: Any, engines: Any) -> None:
-    engines.script = engines.answer('not opened</think>{"a": 1}')
+    engines.script = engines.answer('<think>opened</think>{"a": 1}')
     message = http.chat(response_format={"type": "json_object"})["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("not opened", '{"a": 1}')
+    assert (message["reasoning_content"], message["content"]) == ("opened", '{"a": 1}')
     assert engines.streams[-1].sampling.grammar_after == "</think>"
+    assert engines.streams[-1].sampling.grammar_opening == "<think>"
+
+
+@pytest.mark.parametrize("config", [AnswerConfig(reasoning_parser="deepseek_r1")], indirect=True)
+def test_a_model_that_does_not_think_is_held_to_the_form_at_once(http: Any, engines: Any) -> None:
+    """Also where the format says that all answers begin inside: the model has no such token."""
+    engines.script = engines.answer('{"a": 1}')
+    form = {"type": "json_object"}
+    message = http.chat(response_format=form, max_tokens=40)["choices"][0]["message"]
+    assert message["content"] == '{"a": 1}'
+    assert not message.get("reasoning_content")
+    sampling = engines.streams[-1].sampling
+    assert (sampling.grammar_opening, sampling.grammar_after) == ("<think>", "</think>")
+    assert sampling.grammar_budget == 30, "a quarter of the tokens is kept for the form"
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -2,9 +2,11 @@
 
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from engine.config import BUNDLED_MODEL
@@ -16,6 +18,7 @@ from engine.messages import (
     RegexGrammar,
     SamplingParams,
 )
+from engine.runner.penalties import forbid_others
 from engine.scheduler.batch import SlotStart
 
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
@@ -35,9 +38,15 @@ def tokens(text: str) -> list[int]:
 
 
 def start(
-    table: GrammarTable, slot: int, spec: GrammarSpec | None, *, output: str = "", after: str = ""
+    table: GrammarTable,
+    slot: int,
+    spec: GrammarSpec | None,
+    *,
+    output: str = "",
+    after: str = "",
+    **options: Any,
 ) -> None:
-    sampling = SamplingParams(max_tokens=100, seed=0, grammar=spec, grammar_after=after)
+    sampling = SamplingParams(max_tokens=100, seed=0, grammar=spec, grammar_after=after, **options)
     table.start(SlotStart(slot, [5, 6, 7, *tokens(output)], 3, sampling))
 
 
@@ -222,3 +231,93 @@ def test_a_token_that_the_grammar_forbids_is_an_error_and_compiles_nothing(
     assert "cannot follow its grammar" in (ends.reasons[0] or "")
     assert not ends.stalls
     assert table.ask(spec) is shared
+
+
+THINK = {"after": "</think>", "grammar_opening": "<think>"}
+FORM = ChoiceGrammar(("yes", "no", "<no>"))
+
+
+def test_a_model_that_does_not_think_is_held_to_its_form_at_once(table: GrammarTable) -> None:
+    first = tokens("<think>")[0]
+    for seed in range(10):
+        start(table, 0, ChoiceGrammar(("yes", "no")), **THINK)
+        allowed = set(table.choices([0])[0][0])
+        assert allowed == {first} | {t for t in allowed if t != first}
+        assert len(allowed) < 10
+        rng = random.Random(seed)
+        word = ""
+        token_id = rng.choice(sorted(allowed - {first}))
+        while not table.advance([0], [token_id]).reasons:
+            word += TOKENIZER.decode([token_id])
+            token_id = rng.choice(table.choices([0])[0][0])
+        assert word + TOKENIZER.decode([token_id]) in ("yes", "no")
+
+
+@pytest.mark.parametrize("known", range(12))
+def test_a_model_that_opens_its_reasoning_is_free_up_to_the_end_tag(
+    table: GrammarTable, known: int
+) -> None:
+    """Wherever another engine takes over."""
+    whole = [*tokens("<think>"), *tokens("hm"), *tokens("</think>"), *tokens("yes")]
+    form = RegexGrammar("yes|<[0-9]+>")
+    start(table, 0, form, **THINK)
+    for token_id in whole[:known]:
+        assert token_id in table.choices([0])[0][0]
+        assert table.advance([0], [token_id]) == ({}, {}, {})
+    expected = table.choices([0])
+    sampling = SamplingParams(
+        max_tokens=100, seed=0, grammar=form, grammar_after="</think>", grammar_opening="<think>"
+    )
+    table.start(SlotStart(1, [5, *whole[:known]], 1, sampling))
+    assert table.choices([1])[1] == expected[0]
+    left = whole[known:]
+    if left:
+        assert len(table.choices([1], {1: left})[1]) == 1 + len(left)
+        proposed = table.choices([1], {1: left})[1]
+        for place, token_id in enumerate(left):
+            assert table.choices([1])[1][0] == proposed[place]
+            ends = table.advance([1], [token_id])
+        assert ends.reasons == {1: None}
+
+
+def test_an_opening_and_a_form_may_begin_alike(table: GrammarTable) -> None:
+    start(table, 0, FORM, **THINK)
+    assert table.advance([0], tokens("<")) == ({}, {}, {})
+    allowed = set(table.choices([0])[0][0])
+    assert allowed >= {tokens("<think>")[1], tokens("no")[0]}
+    for token_id in tokens("no>"):
+        ends = table.advance([0], [token_id])
+    assert ends.reasons == {0: None}
+
+
+def test_reasoning_that_does_not_end_leaves_room_for_the_form(table: GrammarTable) -> None:
+    start(table, 0, FORM, after="</think>", grammar_budget=5)
+    rng = random.Random(3)
+    drawn: list[int] = []
+    while True:
+        choices = table.choices([0])[0][0]
+        token_id = rng.choice([t for t in choices if len(drawn) >= 5 or t > 100])
+        drawn.append(token_id)
+        if table.advance([0], [token_id]).reasons:
+            break
+    text = TOKENIZER.decode(drawn)
+    assert drawn[5 : 5 + len(tokens("</think>"))] == tokens("</think>")
+    assert text.partition("</think>")[2] in ("yes", "no", "<no>")
+    start(table, 1, FORM, after="</think>", grammar_budget=5)
+    proposed = table.choices([1], {1: drawn[:8]})[1]
+    assert proposed[5] == [drawn[5]]
+    assert proposed[7] == [drawn[7]]
+
+
+def test_who_would_end_inside_the_reasoning_ends_the_reasoning(table: GrammarTable) -> None:
+    start(table, 0, FORM, after="]")
+    start(table, 1, FORM)
+    masks = table.masks([1, 0])
+    assert masks is not None
+    end = tokens("]")[0]
+    assert masks.endings == {1: end}
+    logits = torch.zeros(2, 2048)
+    logits[1, 2] = 9.0
+    forbid_others(logits, masks)
+    assert int(logits[1].argmax()) == end
+    assert float(logits[1, 2]) == float("-inf")
