@@ -111,6 +111,8 @@ def _arguments(text: str, field: str) -> dict[str, Any]:
         arguments = json.loads(text or "{}")
     except ValueError as error:
         raise invalid(f"{field}: not valid JSON: {error}", field) from error
+    except RecursionError as error:
+        raise invalid(f"{field}: nested too deeply", field) from error
     if not isinstance(arguments, dict):
         raise invalid(f"{field}: must be a JSON object", field)
     return arguments

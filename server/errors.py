@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from server.access.admission import Overloaded
 from server.cluster.generation_client import NoEngineAvailable, NoSuchEngine, ReaderTooSlow
+from server.generation import RequestRefused
 from server.schemas.common import ErrorDetail, ErrorResponse
 
 RETRY_AFTER_SECONDS = 1
@@ -115,6 +116,8 @@ def to_api_error(error: Exception) -> ApiError | None:
             known = invalid(f"The header {header} names no engine: {error}.", header)
         case NoEngineAvailable():
             known = unavailable(str(error) or "No engine can serve the request now; try again.")
+        case RequestRefused():
+            known = invalid(str(error), error.param)
         case Overloaded():
             known = too_many_requests(error)
         case ReaderTooSlow():

@@ -16,6 +16,14 @@ from server.text.detokenizer import StopStrings, TokenDecoder, TokenTable
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class RequestRefused(Exception):
+    """What the request asks for cannot be done, as an engine found out; `param` is the field."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class GenerationFailed(Exception):
     """The engine gave a request up; the text is for the log, not for the client."""
 
@@ -216,7 +224,10 @@ class ChoiceFold:
 
         Raises:
             GenerationFailed: the output says that the engine failed on the request.
+            RequestRefused: the engine cannot do what the request asks for.
         """
+        if output.finish_reason == "error" and output.refused:
+            raise RequestRefused(output.error or "no reason given", output.error_param)
         if output.finish_reason == "error":
             raise GenerationFailed(output.error or "no reason given")
         if output.num_cached_tokens:

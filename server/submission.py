@@ -138,6 +138,7 @@ class Submission:
 
         Raises:
             GenerationFailed: an engine gave a sequence up.
+            RequestRefused: an engine cannot do what the request asks for.
             NoEngineAvailable: a sequence was lost and nothing can take it over.
         """
         if len(self._streams) == 1:

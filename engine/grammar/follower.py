@@ -1,6 +1,7 @@
 """Follows one request through its grammar."""
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,12 @@ import numpy.typing as npt
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar_spec import leads_nowhere, told_briefly
 from engine.messages import SamplingParams
+from engine.scheduler.batch import RULED_OUT
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+logger = logging.getLogger(__name__)
 
 _DEAD_END = "nothing that fits the grammar can follow the output"
 _LIMITS = ("too many states", "too many expressions")
@@ -42,8 +46,6 @@ class GrammarFollower:
         self._num_tokens = 0
         self.error: str | None = None
         """Why the output cannot go on."""
-        self.forbidden = False
-        """What was drawn is no token that the grammar allows: something else ruled these out."""
         self.stalled: str | None = None
         """Why the output cannot go on before its grammar has been compiled anew."""
         if self._marker and sampling.grammar_opening:
@@ -150,7 +152,7 @@ class GrammarFollower:
             return
         self._opening = tuple(left)
         if token_id != expected:
-            self.error, self.forbidden = "the opening of the output was not followed", True
+            self.error = RULED_OUT
         elif self._matcher is not None:
             fits = left and self._matcher.try_consume_tokens([token_id])
             self._matcher = self._matcher if fits else None
@@ -175,8 +177,8 @@ class GrammarFollower:
         elif leads_nowhere(message):
             self.error = _DEAD_END
         else:
-            self.forbidden = True
-            self.error = reason
+            logger.debug("%s", reason)
+            self.error = RULED_OUT
 
     def _look_for_marker(self, token_id: int) -> None:
         self._seen += self._bytes(token_id)

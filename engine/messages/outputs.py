@@ -54,6 +54,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """What went wrong when `finish_reason` is "error"."""
     timing: RequestTiming | None = None
     """On the first and the last output with tokens of an engine."""
+    refused: bool = False
+    """It went wrong because of what the request asks for: another engine would not do better."""
+    error_param: str | None = None
+    """The field that asks for it, if it is known."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):

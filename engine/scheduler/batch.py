@@ -11,6 +11,9 @@ import msgspec
 
 from engine.messages import SamplingParams, TokenLogprob
 
+RULED_OUT = "the output cannot follow its grammar: the request rules out every token that it allows"
+"""Why an output cannot go on whose request contradicts itself."""
+
 
 class SlotStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes (or, after a preemption, takes again) a slot; all state there is replaced.

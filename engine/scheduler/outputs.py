@@ -3,6 +3,7 @@
 import msgspec
 
 from engine.messages import FinishReason, RequestOutput, TokenLogprob
+from engine.scheduler.batch import RULED_OUT
 from engine.scheduler.request import Request
 
 Outputs = dict[int, list[RequestOutput]]
@@ -62,7 +63,7 @@ def grammar_output(
     end even if the request asked to go on after it.
     """
     if error is not None:
-        return RequestOutput(request.id, [], finish_reason="error", error=error)
+        return refused_output(request, error)
     if output.finish_reason == "stop":
         return output
     last = output.token_ids[-1]
@@ -71,6 +72,28 @@ def grammar_output(
         finish_reason="stop",
         stop_token_id=last if last in request.stop_ids else None,
         timing=request.timing(now),
+    )
+
+
+def refused_output(request: Request, error: str) -> RequestOutput:
+    """Return the output for a request that cannot go on because of its grammar."""
+    sampling = request.sampling
+    param = None
+    if error == RULED_OUT:
+        suspects = {
+            "allowed_token_ids": sampling.allowed_token_ids is not None,
+            "bad_words": bool(sampling.bad_words),
+            "logit_bias": bool(sampling.logit_bias),
+            "min_tokens": sampling.min_tokens > 0,
+        }
+        param = next((name for name, is_set in suspects.items() if is_set), None)
+    return RequestOutput(
+        request.id,
+        [],
+        finish_reason="error",
+        error=error if param is None else f"{param}: {error}",
+        refused=True,
+        error_param=param,
     )
 
 

@@ -20,7 +20,7 @@ from engine.scheduler.draft import Draft
 from engine.scheduler.fairness import PrefillParts, Shares
 from engine.scheduler.grammars import Grammars
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
+from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output, refused_output
 from engine.scheduler.precedence import Precedence
 from engine.scheduler.preemption import Engine, Room
 from engine.scheduler.refusal import refusal
@@ -225,7 +225,7 @@ class Scheduler:
             return None
         if grammar is not None and grammar.error is not None:
             self._retire(request)
-            return RequestOutput(request.id, [], finish_reason="error", error=grammar.error)
+            return refused_output(request, grammar.error)
         del self._compiling[request.id]
         if request.num_renewals:
             self._waiting.requeue(request)
@@ -524,7 +524,7 @@ class Scheduler:
                 return None  # drawn in a step that was in flight when the grammar failed
         in_vain = request.renewed_at == request.num_output_tokens
         if in_vain or request.num_renewals == MAX_RENEWALS:
-            return RequestOutput(request.id, [], finish_reason="error", error=reason)
+            return refused_output(request, reason)
         request.num_renewals += 1
         request.renewed_at = request.num_output_tokens
         request.grammar = self._grammars.ask(spec)
@@ -533,7 +533,7 @@ class Scheduler:
         self.counters.grammar_waits += 1
         error = request.grammar.error if request.grammar.settled else None
         if error is not None:
-            return RequestOutput(request.id, [], finish_reason="error", error=error)
+            return refused_output(request, error)
         return self._queue_compiled(request)
 
     # -- requests leave their slots --------------------------------------------------------------

@@ -145,4 +145,6 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
         prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs), None),
         num_cached_tokens=max(output.num_cached_tokens for output in outputs),
         error=last.error,
+        refused=last.refused,
+        error_param=last.error_param,
     )

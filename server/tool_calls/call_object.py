@@ -175,6 +175,6 @@ class CallObject:
 def _decoded(text: str) -> object:
     try:
         value: object = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value

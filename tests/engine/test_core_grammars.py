@@ -441,3 +441,29 @@ def test_aborts_of_requests_that_wait_for_their_grammar_again_leave_nothing(
             engine.core.handle(AbortRequests([rng.randint(0, id)]))
         engine.run()
         engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": (7, 8)}, "allowed_token_ids"),
+        ({"bad_words": ((9,),), "logit_bias": {3: 1.0}}, "bad_words"),
+        ({"logit_bias": {3: -100.0}}, "logit_bias"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_request_that_rules_out_what_its_grammar_allows_is_told_by_which_field(
+    make: Any, fields: dict[str, Any], param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    draws = engine.executor._draw
+    monkeypatch.setattr(
+        engine.executor, "_draw", lambda state, proposed, choices: draws(state, proposed, [])
+    )
+    engine.add(1, RegexGrammar("[0-9]{9}"), **fields)
+    engine.run()
+    last = engine.last[1]
+    assert (last.finish_reason, last.refused, last.error_param) == ("error", True, param)
+    assert "cannot follow its grammar" in (last.error or "")
+    engine.assert_nothing_is_left()

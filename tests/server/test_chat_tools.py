@@ -411,3 +411,20 @@ def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -
     response = http.post("/v1/chat/completions", {"messages": [USER], **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' + "[" * 100_000])
+def test_arguments_of_earlier_calls_that_are_nested_deeply_are_named(http: Any, deep: str) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": deep}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    response = http.post("/v1/chat/completions", {"messages": messages})
+    assert response.status_code == 400, response.text
+    field = "messages[1].tool_calls[0].function.arguments"
+    assert response.json()["error"]["param"] == field
+
+
+def test_a_model_that_writes_a_deeply_nested_name_calls_nothing(http: Any, engines: Any) -> None:
+    engines.context = 5000
+    engines.script = engines.answer('<tool_call>{"name": ' + "[" * 1200 + "]" * 1200 + "}")
+    (answer,) = http.chat(tools=[NOW])["choices"]
+    assert not answer["message"].get("tool_calls")

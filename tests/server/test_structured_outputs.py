@@ -10,6 +10,7 @@ from engine.messages import (
     JsonSchemaGrammar,
     LarkGrammar,
     RegexGrammar,
+    RequestOutput,
 )
 
 
@@ -71,3 +72,27 @@ def test_a_long_grammar_for_many_sequences_is_refused(http: Any, engines: Any) -
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "prompt"
     assert not engines.streams
+
+
+def test_what_an_engine_cannot_do_because_of_the_request_is_a_400(http: Any, engines: Any) -> None:
+    """Like a regex that `allowed_token_ids` contradict: only the engine can know."""
+    engines.script = lambda stream: [
+        RequestOutput(
+            0, [], "error", error="allowed_token_ids: nothing left", refused=True,
+            error_param="allowed_token_ids",
+        )
+    ]  # fmt: skip
+    body = {"prompt": "hello", "allowed_token_ids": [5], "structured_outputs": {"regex": "[0-9]"}}
+    response = http.post("/v1/completions", body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "allowed_token_ids"
+    streamed = http.post("/v1/completions", {**body, "stream": True})
+    assert '"param":"allowed_token_ids"' in streamed.text
+
+
+@pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' * 100_000])
+def test_a_schema_or_grammar_that_is_nested_deeply_is_a_400(http: Any, deep: str) -> None:
+    for form in ({"json": deep}, {"grammar": f'start: %json {{"a": {deep}'}):
+        response = http.post("/v1/completions", {"prompt": "a", "structured_outputs": form})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"].startswith("structured_outputs")
