@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-MAX_SCHEMA_DEPTH = 256
-"""Nesting of a schema's objects and arrays."""
+MAX_SCHEMA_DEPTH = 120
+"""Nesting of a schema's objects and arrays; the library reads few more."""
 MAX_MULTIPLE = 100_000
 """Sum of a schema's `multipleOf`, each without its decimal point, and their least common multiple
 where they may apply to one value."""

@@ -223,8 +223,8 @@ def check_grammar(spec: GrammarSpec, special_tokens: tuple[str, ...] = ()) -> st
     """
     try:
         text = grammar_text(spec)
-    except BadGrammar as error:
-        return str(error)
+    except ValueError as error:  # of the library, too
+        return told_briefly(str(error))
     except RecursionError:
         return "the grammar is nested too deeply"
     return grammar_error(new_matcher(_byte_tokenizer(special_tokens), text))

@@ -428,3 +428,27 @@ def test_a_model_that_writes_a_deeply_nested_name_calls_nothing(http: Any, engin
     engines.script = engines.answer('<tool_call>{"name": ' + "[" * 1200 + "]" * 1200 + "}")
     (answer,) = http.chat(tools=[NOW])["choices"]
     assert not answer["message"].get("tool_calls")
+
+
+@pytest.mark.parametrize("levels", [60, 70, 120, 150, 180])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parameters_that_are_nested_deeply_are_named(
+    http: Any, engines: Any, levels: int, choice: str
+) -> None:
+    engines.context = 10_000
+    inner: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        inner = {"type": "array", "items": inner}
+    parameters = {"type": "object", "properties": {"a": inner}}
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    body = {
+        "messages": [USER],
+        "tool_choice": choice,
+        "tools": [{"type": "function", "function": function}],
+    }
+    response = http.post("/v1/chat/completions", body)
+    if levels > 100:
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "tools[0].function.parameters"
+    else:
+        assert response.status_code == 200, response.text
