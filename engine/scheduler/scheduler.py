@@ -228,7 +228,7 @@ class Scheduler:
             return refused_output(request, grammar.error)
         del self._compiling[request.id]
         if request.num_renewals:
-            self._waiting.requeue(request)
+            self._waiting.push(request)
             return None
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
