@@ -16,7 +16,7 @@ SHARED = {
     "engine.roster", "engine.model_files", "engine.health", "engine.heap", "engine.grammar_spec",
     "engine.group_config", "engine.version", "engine.writable",
     "engine.node_directory", "engine.log_stream",
-    "engine.group_config", "engine.version", "engine.writable", "engine.grammar_schema",
+    "engine.grammar_schema",
 }  # fmt: skip
 """The torch-free modules of `engine` that the other packages build on."""
 

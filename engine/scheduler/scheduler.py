@@ -501,9 +501,7 @@ class Scheduler:
         output = accept_tokens(request, tokens, logprobs, now)
         self.counters.generation_tokens += len(output.token_ids)
         if request.slot in result.grammar_ends:
-            output = grammar_output(
-                request, output, result.grammar_ends[request.slot], now
-            )
+            output = grammar_output(request, output, result.grammar_ends[request.slot], now)
         return output
 
     def _renew_grammar(self, request: Request, reason: str) -> RequestOutput | None:
