@@ -11,7 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.access.admission import Overloaded
-from server.cluster.generation_client import NoEngineAvailable, NoSuchEngine, ReaderTooSlow
+from server.cluster.generation_client import (
+    KillsEngines,
+    NoEngineAvailable,
+    NoSuchEngine,
+    ReaderTooSlow,
+)
 from server.schemas.common import ErrorDetail, ErrorResponse
 
 RETRY_AFTER_SECONDS = 1
@@ -81,6 +86,17 @@ def unavailable(message: str) -> ApiError:
     )
 
 
+def kills_engines(message: str) -> ApiError:
+    """The request ended engines (500); clients that know the header do not send it again."""
+    return ApiError(
+        500,
+        message,
+        kind="server_error",
+        code="request_kills_engines",
+        headers=(("x-should-retry", "false"),),
+    )
+
+
 def too_many_requests(error: Overloaded) -> ApiError:
     """The queue is full (429); the client may come again after a while."""
     return ApiError(
@@ -115,6 +131,8 @@ def to_api_error(error: Exception) -> ApiError | None:
             known = invalid(f"The header {header} names no engine: {error}.", header)
         case NoEngineAvailable():
             known = unavailable(str(error) or "No engine can serve the request now; try again.")
+        case KillsEngines():
+            known = kills_engines(str(error))
         case Overloaded():
             known = too_many_requests(error)
         case ReaderTooSlow():
