@@ -11,7 +11,7 @@ from typing import NamedTuple
 from engine.config import EngineConfig, SchedulerConfig
 from engine.distributed.spec import GroupBroken
 from engine.executor.interface import CannotDo, Executor, PendingResult
-from engine.front_end_books import FrontEndBooks
+from engine.front_end_books import FrontEndBooks, News
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -49,10 +49,12 @@ class CoreStep(NamedTuple):
     """What a step, and the messages handled since the one before, have to say."""
 
     outputs: Outputs
-    """By front end; none is empty."""
+    """By front end; empty where only the stats are news."""
     utility_results: list[tuple[int, UtilityResult]]
     """With the front end that asked."""
     stats: EngineStats
+    changes_alone: bool = False
+    """With the next step it changes who runs alone: everybody has to have heard so before."""
 
 
 class _Launched(NamedTuple):
@@ -88,6 +90,7 @@ class EngineCore:
         """No step is launched until `resume`; requests are taken and wait."""
         self.is_sleeping = False
         """The same until `wake_up`, and the executor's memory is given back."""
+        self._hands_over = False
         self.vocab_size = executor.info.vocab_size
         self._now = now
         self._profile_dir = config.executor.torch_profiler_dir
@@ -235,6 +238,8 @@ class EngineCore:
             step_tokens_buckets=counters.step_tokens_buckets.copy(),
             step_tokens_total=counters.step_tokens,
             deferred=self._scheduler.num_deferred,
+            alone=self._scheduler.alone,
+            hands_over=self._hands_over,
         )
 
     # -- for the member of a lockstep group ------------------------------------------------------
@@ -285,7 +290,8 @@ class EngineCore:
 
     def answers(self) -> CoreStep | None:
         """Return what there is to say without a step, if anything."""
-        return self._take() if self._outputs or self._utility_results else None
+        has_news = self._front_ends.told != self._news
+        return self._take() if self._outputs or self._utility_results or has_news else None
 
     # -- for operators ---------------------------------------------------------------------------
 
@@ -293,18 +299,21 @@ class EngineCore:
         """Forget all cached prefixes and return how many blocks they had."""
         return self._scheduler.reset_prefix_cache()
 
-    def pause(self) -> None:
-        """Launch no more steps; all requests keep what they have."""
+    def pause(self, *, hand_over: bool = False) -> None:
+        """Launch no more steps; all requests keep what they have, or go to other engines."""
         self.is_paused = True
+        self._hands_over |= hand_over
 
     def resume(self) -> None:
         """End a pause."""
         self.is_paused = False
+        self._hands_over &= self.is_sleeping
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, *, hand_over: bool = False) -> None:
         """Give the executor's memory back; all requests wait and will be computed again.
 
         Level 1 keeps the weights where they are quick to have again, level 2 does not.
+        With `hand_over` requests go to other engines as soon as one can take them.
         """
         if self._in_flight and self._in_flight[0].pending is None and self._in_flight[0].plan.slots:
             raise CannotDo("a step that its group gave up has to be finished first")
@@ -314,6 +323,7 @@ class EngineCore:
             self._scheduler.preempt_all()
             self._scheduler.reset_prefix_cache()
         self.is_sleeping = True
+        self._hands_over |= hand_over
         self._executor.sleep(level)
 
     def wake_up(self) -> None:
@@ -324,6 +334,7 @@ class EngineCore:
         """
         self._executor.wake_up()
         self.is_sleeping = False
+        self._hands_over &= self.is_paused
 
     def start_profile(self) -> str:
         """Begin to record what steps do; return the directory where the trace will be.
@@ -397,10 +408,19 @@ class EngineCore:
         for front_end, new in outputs.items():
             self._outputs.setdefault(front_end, []).extend(new)
 
+    @property
+    def _news(self) -> News:
+        halted = self.is_paused or self.is_sleeping
+        return News(halted, self._hands_over, self._scheduler.alone)
+
     def _take(self) -> CoreStep:
+        was_alone = self._front_ends.told.alone
+        for front_end in self._front_ends.to_tell(self._news):
+            self._outputs.setdefault(front_end, [])
         for front_end in self._outputs:
             self._front_ends.count_outputs(front_end)
-        step = CoreStep(self._outputs, self._utility_results, self.stats())
+        changes_alone = self._scheduler.alone != was_alone
+        step = CoreStep(self._outputs, self._utility_results, self.stats(), changes_alone)
         self._outputs = {}
         self._utility_results = []
         return step

@@ -1,6 +1,7 @@
 """An engine's books about its front ends: who is there, and how much came from and went to each."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.messages import AddRequest, Received
 
@@ -16,6 +17,14 @@ class _FrontEnd:
     outputs: int = 0
 
 
+class News(NamedTuple):
+    """What all front ends have to know at once when it changes: fields of the stats."""
+
+    halted: bool = False
+    hands_over: bool = False
+    alone: int = 0
+
+
 class FrontEndBooks:
     """All front ends that an engine has met, by index.
 
@@ -24,6 +33,8 @@ class FrontEndBooks:
     """
 
     def __init__(self) -> None:
+        self.told = News()
+        """What all front ends know."""
         self._entries: dict[int, _FrontEnd] = {}
 
     @property
@@ -47,6 +58,13 @@ class FrontEndBooks:
             return False
         known.present = False
         return True
+
+    def to_tell(self, news: News) -> list[int]:
+        """Return the front ends that have to be told of a change now: all, if there is one."""
+        if news == self.told:
+            return []
+        self.told = news
+        return [index for index, entry in self._entries.items() if entry.present]
 
     def is_present(self, index: int) -> bool:
         """Return whether a front end is there, so that somebody waits for its answers."""

@@ -2,7 +2,7 @@
 
 import time
 
-from engine.core import EngineCore
+from engine.core import CoreStep, EngineCore
 from engine.intake import Intake
 from engine.messages import StartDpWave
 from engine.receiver import InboxItem, Rejoined, Stop
@@ -11,6 +11,21 @@ from engine.watchdog import StepWatch
 
 IDLE_STATS_INTERVAL = 2.0
 """Seconds between stats of an engine without work, so that their age tells stale from idle."""
+
+
+ANNOUNCEMENT_SECONDS = 0.05
+"""Pause before the first step of a request that runs alone because it may kill, and before the
+first of others after it: sockets write in a thread of their own, and what they have not written
+dies with the engine."""
+
+
+def send_step(outbox: Outbox, step: CoreStep) -> None:
+    """Hand on what a step has to say; return when whoever has to know first will know."""
+    outbox.put(StepDone(step.stats, step.outputs))
+    for front_end, result in step.utility_results:
+        outbox.put(UtilityDone(front_end, result))
+    if step.changes_alone:
+        time.sleep(ANNOUNCEMENT_SECONDS)
 
 
 class EngineLoop:
@@ -48,9 +63,7 @@ class EngineLoop:
             self._watch.begin(self._core.next_step_tokens, time.monotonic())
             step = self._core.step()
             self._watch.end()
-            self._outbox.put(StepDone(step.stats, step.outputs))
-            for front_end, result in step.utility_results:
-                self._outbox.put(UtilityDone(front_end, result))
+            send_step(self._outbox, step)
 
     def _drain(self, *, block: bool) -> None:
         items = self._intake.receive(IDLE_STATS_INTERVAL if block else 0)

@@ -25,8 +25,14 @@ class _NoArguments(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
+class _Pause(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["keep", "move"] = "keep"
+    """Whether requests wait here or go to engines that are not halted."""
+
+
 class _Sleep(msgspec.Struct, forbid_unknown_fields=True):
     level: Literal[1, 2] = 1
+    mode: Literal["keep", "move"] = "keep"
 
 
 class _Utility(NamedTuple):
@@ -88,8 +94,8 @@ def _reset_prefix_cache(core: "EngineCore", _: _NoArguments) -> Answer:
     return {"blocks_forgotten": core.reset_prefix_cache()}
 
 
-def _pause(core: "EngineCore", _: _NoArguments) -> Answer:
-    core.pause()
+def _pause(core: "EngineCore", arguments: _Pause) -> Answer:
+    core.pause(hand_over=arguments.mode == "move")
     return {"is_paused": True}
 
 
@@ -99,7 +105,7 @@ def _resume(core: "EngineCore", _: _NoArguments) -> Answer:
 
 
 def _sleep(core: "EngineCore", arguments: _Sleep) -> Answer:
-    core.sleep(arguments.level)
+    core.sleep(arguments.level, hand_over=arguments.mode == "move")
     return {"is_sleeping": True}
 
 
@@ -123,7 +129,7 @@ def _stop_profile(core: "EngineCore", _: _NoArguments) -> Answer:
 UTILITIES = {
     "info": _Utility(_NoArguments, _info),
     "is_sleeping": _Utility(_NoArguments, _is_sleeping),
-    "pause": _Utility(_NoArguments, _pause),
+    "pause": _Utility(_Pause, _pause),
     "reset_prefix_cache": _Utility(_NoArguments, _reset_prefix_cache),
     "resume": _Utility(_NoArguments, _resume),
     "sleep": _Utility(_Sleep, _sleep),

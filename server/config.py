@@ -289,7 +289,11 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     ] = "least-loaded"
     max_resumes: Annotated[
         int,
-        Meta(ge=0, description="How often a request may be moved away from an engine that died."),
+        Meta(
+            ge=0,
+            description="How often a request may be moved away from an engine that died before it "
+            "has to run alone.",
+        ),
     ] = 1
     resume_timeout: Annotated[
         float,

@@ -12,7 +12,12 @@ from starlette.exceptions import HTTPException
 
 from server.access.admission import Overloaded
 from server.access.json_price import TooCostly
-from server.cluster.generation_client import NoEngineAvailable, NoSuchEngine, ReaderTooSlow
+from server.cluster.generation_client import (
+    KillsEngines,
+    NoEngineAvailable,
+    NoSuchEngine,
+    ReaderTooSlow,
+)
 from server.generation import RequestRefused
 from server.schemas.common import ErrorDetail, ErrorResponse
 
@@ -89,6 +94,17 @@ def unavailable(message: str) -> ApiError:
     )
 
 
+def kills_engines(message: str) -> ApiError:
+    """The request ended engines (500); clients that know the header do not send it again."""
+    return ApiError(
+        500,
+        message,
+        kind="server_error",
+        code="request_kills_engines",
+        headers=(("x-should-retry", "false"),),
+    )
+
+
 def too_many_requests(error: Overloaded) -> ApiError:
     """The queue is full (429); the client may come again after a while."""
     return ApiError(
@@ -125,6 +141,8 @@ def to_api_error(error: Exception) -> ApiError | None:
             known = unavailable(str(error) or "No engine can serve the request now; try again.")
         case RequestRefused():
             known = invalid(str(error), error.param)
+        case KillsEngines():
+            known = kills_engines(str(error))
         case Overloaded():
             known = too_many_requests(error)
         case ReaderTooSlow():

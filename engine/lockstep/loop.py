@@ -15,16 +15,17 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.core import CoreStep, EngineCore
+from engine.core import EngineCore
 from engine.distributed.spec import GroupBroken
 from engine.intake import Intake
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.held_calls import HeldCalls
 from engine.lockstep.wave import EngineWave, Gather, GatherRow, Leave, Park, Step
+from engine.loop import send_step
 from engine.messages import AddRequest, FormGroup, StartDpWave, UtilityCall
 from engine.receiver import InboxItem, Rejoined, Stop
 from engine.scheduler.admission import RankState
-from engine.sender import Outbox, StepDone, UtilityDone
+from engine.sender import Outbox, StepDone
 from engine.watchdog import StepWatch
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class LockstepLoop:
             self._watch.end()
         self._last_step_us = int((time.monotonic() - began) * 1e6)
         self._wave.stepped()
-        self._send(step)
+        send_step(self._outbox, step)
         self._drain(0)
 
     # -- what comes in ---------------------------------------------------------------------------
@@ -201,12 +202,7 @@ class LockstepLoop:
     def _send_answers(self) -> None:
         answers = self._core.answers()
         if answers is not None:
-            self._send(answers)
+            send_step(self._outbox, answers)
 
     def _send_stats(self) -> None:
         self._outbox.put(StepDone(self._core.stats(), {}))
-
-    def _send(self, step: CoreStep) -> None:
-        self._outbox.put(StepDone(step.stats, step.outputs))
-        for front_end, result in step.utility_results:
-            self._outbox.put(UtilityDone(front_end, result))

@@ -129,10 +129,19 @@ class EngineStats(Message, frozen=True):
     """Sum of these tokens."""
     deferred: int = 0
     """Those of the waiting requests that wait for their grammar to be compiled, not for a slot."""
+    alone: int = 0
+    """Id of the request that runs alone from the next step on (see `AddRequest.alone`): what
+    happens to the engine now is its doing and nobody else's. 0: all run together."""
+    hands_over: bool = False
+    """Halted, and what it holds is to go to engines that are not."""
 
 
 class StepOutputs(Message, frozen=True):
-    """All outputs of one step that belong to one front end, with the engine's stats."""
+    """All outputs of one step that belong to one front end, with the engine's stats.
+
+    Without outputs only the stats are news: that the engine was halted or goes on, that it runs
+    one request alone or all together again.
+    """
 
     stats: EngineStats
     outputs: list[RequestOutput]

@@ -114,6 +114,9 @@ class AddRequest(Message, frozen=True):
     cache_root: bytes = b""
     """Where the chain of its KV blocks' names begins (`ROOT_SIZE` bytes): only requests with the
     same one find each other's prefixes. Empty: the common one."""
+    alone: int = 0
+    """It may be what killed engines: nobody else is computed beside it until so many of its own
+    steps have ended well. 0: an ordinary request."""
 
     @property
     def num_tokens(self) -> int:

@@ -50,6 +50,8 @@ class Request:
     was_taken_over: bool
     """Came with output of another engine: its first output has been sent before."""
 
+    steps_alone: int = 0
+    """Steps with a draw that nobody else may be computed in; more than 0 for suspects."""
     status: RequestStatus = RequestStatus.WAITING
     slot: int = NO_SLOT
     table: BlockTable = field(default_factory=BlockTable)
@@ -149,6 +151,7 @@ def request_from_message(
         stop_ids=stop_ids,
         was_taken_over=bool(message.output_token_ids),
         table=BlockTable(message.cache_root or ROOT_DIGEST),
+        steps_alone=message.alone,
         queued_tokens=len(token_ids),
         queued_at=now,
     )

@@ -19,6 +19,7 @@ from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks
 from engine.scheduler.draft import Draft
 from engine.scheduler.fairness import PrefillParts, Shares
 from engine.scheduler.grammars import Grammars
+from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output, refused_output
 from engine.scheduler.precedence import Precedence
@@ -80,6 +81,8 @@ class Scheduler:
         self._running: dict[int, Request] = {}  # in order of admission
         self._num_slots = scheduling.max_num_seqs
         self._slots = Slots(self._num_slots, self._kv, grammars)
+        self._isolation = Isolation()
+        self._refused: Outputs = {}  # answers to suspects whose turn ended before its first step
         self._in_flight: deque[InFlight] = deque()
         self._num_plans = 0
         self._num_arrivals = 0
@@ -96,11 +99,18 @@ class Scheduler:
     @property
     def needs_step(self) -> bool:
         """Whether a step would do anything now: it would not for requests without their grammar."""
+        if self._isolation.current_id in self._compiling:
+            return bool(self._in_flight)
         return len(self._requests) > len(self._compiling) or bool(self._in_flight)
+
+    @property
+    def alone(self) -> int:
+        """Id of the request that nobody else is planned beside; 0 if all run together."""
+        return self._isolation.current_id
 
     def gauges(self) -> Gauges:
         """Return the load right now."""
-        waiting = len(self._waiting) + len(self._compiling)
+        waiting = len(self._waiting) + len(self._compiling) + len(self._isolation)
         return Gauges(waiting, len(self._running), self._kv.usage, self._queued_tokens)
 
     @property
@@ -115,12 +125,11 @@ class Scheduler:
         """
         cap = self._max_prefill_tokens
         parts = self._shares.parts()
+        running = self._isolation.planned(self._running.values())
         partials = [
-            parts.take(r.tenant, min(r.queued_tokens, cap))
-            for r in self._running.values()
-            if r.queued_tokens
+            parts.take(r.tenant, min(r.queued_tokens, cap)) for r in running if r.queued_tokens
         ]
-        decodes = len(self._running) - len(partials)
+        decodes = len(running) - len(partials)
         ready_tokens, ready_requests = self._ready_prefill(partials, decodes, parts)
         return RankState(
             running=len(self._running),
@@ -143,7 +152,7 @@ class Scheduler:
         tokens, requests = sum(partials), len(partials)
         slots = self._slots.num_free
         blocks = self._kv.num_free_blocks - (self._headroom if self._running else 0)
-        for request in self._waiting:
+        for request in self._isolation.admissible(self._waiting, self._compiling):
             if tokens >= room or slots == 0 or request.num_steps_in_flight:
                 break
             cached, needed = self._kv.needs(
@@ -192,17 +201,25 @@ class Scheduler:
         )
         if request.num_tokens >= request.max_total_tokens:
             return RequestOutput(message.id, [], finish_reason="length")
-        if message.sampling.grammar is not None:
-            if self._grammars is None:
-                error = "this engine has no tokenizer for grammars"
-                return RequestOutput(message.id, [], finish_reason="error", error=error)
-            request.grammar = self._grammars.ask(message.sampling.grammar)
-            self.counters.grammar_requests += 1
-            self.counters.grammar_waits += not request.grammar.settled
+        if message.sampling.grammar is not None and self._grammars is None:
+            error = "this engine has no tokenizer for grammars"
+            return RequestOutput(message.id, [], finish_reason="error", error=error)
         self._requests[request.id] = request
         self._shares.come(request.tenant)
         self._queued_tokens += request.queued_tokens
+        if request.steps_alone:
+            self._isolation.push(request)
+            return None
+        return self._compile(request)
+
+    def _compile(self, request: Request) -> RequestOutput | None:
+        """Queue the request as soon as its grammar, if it has one, is compiled."""
         self._compiling[request.id] = request
+        spec = request.sampling.grammar
+        if spec is not None and self._grammars is not None:
+            request.grammar = self._grammars.ask(spec)
+            self.counters.grammar_requests += 1
+            self.counters.grammar_waits += not request.grammar.settled
         return self._queue_compiled(request)
 
     def queue_compiled(self) -> Outputs:
@@ -265,15 +282,13 @@ class Scheduler:
         """Plan the next step; every plan has to be given to `update`, in order."""
         draft = Draft(now)
         budget = StepBudget(self._max_batched_tokens, grant)
-        if budget.can_admit and self._waiting:
-            self._make_room()
-        self._shares.begin_step()
         self._parts = self._shares.parts()
-        short = self._kv.num_free_blocks < len(self._running)
-        self._precedence.look(self._running.values(), short=short)
-        partials = self._schedule_decodes(draft, budget)
-        self._schedule_partials(draft, budget, partials)
-        self._schedule_waiting(draft, budget)
+        if self._isolation.is_due:
+            self._begin_turn()  # an empty step: whoever runs alone is announced before it runs
+        elif self._isolation.current is not None:
+            self._schedule_alone(draft, budget, self._isolation.current)
+        else:
+            self._schedule_all(draft, budget)
         if self._speculator is not None:
             self._speculator.guess(draft, budget, self._kv, headroom=self._headroom)
         self._num_passed_over = len(self._waiting)
@@ -286,11 +301,11 @@ class Scheduler:
         """Take the result of the oldest plan in flight and return what it adds to each request."""
         expected, requests, step_tokens = self._in_flight[0]
         assert plan is expected, "results have to come in the order of the plans"
+        outputs, self._refused = self._refused, {}
         for row, logprobs in result.prompt_logprobs.items():
             if requests[row].lacks_prompt_logprobs:
                 requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
-        outputs: Outputs = {}
         first = 0
         for row, (request, start, count, sampled) in enumerate(
             zip(requests, plan.starts, plan.counts, plan.samples, strict=True)
@@ -321,6 +336,8 @@ class Scheduler:
         self._in_flight.popleft()
         if requests:
             self.counters.count_step(step_tokens)
+        if self._isolation.current is not None:
+            self._isolation.landed(requests, plan.samples)
         return outputs
 
     def check_integrity(self) -> None:
@@ -333,7 +350,7 @@ class Scheduler:
         known |= {id(r): r for entry in self._in_flight for r in entry.requests}
         self._slots.check_integrity(known.values())
         assert self._queued_tokens == sum(r.queued_tokens for r in known.values())
-        queued = len(self._waiting) + len(self._compiling)
+        queued = len(self._waiting) + len(self._compiling) + len(self._isolation)
         assert len(self._requests) == len(self._running) + queued
         self._shares.check_integrity(self._requests.values(), self._running.values())
         assert all(r.num_steps_in_flight > 0 for r in known.values() if r.num_proposed_tokens)
@@ -341,6 +358,49 @@ class Scheduler:
             assert self._speculator.num_tracked <= len(self._running)
 
     # -- stages of schedule ----------------------------------------------------------------------
+
+    def _schedule_all(self, draft: Draft, budget: StepBudget) -> None:
+        if budget.can_admit and self._waiting:
+            self._make_room()
+        self._shares.begin_step()
+        self._parts = self._shares.parts()
+        short = self._kv.num_free_blocks < len(self._running)
+        self._precedence.look(self._running.values(), short=short)
+        partials = self._schedule_decodes(draft, budget)
+        self._schedule_partials(draft, budget, partials)
+        self._schedule_waiting(draft, budget)
+
+    def _begin_turn(self) -> None:
+        """Begin a suspect's turn unless the steps of others are in flight.
+
+        Its grammar is compiled within its turn: that may be what kills.
+        """
+        if any(entry.requests for entry in self._in_flight):
+            return
+        request = self._isolation.begin()
+        answer = self._compile(request)
+        if answer is not None:
+            self._refused.setdefault(request.front_end, []).append(answer)
+
+    def _schedule_alone(self, draft: Draft, budget: StepBudget, request: Request) -> None:
+        """Plan the next step of a suspect; others keep what they hold unless it needs that."""
+        for partial in self._schedule_decodes(draft, budget):
+            count = budget.try_continue(self._chunk(partial))
+            if count:
+                self._plan_prefill(draft, partial, count)
+        if request.status is not RequestStatus.WAITING or request.num_steps_in_flight:
+            return
+        if not budget.can_admit or request.id in self._compiling:
+            return
+        while not self._slots.num_free or (cached := self._try_admit(request)) is None:
+            self._preempt(self._last_to_run())
+        self._start(draft, request, cached)
+        self._plan_prefill(draft, request, budget.try_admit(self._chunk(request)))
+
+    def _last_to_run(self) -> Request:
+        """Return the running request that is preempted first."""
+        running = self._isolation.others(self._running.values())
+        return max(running, key=self._precedence.standing)
 
     def _make_room(self) -> None:
         """Preempt requests for waiting ones that should have their slots or blocks."""
@@ -366,7 +426,8 @@ class Scheduler:
     def _schedule_decodes(self, draft: Draft, budget: StepBudget) -> list[Request]:
         """Plan one token for each decode and return the requests that are still in prefill."""
         partials = []
-        for request in self._precedence.in_order(self._running.values()):
+        running = self._isolation.planned(self._running.values())
+        for request in self._precedence.in_order(running):
             if request.queued_tokens:
                 partials.append(request)
                 continue
@@ -466,7 +527,7 @@ class Scheduler:
             if self._slots.num_leaving_blocks:
                 return False  # there will be blocks when the plans in flight are done
             # Those that come after `request` are not in the draft yet, nor is it itself.
-            victim = max(self._running.values(), key=self._precedence.standing)
+            victim = self._last_to_run()
             self._preempt(victim)
             if victim is request:
                 return False
@@ -553,13 +614,14 @@ class Scheduler:
         del self._requests[request.id]
         self._queued_tokens -= request.queued_tokens
         request.queued_tokens = 0
+        queued = request.steps_alone and self._isolation.forget(request)
         was_running = request.status is RequestStatus.RUNNING
         request.status = RequestStatus.FINISHED
         self._shares.leave(request.tenant)
         if was_running:
             del self._running[request.id]
             self._vacate(request)
-        elif self._compiling.pop(request.id, None) is None:
+        elif not queued and self._compiling.pop(request.id, None) is None:
             self._waiting.remove(request)
 
     def _vacate(self, request: Request) -> None:

@@ -10,12 +10,10 @@ connection, still says about it is taken for news.
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
 from engine.messages import (
-    AbortRequests,
     AddRequest,
     ClusterView,
     EngineDead,
@@ -27,22 +25,18 @@ from engine.messages import (
     StepOutputs,
     WakeUp,
 )
-from server.cluster.generation_client import NoEngineAvailable, NoSuchEngine
-from server.cluster.routing import Choice, RoutingPolicy
+from server.cluster.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
+from server.cluster.outgoing import ClientMetrics, Outgoing
+from server.cluster.probation import MOST_TRIES, Probation
+from server.cluster.routing import RoutingPolicy
 from server.cluster.state import ClusterState, EngineLost
+from server.cluster.suspicion import Engine
 from server.cluster.token_stream import RequestStream
 
 logger = logging.getLogger(__name__)
 
-
-class ClientMetrics(Protocol):
-    """What is counted about requests and engines."""
-
-    def routing_decision(self, rank: int, reason: str) -> None: ...
-
-    def request_resumed(self) -> None: ...
-
-    def observe_wake(self, seconds: float) -> None: ...
+PROBATION_PATIENCE = 10
+"""A suspect that is neither cleared nor convicted is given up after so many `resume_timeout`s."""
 
 
 class Dispatcher:
@@ -79,16 +73,20 @@ class Dispatcher:
         """Requests that have not ended, by the id under which they were sent last."""
         self._front_end = front_end
         self._next_id = first_id
-        self._policy = policy
         self._metrics = metrics
         self._transmit = send
-        self._notify = notify
+        self._out = Outgoing(
+            front_end=front_end,
+            state=state,
+            policy=policy,
+            metrics=metrics,
+            transmit=send,
+            notify=notify,
+        )
         self._on_idle = on_idle
-        self._max_resumes = max_resumes
         self._resume_timeout = resume_timeout
         self._homeless: dict[int, float] = {}
-        self._woken_at: float | None = None
-        self._out_of_reach: list[EngineLost] = []
+        self._probation = Probation(max_resumes, PROBATION_PATIENCE * resume_timeout)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -107,8 +105,13 @@ class Dispatcher:
         """Route one sequence to an engine and return its stream.
 
         Raises:
-            NoEngineAvailable: no engine, or not the wished one, can take it now.
+            NoEngineAvailable: no engine, or not the wished one, is there.
         """
+        if pinned_rank is not None and pinned_rank >= self.state.num_ranks:
+            raise NoSuchEngine(f"there is no engine {pinned_rank}")
+        if not self.state.loads(lambda rank: pinned_rank in (None, rank)):
+            which = "no engine can" if pinned_rank is None else f"engine {pinned_rank} cannot"
+            raise NoEngineAvailable(f"{which} serve now")
         request = AddRequest(
             id=self._new_id(),
             request_id=request_id,
@@ -120,19 +123,16 @@ class Dispatcher:
             tenant=tenant,
             cache_root=cache_root,
         )
-        choice = self._choose(request, pinned_rank)
-        stream = RequestStream(request, self.close)
-        try:
-            self._send(stream, choice, now)
-            self.in_flight[request.id] = stream
-        finally:
-            self._settle(now)
+        stream = RequestStream(request, self.close, pinned_rank)
+        self.in_flight[request.id] = stream
+        self._send_or_wait(stream, now)
+        self._settle(now)
         return stream
 
     def close(self, stream: RequestStream) -> None:
         """Forget a request, aborting it if it has not finished; idempotent."""
         if self._forget(stream.request.id) is not None and not stream.finished:
-            self._abort([stream.request.id], stream.rank, stream.incarnation)
+            self._out.abort([stream.request.id], stream.rank, stream.incarnation)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -144,9 +144,7 @@ class Dispatcher:
         address = self.state.address_of(rank)
         if address is not None and address[0] == incarnation:
             for stream in self.in_flight.values():  # it was only silent
-                stream.in_doubt.discard((rank, incarnation))
-                stream.died_on.discard((rank, incarnation))
-                stream.silent_on.discard((rank, incarnation))
+                stream.suspicion.heard((rank, incarnation))
         if greeting.asks and self.state.routes_to(rank, incarnation):
             self._transmit(sender, RouteTaken(greeting.session))
         self._find_homes(now)
@@ -157,7 +155,7 @@ class Dispatcher:
         stats = message.stats
         order = self.state.outputs_arrived(stats)
         self.state.observe(stats, now)
-        self._note_wake(stats.running + stats.waiting > 0 or bool(message.outputs), now)
+        self._out.note_wake(stats.running + stats.waiting > 0 or bool(message.outputs), now)
         stale = []
         for output in message.outputs if order >= 0 else ():
             stream = self.in_flight.get(output.id)
@@ -165,8 +163,10 @@ class Dispatcher:
                 self._deliver(stream, output, now)
             elif output.finish_reason is None and stream is None:
                 stale.append(output.id)  # has moved on, or was aborted by nobody it heard
+        if order == 0:
+            self._probation.watch(stats)
         if stale:
-            self._abort(stale, stats.rank, stats.incarnation)
+            self._out.abort(stale, stats.rank, stats.incarnation)
         if order > 0:
             self._send_again(stats.rank, stats.incarnation, now)
         self._settle(now)
@@ -180,15 +180,15 @@ class Dispatcher:
 
     def out_of_reach(self, rank: int, incarnation: int, now: float) -> None:
         """A message could not be sent to an engine."""
-        self._out_of_reach += self.state.out_of_reach(rank, incarnation)
+        self._out.unreachable += self.state.out_of_reach(rank, incarnation)
         self._settle(now)
 
     def view_changed(self, view: ClusterView, now: float) -> list[EngineLost]:
         """Take a cluster view from the coordinator; return the engines that have gone."""
         lost = self.state.update_view(view, now)
-        self._note_wake(view.running, now)
+        self._out.note_wake(view.running, now)
         self._engines_lost(lost, now)
-        self._replaced(view)
+        self._replaced(view, now)
         self._find_homes(now)
         self._settle(now)
         return lost
@@ -197,12 +197,17 @@ class Dispatcher:
         """Time has passed; return the engines that have gone."""
         lost = self.state.tick(now)
         self._engines_lost(lost, now)
-        self._out_of_reach += self.state.unheard(now)
+        self._out.unreachable += self.state.unheard(now)
         self._settle(now)
         self._find_homes(now)
         for id_, since in list(self._homeless.items()):
-            if now - since > self._resume_timeout:
-                self._give_up(id_, "the engine died and no other could take the request over")
+            if now - since > self._resume_timeout and not self._only_halted(self.in_flight[id_]):
+                self._no_home(self.in_flight[id_])
+        for stream in self._probation.overdue(now):
+            self._kills_engines(stream)
+        for stream in self._probation.tick():
+            self._rehome(stream, now)
+        self._begin_trial(now)
         return lost
 
     # -- sending ---------------------------------------------------------------------------------
@@ -211,67 +216,10 @@ class Dispatcher:
         self._next_id += 1
         return self._next_id
 
-    def _choose(self, request: AddRequest, pinned_rank: int | None = None) -> Choice:
-        if pinned_rank is not None:
-            if pinned_rank >= self.state.num_ranks:
-                raise NoSuchEngine(f"there is no engine {pinned_rank}")
-            if not self.state.loads(lambda rank: rank == pinned_rank):
-                raise NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
-            return Choice(pinned_rank, "pinned")
-        loads = self.state.loads()
-        if not loads:
-            raise NoEngineAvailable("no engine can serve now")
-        return self._policy.choose(
-            loads,
-            request.prompt_token_ids,
-            self.state.unseen_front_ends,
-            cache_root=request.cache_root,
-        )
-
-    def _send(self, stream: RequestStream, choice: Choice, now: float) -> None:
-        """Send a request to the chosen engine, or to the next best if that one has just died."""
-        while True:
-            rank = choice.rank
-            address = self.state.address_of(rank)
-            assert address is not None, f"engine {rank} was offered without a route"
-            incarnation, identity = address
-            stream.rank, stream.incarnation = rank, incarnation
-            was_paused = self.state.paused
-            message = stream.message(self.state.wave)
-            if not self._transmit(identity, message):
-                logger.warning("engine %d cannot be reached", rank)
-                # Others that are in flight there are moved after this one has found its place.
-                self._out_of_reach += self.state.out_of_reach(rank, incarnation)
-                stream.rank = -1
-                choice = self._choose(stream.request)
-                continue
-            self.state.sent(rank, message.num_tokens)
-            stream.times.sent(rank, now)
-            self._metrics.routing_decision(rank, choice.reason)
-            if logger.isEnabledFor(logging.DEBUG):
-                name = message.request_id
-                fields = {"request_id": name, "engine": rank, "reason": choice.reason}
-                logger.debug("request %s goes to engine %d", name, rank, extra=fields)
-            if was_paused:
-                self._wake_up(rank, now)
-            return
-
-    def _wake_up(self, rank: int, now: float) -> None:
-        if self._woken_at is None:
-            self._woken_at = now
-        self._notify(WakeUp(self._front_end, rank, self.state.wave))
-
-    def _note_wake(self, running: bool, now: float) -> None:
-        if running and self._woken_at is not None:
-            self._metrics.observe_wake(now - self._woken_at)
-            self._woken_at = None
-
-    def _abort(self, ids: list[int], rank: int, incarnation: int) -> None:
-        address = self.state.address_of(rank)
-        if address is None or address[0] != incarnation:
-            return
-        if not self._transmit(address[1], AbortRequests(ids)):
-            logger.debug("engine %d went before an abort reached it", rank)
+    def _send_or_wait(self, stream: RequestStream, now: float, since: float | None = None) -> None:
+        """Send a request to an engine; if none can take it, it waits, as it may have `since`."""
+        if not (self._probation.may_run(stream) and self._out.send(stream, now)):
+            self._homeless[stream.request.id] = now if since is None else since
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -286,6 +234,8 @@ class Dispatcher:
         """Drop a request that has ended, for whatever reason; None if it is not known."""
         self._homeless.pop(id_, None)
         stream = self.in_flight.pop(id_, None)
+        if stream is not None and stream in self._probation:
+            self._probation.drop(stream)
         if not self.in_flight:
             self._on_idle()
         return stream
@@ -299,8 +249,8 @@ class Dispatcher:
         """See to what the event just handled turned out to have broken."""
         for rank, incarnation in self.state.take_broken():
             self._send_again(rank, incarnation, now)
-        while self._out_of_reach:
-            engine = self._out_of_reach.pop()
+        while self._out.unreachable:
+            engine = self._out.unreachable.pop()
             stranded = self._running_on(engine.rank, engine.incarnation)
             if stranded:
                 logger.warning(
@@ -309,10 +259,13 @@ class Dispatcher:
             for stream in stranded:
                 # It may have died, and of this request: only its return or its end will tell. If a
                 # connection broke that is known soon; if it fell silent nobody can wait for it.
-                self._leave(stream)
-                left = stream.silent_on if engine.was_silent else stream.in_doubt
-                left.add((engine.rank, engine.incarnation))
+                self._out.leave(stream)
+                place = (engine.rank, engine.incarnation)
+                if engine.alone == stream.request.id:
+                    stream.suspicion.alone_on = place
+                stream.suspicion.left(place, was_silent=engine.was_silent)
                 self._move(stream, now)
+        self._begin_trial(now)
 
     def _engines_lost(self, lost: list[EngineLost], now: float) -> None:
         for each in lost:
@@ -321,28 +274,30 @@ class Dispatcher:
             if stranded:
                 logger.warning("engine %d has gone: moving %d requests", each.rank, len(stranded))
             for stream in list(self.in_flight.values()):
-                ran_there = stream.runs_on(*engine)
-                if not ran_there and engine not in stream.in_doubt | stream.silent_on:
+                ran_there, suspicion = stream.runs_on(*engine), stream.suspicion
+                if not ran_there and not suspicion.left_on(engine):
                     continue
-                stream.in_doubt.discard(engine)
-                stream.silent_on.discard(engine)
-                (stream.silent_on if each.was_silent else stream.died_on).add(engine)
+                ran_alone = suspicion.alone_on == engine or each.alone == stream.request.id
+                if ran_alone and not each.was_silent:
+                    self._convict(stream, engine)
+                    continue
+                if each.alone and not each.was_silent:
+                    suspicion.excused(engine)
+                else:
+                    suspicion.ended(engine, was_silent=each.was_silent)
                 if ran_there:
-                    self._leave(stream)
+                    self._out.leave(stream)
                     self._move(stream, now)
-                elif len(stream.died_on) > self._max_resumes:
-                    self._suspect(stream)
+                else:
+                    self._look_at(stream, now)
 
-    def _replaced(self, view: ClusterView) -> None:
+    def _replaced(self, view: ClusterView, now: float) -> None:
         """Engines that fell silent have died if others are in their places now."""
         incarnations = {entry.rank: entry.incarnation for entry in view.engines}
         for stream in list(self.in_flight.values()):
-            for rank, incarnation in list(stream.silent_on):
-                if incarnations.get(rank, incarnation) != incarnation:
-                    stream.silent_on.discard((rank, incarnation))
-                    stream.died_on.add((rank, incarnation))
-            if len(stream.died_on) > self._max_resumes:
-                self._suspect(stream)
+            if stream.suspicion.silent_on:
+                stream.suspicion.replaced(incarnations)
+                self._look_at(stream, now)
 
     def _send_again(self, rank: int, incarnation: int, now: float) -> None:
         """Send the requests of a living engine anew, because it or its answers were not heard."""
@@ -352,63 +307,107 @@ class Dispatcher:
             "messages to or of engine %d were lost: sending %d requests again", rank, len(again)
         )
         if again:
-            self._abort([stream.request.id for stream in again], rank, incarnation)
+            self._out.abort([stream.request.id for stream in again], rank, incarnation)
         for stream in again:
+            stream.suspicion.alone_on = None
             self._rehome(stream, now)
 
-    def _leave(self, stream: RequestStream) -> None:
-        """Spare an engine that may only be silent the work, should it hear again."""
-        identity = self.state.greeted_from(stream.rank, stream.incarnation)
-        if identity is not None:
-            self._transmit(identity, AbortRequests([stream.request.id]))
-
     def _move(self, stream: RequestStream, now: float) -> None:
+        """A request has lost its engine: it goes to another, or waits for its turn to run alone."""
         stream.rank = -1
-        if len(stream.died_on) > self._max_resumes:
-            self._suspect(stream)
-            return
-        self._metrics.request_resumed()
-        self._rehome(stream, now)
+        if not self._look_at(stream, now):
+            self._metrics.request_resumed()
+            self._rehome(stream, now)
 
-    def _suspect(self, stream: RequestStream) -> None:
-        logger.error(
-            "request %s was in flight on %d engines that died: not tried again",
-            stream.request.request_id,
-            len(stream.died_on),
-            extra={"request_id": stream.request.request_id},
-        )
-        self._abort([stream.request.id], stream.rank, stream.incarnation)
-        self._give_up(
-            stream.request.id,
-            f"the request was in flight on {len(stream.died_on)} engines that died and is "
-            "suspected to be the reason; it is not tried again",
-        )
+    # -- suspects --------------------------------------------------------------------------------
 
-    def _give_up(self, id_: int, why: str) -> None:
+    def _look_at(self, stream: RequestStream, now: float) -> bool:
+        """See what the deaths of engines say of a request; whether it may not run as it did."""
+        probation = self._probation
+        if stream not in probation:
+            if not probation.is_suspect(stream):
+                return False
+            name, deaths = stream.request.request_id, len(stream.suspicion.died_on)
+            what = "request %s was in flight on %d engines that died: it has to run alone"
+            logger.warning(what, name, deaths, extra={"request_id": name})
+            self._out.abort([stream.request.id], stream.rank, stream.incarnation)
+            probation.add(stream, now)
+            self._renumber(stream, now)
+        elif stream.suspicion.tries >= MOST_TRIES:
+            self._kills_engines(stream)
+        elif stream.rank < 0 and stream is probation.on_trial:
+            probation.broke_off(stream)
+            self._renumber(stream, now)
+        return True
+
+    def _begin_trial(self, now: float) -> None:
+        """Send the next suspect to an engine, to run alone, if it is time for one."""
+        if self._probation and (stream := self._probation.next()) is not None:
+            self._rehome(stream, now)
+            self._settle(now)
+
+    def _convict(self, stream: RequestStream, engine: Engine) -> None:
+        """An engine died of a request that ran alone: others did not kill the engines before."""
+        stream.suspicion.alone_on = engine
+        self._probation.convicted(stream, self.in_flight.values())
+        self._kills_engines(stream)
+
+    def _kills_engines(self, stream: RequestStream) -> None:
+        name, why = stream.request.request_id, stream.suspicion.says()
+        logger.error("request %s: %s", name, why, extra={"request_id": name})
+        self._end(stream.request.id, KillsEngines(why))
+
+    # -- requests without an engine --------------------------------------------------------------
+
+    def _end(self, id_: int, error: NoEngineAvailable | KillsEngines) -> None:
         stream = self._forget(id_)
-        assert stream is not None, f"request {id_} is given up but not known"
-        stream.fail(NoEngineAvailable(why))
+        assert stream is not None, f"request {id_} is ended but not known"
+        self._out.abort([id_], stream.rank, stream.incarnation)
+        stream.fail(error)
+
+    def _no_home(self, stream: RequestStream) -> None:
+        why = "the engine died and no other could take the request over"
+        if stream.pinned_rank is not None:
+            why = (
+                f"engine {stream.pinned_rank}, the only one that may run the request, has gone "
+                f"and was not back within {self._resume_timeout:g} s"
+            )
+        self._end(stream.request.id, NoEngineAvailable(why))
+
+    def _only_halted(self, stream: RequestStream) -> bool:
+        """Whether a request waits only because all engines are halted."""
+        return stream.pinned_rank is None and self.state.has_engines and not self.state.ready
 
     def _find_homes(self, now: float) -> None:
-        if self.state.ready:
-            for id_ in list(self._homeless):
-                if id_ in self._homeless:
-                    self._rehome(self.in_flight[id_], now)
+        ready = self.state.ready
+        for id_ in list(self._homeless):
+            stream = self.in_flight.get(id_)
+            if stream is not None and (ready or stream.pinned_rank is not None):
+                self._rehome(stream, now)
+        if ready:
+            for rank, incarnation in self.state.handing_over:
+                self._hand_over(rank, incarnation, now)
 
-    def _rehome(self, stream: RequestStream, now: float) -> None:
-        """Send a request anew; it waits if no engine can take it, or if none should yet."""
+    def _hand_over(self, rank: int, incarnation: int, now: float) -> None:
+        """Send what a halted engine holds to others, as its operator wishes: nobody has died."""
+        moving = [each for each in self._running_on(rank, incarnation) if each.pinned_rank is None]
+        if moving:
+            logger.info("engine %d is halted: moving %d requests", rank, len(moving))
+            self._out.abort([stream.request.id for stream in moving], rank, incarnation)
+        for stream in moving:
+            self._rehome(stream, now)
+
+    def _renumber(self, stream: RequestStream, now: float) -> None:
+        """Let a request run nowhere, and nothing that is still said of it count."""
         stream.times.left(now)
-        old = stream.request.id
-        since = self._homeless.pop(old, now)
-        del self.in_flight[old]
+        del self.in_flight[stream.request.id]
+        self._homeless.pop(stream.request.id, None)
         stream.rank = -1
         stream.request = msgspec.structs.replace(stream.request, id=self._new_id())
         self.in_flight[stream.request.id] = stream
-        suspected = len(stream.died_on | stream.in_doubt) > self._max_resumes
-        try:
-            if suspected:
-                raise NoEngineAvailable("it may have killed engines, and has to wait to be cleared")
-            self._send(stream, self._choose(stream.request), now)
-        except NoEngineAvailable:
-            stream.rank = -1
-            self._homeless[stream.request.id] = since
+
+    def _rehome(self, stream: RequestStream, now: float) -> None:
+        """Send a request anew; it waits if no engine can take it, or if none should yet."""
+        since = self._homeless.get(stream.request.id)
+        self._renumber(stream, now)
+        self._send_or_wait(stream, now, since)

@@ -28,8 +28,9 @@ from engine.messages import (
     encode,
 )
 from engine.transport import Inbox
-from server.cluster.dispatch import ClientMetrics, Dispatcher
+from server.cluster.dispatch import Dispatcher
 from server.cluster.generation_client import NoEngineAvailable
+from server.cluster.outgoing import ClientMetrics
 from server.cluster.routing import RoutingPolicy
 from server.cluster.state import ClusterState, EngineLost
 from server.cluster.token_stream import RequestStream
@@ -98,6 +99,10 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         return self._state.ready and not self._draining
+
+    @property
+    def takes_requests(self) -> bool:
+        return self._state.has_engines and not self._draining
 
     @property
     def max_model_len(self) -> int:
@@ -172,11 +177,11 @@ class EngineClient:
             address = self._state.address_of(each)
             assert address is not None, f"engine {each} was offered without a route"
             incarnation, identity = address
-            self._utilities.expect(call_id, each)
+            self._utilities.expect(call_id, each, incarnation)
             if not self._send(identity, call):
                 logger.warning("engine %d cannot be reached", each)
                 self._dispatcher.out_of_reach(each, incarnation, time.monotonic())
-                self._utilities.engine_lost(each)
+                self._utilities.engine_lost(each, incarnation)
         return await asyncio.gather(
             *(self._utilities.answer(call_id, each, within) for each in ranks)
         )
@@ -218,7 +223,7 @@ class EngineClient:
             self._utilities.answered(message)
         else:
             self._dispatcher.engine_died(message, time.monotonic())
-            self._utilities.engine_lost(message.rank)
+            self._utilities.engine_lost(message.rank, message.incarnation)
 
     def view_changed(self, view: ClusterView) -> None:
         """Take a cluster view from the coordinator."""
@@ -231,7 +236,7 @@ class EngineClient:
 
     def _engines_lost(self, lost: list[EngineLost]) -> None:
         for engine in lost:
-            self._utilities.engine_lost(engine.rank)
+            self._utilities.engine_lost(engine.rank, engine.incarnation)
 
     def _note_readiness(self) -> None:
         if self._state.ready:

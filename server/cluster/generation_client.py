@@ -18,6 +18,10 @@ class ReaderTooSlow(Exception):
     """Too much had been generated for a client that does not read it; the request was aborted."""
 
 
+class KillsEngines(Exception):
+    """The request ended the engines that computed it, or may have: it must not be sent again."""
+
+
 class TokenStream(Protocol):
     """The tokens of one request, in order, from whichever engine runs it."""
 
@@ -33,6 +37,7 @@ class TokenStream(Protocol):
 
         Raises:
             NoEngineAvailable: the request was lost with its engine and nothing can take it over.
+            KillsEngines: it is the reason, or has to be taken for it.
             ReaderTooSlow: nobody read for so long that the request was aborted.
         """
         ...
@@ -47,7 +52,12 @@ class GenerationClient(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether at least one engine can serve."""
+        """Whether at least one engine can serve now."""
+        ...
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests are taken; they wait while all engines are halted."""
         ...
 
     @property
@@ -98,7 +108,7 @@ class GenerationClient(Protocol):
         """Route one sequence to an engine and return its stream.
 
         Raises:
-            NoEngineAvailable: no engine can take it (or the pinned one cannot).
+            NoEngineAvailable: there is no engine (or the pinned one is not there).
             NoSuchEngine: there is no engine of the pinned rank.
         """
         ...

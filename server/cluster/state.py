@@ -29,6 +29,8 @@ class EngineLost:
     was_silent: bool = False
     """It was not heard for long before: it may be back some day, and its end was no crash that
     was seen."""
+    alone: int = 0
+    """Id of the request that it ran alone: its end was the doing of nobody else there."""
 
 
 @dataclass
@@ -159,7 +161,7 @@ class ClusterState:
             elif route.identity is not None and now - route.heard_at > self._grace:
                 silent.append((rank, route.entry.incarnation))
         return [
-            EngineLost(lost.rank, lost.incarnation, was_silent=True)
+            EngineLost(lost.rank, lost.incarnation, was_silent=True, alone=lost.alone)
             for each in silent
             for lost in self.out_of_reach(*each)
         ]
@@ -257,7 +259,7 @@ class ClusterState:
         if route is None or route.entry.incarnation != incarnation or route.identity is None:
             return []
         route.identity = None
-        return [EngineLost(rank, incarnation)]
+        return [EngineLost(rank, incarnation, alone=_alone(route))]
 
     def lost(self, rank: int, incarnation: int) -> list[EngineLost]:
         """An engine is known to be dead before the coordinator says so."""
@@ -268,7 +270,7 @@ class ClusterState:
         # come back as a newcomer with the next snapshot.
         del self._routes[rank]
         self._greetings.pop((rank, incarnation), None)
-        return [EngineLost(rank, incarnation)]
+        return [EngineLost(rank, incarnation, alone=_alone(route))]
 
     def sent(self, rank: int, prompt_tokens: int) -> None:
         """Count a request that was just sent to an engine."""
@@ -288,7 +290,7 @@ class ClusterState:
             if route is not None:
                 self._departed[rank] = route
                 was_silent = now - route.heard_at > self._grace / 2
-                lost.append(EngineLost(rank, route.entry.incarnation, was_silent))
+                lost.append(EngineLost(rank, route.entry.incarnation, was_silent, _alone(route)))
         return lost
 
     # -- questions -------------------------------------------------------------------------------
@@ -306,13 +308,18 @@ class ClusterState:
 
     @property
     def ready(self) -> bool:
-        """Whether at least one engine can take requests."""
+        """Whether at least one engine can run requests now."""
         return any(_usable(route) for route in self._routes.values())
 
     @property
+    def has_engines(self) -> bool:
+        """Whether at least one engine is there, if only halted: it will run requests."""
+        return any(_open(route) for route in self._routes.values())
+
+    @property
     def max_model_len(self) -> int | None:
-        """Longest sequence that every ready engine takes; None without one."""
-        setups = [r.entry.setup for r in self._routes.values() if _usable(r)]
+        """Longest sequence that every engine takes; None without one."""
+        setups = [r.entry.setup for r in self._routes.values() if _open(r)]
         return min((setup.max_model_len for setup in setups if setup), default=None)
 
     @property
@@ -325,8 +332,10 @@ class ClusterState:
 
     @property
     def num_slots(self) -> int:
-        """Sequences that the engines can run at once."""
-        return sum(_slots(route) for route in self._routes.values() if _usable(route))
+        """Sequences that the engines can run at once, now or when they go on."""
+        usable = [route for route in self._routes.values() if _usable(route)]
+        there = usable or [route for route in self._routes.values() if _open(route)]
+        return sum(_slots(route) for route in there)
 
     def stats_age(self, now: float) -> dict[int, float]:
         """Seconds since the newest stats of each engine arrived here."""
@@ -352,6 +361,20 @@ class ClusterState:
         """Return the socket identity that an engine process greeted with last, if it ever did."""
         greeting = self._greetings.get((rank, incarnation))
         return None if greeting is None else greeting.identity
+
+    def awake(self, rank: int) -> bool:
+        """Whether an engine runs what it is sent: it is not halted."""
+        route = self._routes.get(rank)
+        return route is not None and _usable(route)
+
+    @property
+    def handing_over(self) -> list[tuple[int, int]]:
+        """Engines (rank, incarnation) that are halted and whose requests others are to take."""
+        return [
+            (rank, route.entry.incarnation)
+            for rank, route in self._routes.items()
+            if _open(route) and route.stats is not None and route.stats.hands_over
+        ]
 
     def loads(self, accept: Callable[[int], bool] = lambda rank: True) -> list[EngineLoad]:
         """Return the load of every engine that can take requests, sorted by rank."""
@@ -413,6 +436,10 @@ def _open(route: _Route) -> bool:
 def _usable(route: _Route) -> bool:
     halted = route.stats is not None and route.stats.halted
     return _open(route) and not halted
+
+
+def _alone(route: _Route) -> int:
+    return 0 if route.stats is None else route.stats.alone
 
 
 def _slots(route: _Route) -> int:

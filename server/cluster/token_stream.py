@@ -11,7 +11,8 @@ import msgspec
 
 from engine.messages import AddRequest, RequestOutput
 from server.cluster.engine_times import EngineTimes
-from server.cluster.generation_client import NoEngineAvailable, ReaderTooSlow
+from server.cluster.generation_client import KillsEngines, NoEngineAvailable, ReaderTooSlow
+from server.cluster.suspicion import Suspicion
 
 MAX_BACKLOG = 1 << 16
 """Tokens that are kept for a client that does not read before its request is aborted."""
@@ -23,25 +24,27 @@ _MERGED = 64
 class RequestStream:
     """One request in flight: what it is, where it runs, and what has not been read yet."""
 
-    def __init__(self, request: AddRequest, on_close: Callable[["RequestStream"], None]) -> None:
+    def __init__(
+        self,
+        request: AddRequest,
+        on_close: Callable[["RequestStream"], None],
+        pinned_rank: int | None = None,
+    ) -> None:
         self.request = request
+        self.pinned_rank = pinned_rank
+        """The only engine that may run it; None: any may."""
         self.output_token_ids: list[int] = []
         """Tokens received so far, from all engines that ran the request."""
         self.times = EngineTimes()
         self.rank = -1
         self.incarnation = 0
-        self.died_on: set[tuple[int, int]] = set()
-        """Engines (rank, incarnation) that died with this request in flight."""
-        self.in_doubt: set[tuple[int, int]] = set()
-        """Engines that it was moved away from and that may have died."""
-        self.silent_on: set[tuple[int, int]] = set()
-        """Engines that fell silent with it in flight: they died if others take their places."""
+        self.suspicion = Suspicion()
         self.finished = False
         self._on_close = on_close
         self._unread: list[RequestOutput] = []
         self._merge_at = _MERGED
         self._backlog = 0
-        self._error: NoEngineAvailable | ReaderTooSlow | None = None
+        self._error: NoEngineAvailable | KillsEngines | ReaderTooSlow | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     # -- for the engine client -------------------------------------------------------------------
@@ -69,7 +72,7 @@ class RequestStream:
             self.finished = True
             self._error = ReaderTooSlow("The client read too slowly: the request was aborted.")
 
-    def fail(self, error: NoEngineAvailable) -> None:
+    def fail(self, error: NoEngineAvailable | KillsEngines) -> None:
         """End the stream: nothing can go on with it."""
         self.finished = True
         self._error = error
@@ -107,7 +110,8 @@ class RequestStream:
         """Return everything new since the last call, merged; None if there is nothing yet.
 
         Raises:
-            NoEngineAvailable, ReaderTooSlow: the stream has ended without its last token.
+            NoEngineAvailable, KillsEngines, ReaderTooSlow: the stream has ended without its last
+                token.
         """
         if not self._unread:
             if self._error is not None:

@@ -196,6 +196,9 @@ class EngineCollector(Collector):
         labels = ("model_name", "engine")
         up = [(self._labels(entry), float(entry.ready)) for entry in chosen]
         yield self._gauge("engine_up", "1 while the engine takes requests.", labels, up)
+        halted = [(self._labels(entry), float(_is_halted(entry))) for entry in chosen]
+        text = "1 while an operator has the engine paused or asleep."
+        yield self._gauge("engine_halted", text, labels, halted)
         restarts = [(self._labels(entry), float(entry.restarts)) for entry in chosen]
         yield self._counter(
             "engine_restarts", "Starts of a rank after its first.", labels, restarts
@@ -223,3 +226,7 @@ class EngineCollector(Collector):
         for values, number in samples:
             family.add_metric(values, number)
         return family
+
+
+def _is_halted(entry: EngineEntry) -> bool:
+    return entry.stats is not None and entry.stats.halted

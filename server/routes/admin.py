@@ -73,6 +73,7 @@ def _status(entry: EngineEntry, stats_age: float | None) -> EngineStatus:
         stats_age=stats_age,
         num_kv_blocks=setup.num_kv_blocks if setup else None,
         max_num_seqs=setup.max_num_seqs if setup else None,
+        halted=stats.halted if stats else False,
     )
 
 

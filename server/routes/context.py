@@ -66,7 +66,7 @@ class Context(msgspec.Struct, frozen=True):
         self.tenancy.check(request.priority, call.pins_rank)
         self.tenancy.check_sequences(prompts, copies)
         call.tenant = self.tenancy.tenant(call.tenant, request.user)
-        if not self.client.ready:
+        if not self.client.takes_requests:
             raise NoEngineAvailable("No engine can serve now; try again.")
         tokens = copies * call.body_size // BYTES_PER_TOKEN
         call.reservation = self.admission.reserve(

@@ -79,6 +79,7 @@ def _engine(entry: EngineEntry, stats_age: float | None) -> EngineOverview:
         max_model_len=setup.max_model_len if setup else None,
         stats_age=stats_age,
         counts=_counts(entry.stats),
+        halted=entry.stats.halted if entry.stats else False,
     )
 
 

@@ -28,6 +28,8 @@ class EngineStatus(msgspec.Struct):
     """Seconds since the newest stats came; null before the first."""
     num_kv_blocks: int | None = None
     max_num_seqs: int | None = None
+    halted: bool = False
+    """Paused or asleep by an operator's order: nothing new is routed to it."""
 
 
 class EngineList(msgspec.Struct):

@@ -35,6 +35,8 @@ class EngineOverview(msgspec.Struct):
     stats_age: float | None
     """Seconds since the newest stats arrived."""
     counts: EngineCounts | None
+    halted: bool = False
+    """Paused or asleep by an operator's order."""
 
 
 class FirstTokenTimes(msgspec.Struct):

@@ -107,6 +107,7 @@ const firstSpark = new Sparkline($("first-spark"), $("first-peak"), milliseconds
 
 function stateOf(engine) {
   if (!engine.ready) return ["starting", "warn"];
+  if (engine.halted) return ["halted", "warn"];
   if (!engine.counts) return ["ready", "good"];
   if (engine.counts.waiting > 0) return ["queueing", "warn"];
   return engine.counts.running > 0 ? ["running", "good"] : ["idle", ""];

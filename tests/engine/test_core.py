@@ -414,6 +414,34 @@ def test_a_step_that_its_group_gave_up_is_taken_again(breaks_at: set[int]) -> No
         assert disturbed.plans[broken - 1] is disturbed.plans[broken]
 
 
+@pytest.mark.parametrize("policy", ["none", "balance", "cadence", "level"])
+def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: str) -> None:
+    scheduling = msgspec.structs.replace(CONFIG.scheduler, admission_policy=policy)
+    executor = BreakingExecutor({3})
+    config = msgspec.structs.replace(CONFIG, scheduler=scheduling)
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    exchanges = core.joined_group(2)
+    other = RankState(2, 1, 16, 20, decodes=2, ready_prefill_tokens=16, ready_prefills=1)
+    core.handle(request(1, max_tokens=30))
+    core.handle(msgspec.structs.replace(request(2, length=6, max_tokens=30), alone=4))
+    alone = []
+    for number in range(300):
+        if not core.needs_steps:
+            break
+        said = core.stats().alone
+        try:
+            own = core.rank_state(1000)
+            core.step_together(number, (own, other) if exchanges else ())
+        except GroupBroken:
+            continue
+        if said:
+            alone.append(executor.plans[-1])
+    assert not core.needs_steps
+    assert sum(plan.num_tokens for plan in alone) == 6 + 3, "its prompt and the rest of four steps"
+    assert all(len(plan.slots) <= 1 for plan in alone)
+
+
 def test_a_request_may_be_aborted_while_its_step_waits_for_another_group() -> None:
     core = member(BreakingExecutor({2}))
     core.handle(request(1, max_tokens=6))

@@ -125,6 +125,53 @@ def test_a_paused_engine_takes_requests_and_runs_them_after(engine: Engine) -> N
     engine.assert_complete()
 
 
+@pytest.mark.parametrize("halt", ["pause", "sleep"])
+def test_every_front_end_hears_at_once_that_an_engine_is_halted(engine: Engine, halt: str) -> None:
+    engine.core.front_end_joined(1, 101)
+    end = {"pause": "resume", "sleep": "wake_up"}[halt]
+    for name, halted in ((halt, True), (end, False)):
+        engine.core.handle(UtilityCall(9, 0, name, {}))
+        step = engine.core.step()
+        assert step.stats.halted == halted
+        assert {index: outputs for index, outputs in step.outputs.items()} == {0: [], 1: []}
+        assert [each.outputs for each in step.stats.received] == [1 + (not halted)] * 2
+
+
+def test_requests_are_handed_over_only_while_an_operator_wants_it(engine: Engine) -> None:
+    engine.call("pause", {"mode": "move"})
+    assert engine.core.stats().hands_over
+    engine.call("sleep")
+    engine.call("resume")
+    assert engine.core.stats().hands_over, "still halted"
+    engine.call("wake_up")
+    assert not engine.core.stats().hands_over
+    engine.call("pause")
+    assert not engine.core.stats().hands_over
+
+
+def test_all_front_ends_hear_of_a_suspect_before_its_first_step(engine: Engine) -> None:
+    engine.core.front_end_joined(1, 101)
+    engine.add(1)
+    engine.step()
+    sampling = SamplingParams(max_tokens=6, seed=2)
+    engine.core.handle(AddRequest(2, "r2", 0, 0, list(range(5)), sampling, alone=2))
+    engine.tokens[2] = []
+    submitted = 0
+    for _ in range(10):
+        submitted = engine.executor.calls.count(("submit",))
+        step = engine.core.step()
+        for output in step.outputs.get(0, []):
+            engine.tokens[output.id] += output.token_ids
+        if step.changes_alone:
+            break
+    assert step.stats.alone == 2
+    assert set(step.outputs) == {0, 1}
+    assert engine.executor.calls.count(("submit",)) == submitted
+    engine.run()
+    assert engine.core.stats().alone == 0
+    engine.assert_complete()
+
+
 def test_a_paused_engine_answers_utilities_and_refusals(engine: Engine) -> None:
     engine.call("pause")
     result = engine.call("info").result

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.executor.simulated import _token_logprob
 from engine.messages import RequestOutput
-from server.cluster.generation_client import NoEngineAvailable, ReaderTooSlow
+from server.cluster.generation_client import KillsEngines, NoEngineAvailable, ReaderTooSlow
 from server.cluster.token_stream import RequestStream, merge
 from tests.faults.front import Front
 from tests.faults.oracle import VOCABULARY, answer
@@ -52,10 +52,14 @@ class Client:
                 ask.sampling,
                 now,
                 priority=ask.priority,
+                pinned_rank=ask.pinned_rank,
                 tenant=ask.tenant,
                 cache_root=ask.tenant.to_bytes(16) if ask.tenant else b"",
             )
-        except NoEngineAvailable:
+        except NoEngineAvailable as error:
+            if self._world.is_retired(ask.pinned_rank):
+                self.error, self.done = str(error), True
+                return
             self._world.clock.at(now + RETRY_AFTER, self._send)
             return
         self.attempts += 1
@@ -75,7 +79,7 @@ class Client:
             while (output := self._stream.take()) is not None:
                 assert not self.has_ended, f"{self.ask.name}: told more after its end"
                 self._parts.append(output)
-        except (NoEngineAvailable, ReaderTooSlow) as error:
+        except (NoEngineAvailable, KillsEngines, ReaderTooSlow) as error:
             self.error = str(error)
         if self.has_ended or self.error is not None:
             self.done = True

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
-from engine.core import StepFailed
+from engine.core import CoreStep, StepFailed
 from engine.executor.interface import PendingResult
 from engine.executor.simulated import SimulatedExecutor
 from engine.front_end_lines import LineChanges
 from engine.intake import LATE_SENDS_SECONDS
-from engine.loop import IDLE_STATS_INTERVAL
+from engine.loop import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
 from engine.membership import HELLO_INTERVAL, Identity, Joined
 from engine.messages import (
     CoordinatorReply,
@@ -66,6 +66,8 @@ class Engine(Process):
         self.hung = False
         """Steps never end, while the other threads go on."""
         self.stepping_since: float | None = None
+        self.alone_in_step = ""
+        """Name of the request that the newest step computed alone."""
         self._step_watch = StepWatch(STEP_TIMEOUT)
         self.draining_since: float | None = None
         plan = world.plan
@@ -223,28 +225,35 @@ class Engine(Process):
             if not had_work:
                 self._report(self.core.stats())
             self.stepping_since = self.clock.now
+            self.alone_in_step = self.alone
             self._step_watch.begin(self.core.next_step_tokens, self.clock.now)
             step = self.core.step()
         except StepFailed as error:
             self._die(str(error))
             return
         self._world.check_step(self)
-        self.after(STEP_SECONDS * self.slowness, self._stepped, step.stats, step.outputs)
+        self.after(STEP_SECONDS * self.slowness, self._stepped, step)
 
-    def _stepped(self, stats: EngineStats, outputs: dict[int, list]) -> None:  # type: ignore[type-arg]
+    def _stepped(self, step: CoreStep) -> None:
         if self.hung:
             return
         self._step_watch.end()
-        self.stepping_since = None
         self._idle_since = self.clock.now
-        for index, of_front_end in outputs.items():
+        self._send(step)
+        self.after(ANNOUNCEMENT_SECONDS if step.changes_alone else 0.0, self._next_turn)
+
+    def _send(self, step: CoreStep) -> None:
+        for index, of_front_end in step.outputs.items():
             if index in self.lines:
                 front, _ = self.lines[index]
                 self._world.network.send(
                     self, front, "outputs", front.output_arrived,
-                    StepOutputs(stats, of_front_end), control=False,
+                    StepOutputs(step.stats, of_front_end), control=False,
                 )  # fmt: skip
-        self._report(stats)
+        self._report(step.stats)
+
+    def _next_turn(self) -> None:
+        self.stepping_since = None
         self._turn()
 
     def _report(self, stats: EngineStats) -> None:
@@ -265,12 +274,29 @@ class Engine(Process):
             self._report(self.core.stats())
         self.after(IDLE_STATS_INTERVAL, self._idle_stats)
 
+    @property
+    def alone(self) -> str:
+        """Name of the request that nobody else is planned beside; empty if there is none."""
+        scheduler = self.core._scheduler
+        return scheduler._requests[scheduler.alone].request_id if scheduler.alone else ""
+
     # -- the end ---------------------------------------------------------------------------------
 
     @property
     def is_overdue(self) -> bool:
         """Whether its step takes longer than any step may."""
         return self._step_watch.hung_for(self.clock.now) is not None
+
+    def halt(self, seconds: float, *, hand_over: bool) -> None:
+        """An operator pauses the engine for a while."""
+        self._put(lambda: self._said(self.core.pause(hand_over=hand_over)))
+        self.after(seconds, self._put, lambda: self._said(self.core.resume()))
+
+    def _said(self, _: None) -> None:
+        """An operator's call is answered, and with the answer go the news."""
+        answers = self.core.answers()
+        if answers is not None and self.stepping_since is None:
+            self._send(answers)
 
     def drain(self) -> None:
         """SIGTERM: finish what there is, and end."""

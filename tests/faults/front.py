@@ -95,7 +95,10 @@ class Front(Process):
             return False
         engine = line.engine
         if isinstance(message, AddRequest):
-            self._world.assigned(message.request_id, engine)
+            self._world.assigned(message, engine)
+            awake = [load.rank for load in self.cluster.loads(self.cluster.awake)]
+            pinned = self._world.is_pinned(message.request_id)
+            assert pinned or engine.rank in awake, f"{engine.name} is halted, {awake} are not"
         network = self._world.network
         network.send(self, engine, "requests", engine.input_arrived, line, message, control=False)
         return True

@@ -24,6 +24,8 @@ class Ask(NamedTuple):
     leaves_after: float | None
     """Seconds after which the client disconnects; None if it waits for the end."""
     tenant: int = 0
+    pinned_rank: int | None = None
+    """The only engine that may run it."""
 
     @property
     def is_poison(self) -> bool:
@@ -56,6 +58,8 @@ KINDS = {
     "cut front end from coordinator": 2,
     "reset engine and front end": 4,
     "reset engine and coordinator": 2,
+    "halt engine": 4,
+    "halt all engines": 1,
     "lose control messages": 3,
     "delay control messages": 2,
 }
@@ -88,6 +92,7 @@ class Plan(NamedTuple):
         lines += [
             f"  {ask.at:6.3f} {ask.name}: {len(ask.prompt)} tokens"
             f"{' of poison' if ask.is_poison else ''}, at most {ask.sampling.max_tokens}"
+            f"{'' if ask.pinned_rank is None else f', on engine {ask.pinned_rank}'}"
             f"{'' if ask.leaves_after is None else f', leaves after {ask.leaves_after:.2f}'}"
             for ask in self.asks
         ]
@@ -104,8 +109,9 @@ def draw_plan(seed: int) -> Plan:
     prefix = [rng.randrange(POISON) for _ in range(8)]
     asks = [_ask(rng, number, prefix) for number in range(rng.randint(2, 7))]
     if rng.random() < 0.08:
-        first = asks[0]
-        asks[0] = first._replace(prompt=[POISON, *first.prompt[1:]], leaves_after=None)
+        for number in range(rng.choice((1, 1, 2))):
+            ask = asks[number]
+            asks[number] = ask._replace(prompt=[POISON, *ask.prompt[1:]], leaves_after=None)
     kinds, weights = list(KINDS), list(KINDS.values())
     faults = [
         Fault(
@@ -117,6 +123,8 @@ def draw_plan(seed: int) -> Plan:
         for kind in rng.choices(kinds, weights, k=rng.randint(1, 5))
     ]
     engines = rng.choice((1, 2, 2, 3))
+    if rng.random() < 0.15:
+        asks[-1] = asks[-1]._replace(pinned_rank=rng.randrange(engines))
     if engines > 1 and rng.random() < 0.2:
         faults[0] = faults[0]._replace(kind="cut engine from front end", seconds=LONG_CUT)
         faults = [fault for fault in faults if fault.kind != "retire engine"]

@@ -15,7 +15,9 @@ from engine.core import EngineCore
 from engine.front_end_lines import FrontEndLines, LineChanges
 from engine.membership import Membership, MembershipEvent
 from engine.messages import (
+    AddRequest,
     CoordinatorReply,
+    CoreInput,
     EngineStats,
     HeartbeatAck,
 )
@@ -68,11 +70,30 @@ class NeverSuspects(Dispatcher):
         super().__init__(**{**options, "max_resumes": 1000})
 
 
+class ConvictsWithoutTrial(Dispatcher):
+    """Ends whatever was in flight on too many engines that died, innocent or not."""
+
+    def _look_at(self, stream: RequestStream, now: float) -> bool:
+        if self._probation.is_suspect(stream):
+            self._kills_engines(stream)
+            return True
+        return False
+
+
+class ForgetsThePin(Dispatcher):
+    """Moves a request to any engine, though only one may run it."""
+
+    def _move(self, stream: RequestStream, now: float) -> None:
+        stream.pinned_rank = None
+        super()._move(stream, now)
+
+
 class TakesEveryMoveForADeath(Dispatcher):
     """Counts a broken connection, or silence, as a death of the engine."""
 
     def _move(self, stream: RequestStream, now: float) -> None:
-        stream.died_on |= stream.in_doubt | stream.silent_on
+        suspicion = stream.suspicion
+        suspicion.died_on |= suspicion.in_doubt | suspicion.silent_on
         super()._move(stream, now)
 
 
@@ -127,6 +148,15 @@ class WorksForTheDead(EngineCore):
             known.present = False
 
 
+class TriesInCompany(EngineCore):
+    """Computes a suspect together with others."""
+
+    def handle(self, message: CoreInput) -> None:
+        if isinstance(message, AddRequest):
+            message = msgspec.structs.replace(message, alone=0)
+        super().handle(message)
+
+
 class GreetsOnce(FrontEndLines):
     """Does not repeat its greeting."""
 
@@ -172,6 +202,8 @@ MUTANTS = [
     Parts(dispatcher=KeepsTheId),
     Parts(dispatcher=MovesNothing),
     Parts(dispatcher=NeverSuspects),
+    Parts(dispatcher=ConvictsWithoutTrial),
+    Parts(dispatcher=ForgetsThePin),
     Parts(dispatcher=TakesEveryMoveForADeath),
     Parts(dispatcher=ForgetsTheHomeless),
     Parts(cluster=TakesGapsForNothing),
@@ -179,6 +211,7 @@ MUTANTS = [
     Parts(cluster=CountsTheLost),
     Parts(cluster=GivesUpForGood),
     Parts(core=WorksForTheDead),
+    Parts(core=TriesInCompany),
     Parts(lines=GreetsOnce),
     Parts(membership=RegistersOnce),
     Parts(membership=SendsReadyOnce),

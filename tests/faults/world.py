@@ -9,7 +9,8 @@ import logging
 import random
 from collections import defaultdict
 
-from engine.messages import ClusterView, EngineStats, Goodbye, MemberMessage
+from engine.messages import AddRequest, ClusterView, EngineStats, Goodbye, MemberMessage
+from server.cluster.probation import MOST_TRIES
 from server.processes.restarts import Restarts
 from tests.faults.client import Client
 from tests.faults.engine import Engine
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST = 80.0
 """Seconds within which every request has to be answered."""
+LONGEST_WAIT = 60.0
+"""Seconds more that they may take where engines keep dying and are started ever later."""
 RECOVERY = 30.0
 """Seconds within which everybody is there again and known to everybody."""
 QUIET = 3.0
@@ -31,6 +34,7 @@ QUIET = 3.0
 
 HARMLESS = {
     "slow engine", "retire engine", "reset engine and front end", "cut engine from front end",
+    "halt engine",
 }  # fmt: skip
 """Faults of engines after which none of these may be taken for dead."""
 
@@ -63,6 +67,8 @@ class World:
         self.troubled: set[int] = set()
         """Incarnations of engines that were taken for dead at some time, rightly or not."""
         self._assigned: defaultdict[str, set[int]] = defaultdict(set)
+        self._died_alone: set[str] = set()
+        """Requests that ran alone on an engine when it ended."""
         self._poisoned = 0
         self._listed: set[int] = set()
         self.hub = Hub(self, self._new_incarnation())
@@ -71,6 +77,7 @@ class World:
         for rank in range(plan.engines):
             self._start_engine(rank)
         self.clients = [Client(self, ask) for ask in plan.asks]
+        self._pins = {ask.name: ask.pinned_rank for ask in plan.asks}
         for fault in plan.faults:
             self.clock.at(fault.at, self._strike, fault)
         self.clock.at(0.5, self._watch)
@@ -86,7 +93,8 @@ class World:
         try:
             over = max(fault.at + fault.seconds for fault in self.plan.faults) + 0.2
             self.clock.run(over)
-            self.clock.run(LONGEST, lambda: all(client.done for client in self.clients))
+            longest = LONGEST + (LONGEST_WAIT if any(a.is_poison for a in self.plan.asks) else 0)
+            self.clock.run(longest, lambda: all(client.done for client in self.clients))
             self._check_answers()
             self.clock.run(self.clock.now + RECOVERY, self._is_whole)
             self._check_rest()
@@ -156,6 +164,7 @@ class World:
         if not engine.alive:
             return
         engine.kill()
+        self._note_who_ran_alone(engine)
         self._tell("%s (%d) ends", engine.name, engine.incarnation)
         self.troubled.add(engine.incarnation)
         del self.engines[engine.rank]
@@ -217,6 +226,9 @@ class World:
         match fault.kind.split():
             case ["kill", "coordinator"]:
                 self._kill_hub()
+            case ["halt", "all", "engines"]:
+                for each in engines:
+                    each.halt(fault.seconds, hand_over=fault.which % 2 == 0)
             case ["stop", "coordinator"]:
                 self._stop(self.hub, fault.seconds)
             case ["lose", "control", "messages"]:
@@ -251,6 +263,8 @@ class World:
                 self._stop(engine, fault.seconds)
             case "hang step":
                 engine.hung = True
+            case "halt engine":
+                engine.halt(fault.seconds, hand_over=fault.which % 2 == 0)
             case "slow engine":
                 engine.slowness = 10.0
                 engine.after(fault.seconds, setattr, engine, "slowness", 1.0)
@@ -294,43 +308,64 @@ class World:
                 line.up = False
                 self.clock.at(self.clock.now + 0.1, setattr, line, "up", engine.alive)
 
+    def is_pinned(self, name: str) -> bool:
+        """Whether only one engine may run a request."""
+        return self._pins[name] is not None
+
+    def is_retired(self, rank: int | None) -> bool:
+        """Whether an engine is gone for good."""
+        return rank in self._retired
+
     # -- what must be true -----------------------------------------------------------------------
 
-    def assigned(self, name: str, engine: Engine) -> None:
+    def assigned(self, request: AddRequest, engine: Engine) -> None:
         """A request was sent to an engine."""
-        self._tell("%s to %s (%d)", name, engine.name, engine.incarnation)
+        name, how = request.request_id, " to run alone" if request.alone else ""
+        self._tell("%s to %s (%d)%s", name, engine.name, engine.incarnation, how)
+        assert self._pins[name] in (None, engine.rank), f"{name} is sent to {engine.name}"
+        if request.alone:
+            deaths = len(self._assigned[name] & self.troubled)
+            assert deaths > self.plan.max_resumes, f"{name} was suspected after {deaths} deaths"
         self._assigned[name].add(engine.incarnation)
+
+    def _note_who_ran_alone(self, engine: Engine) -> None:
+        self._died_alone |= {engine.alone, engine.alone_in_step}
 
     def forget_assignments(self, name: str) -> None:
         """A request begins anew, at another front end."""
         self._assigned.pop(name, None)
 
     def check_step(self, engine: Engine) -> None:
-        """Nothing may be computed for a front end that has gone."""
+        """Nothing may be computed for a front end that has gone, nor beside a suspect."""
         fronts = engine.core._front_ends
+        alone = engine.core._scheduler.alone
+        for entry in engine.core._scheduler._in_flight if alone else ():
+            assert all(request.id == alone for request in entry.requests), "not alone"
         for request in engine.core._scheduler._requests.values():
             assert fronts.is_present(request.front_end), f"{request.request_id} runs for nobody"
 
     def _check_answers(self) -> None:
+        # An engine that could not be reached may wake up with a request before it hears better.
+        unheard = sum(fault.kind in UNHEARD for fault in self.plan.faults)
+        attempts = sum(client.attempts for client in self.clients if client.ask.is_poison)
+        most = (self.plan.max_resumes + 2) * attempts + unheard
+        assert self._poisoned <= most, f"poison killed {self._poisoned} engines, not {most}"
         for client in self.clients:
             name = client.ask.name
             assert client.done, f"{name} was not answered within {LONGEST:.0f} s"
             client.check()
             if client.ask.is_poison:
-                # An engine that could not be reached may wake up with it before it hears better.
-                unheard = sum(fault.kind in UNHEARD for fault in self.plan.faults)
-                most = (self.plan.max_resumes + 1) * client.attempts + unheard
-                assert self._poisoned <= most, f"{name} killed {self._poisoned} engines"
                 assert client.error is not None, f"{name} is poison and was answered"
             if client.error is not None:
-                if "suspected" not in client.error:
+                if self.is_retired(client.ask.pinned_rank):
+                    assert f"engine {client.ask.pinned_rank}" in client.error, client.error
+                elif "alone" not in client.error:
                     # An engine that keeps dying is started again ever later, or there is none.
                     assert self._may_be_long_without_engines, f"{name}: {client.error}"
-                    continue
-                deaths = len(self._assigned[name] & self.troubled)
-                assert deaths > self.plan.max_resumes, (
-                    f"{name} was suspected after {deaths} deaths: {client.error}"
-                )
+                elif name not in self._died_alone:
+                    deaths = len(self._assigned[name] & self.troubled)
+                    least = self.plan.max_resumes + MOST_TRIES
+                    assert deaths > least, f"{name}: {deaths} deaths, {client.error}"
 
     @property
     def _may_be_long_without_engines(self) -> bool:
@@ -372,6 +407,8 @@ class World:
         dispatcher, cluster = front.dispatcher, front.cluster
         assert not dispatcher.in_flight, f"{front.name} leaks {dispatcher.in_flight}"
         assert not dispatcher._homeless, f"{front.name} leaks waiting requests"
+        assert not dispatcher._probation, f"{front.name} leaks suspects"
+        assert dispatcher._probation.on_trial is None, f"{front.name} tries for ever"
         loads = cluster.loads()
         assert [load.rank for load in loads] == ranks, f"{front.name} routes to {loads}"
         assert all(load.requests == 0 for load in loads), f"{front.name} counts {loads}"

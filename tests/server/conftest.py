@@ -132,6 +132,10 @@ class FakeGenerationClient:
             return [UtilityResult(1, each, error="engines have no utility") for each in ranks]
         return [UtilityResult(1, each, {"blocks_forgotten": 7}) for each in reversed(ranks)]
 
+    @property
+    def takes_requests(self) -> bool:
+        return self.ready
+
     def submit(
         self,
         request_id: str,

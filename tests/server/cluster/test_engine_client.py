@@ -36,7 +36,7 @@ from engine.messages import (
 )
 from engine.transport import Transport
 from server.cluster.engine_client import EngineClient
-from server.cluster.generation_client import NoEngineAvailable, NoSuchEngine
+from server.cluster.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
 from server.cluster.routing import LeastLoaded
 from server.cluster.state import ClusterState
 
@@ -87,11 +87,12 @@ class PlayedEngine:
     def silent(self) -> bool:
         return not self.requests.poll(50)
 
-    def send(self, *outputs: RequestOutput, running: int = 1) -> None:
+    def send(self, *outputs: RequestOutput, running: int = 1, alone: int = 0) -> None:
         self._version += 1
         stats = EngineStats(
             rank=self.rank, incarnation=self.incarnation, version=self._version, wave=0, step=0,
             waiting=0, running=running, kv_usage=0.0, queued_prefill_tokens=0,
+            alone=alone,
         )  # fmt: skip
         self.outputs.send(encode(StepOutputs(stats, list(outputs))))
 
@@ -346,7 +347,7 @@ def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again(tmp_p
     asyncio.run(scenario())
 
 
-def test_a_request_whose_engines_keep_dying_is_suspected_and_given_up(tmp_path: Path) -> None:
+def test_a_request_whose_engines_keep_dying_ends_when_one_dies_of_it_alone(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
             first, second = await w.two_engines()
@@ -354,9 +355,34 @@ def test_a_request_whose_engines_keep_dying_is_suspected_and_given_up(tmp_path: 
             other = second if stream.rank == 0 else first
             w.publish(other)
             w.publish()
-            with pytest.raises(NoEngineAvailable, match="2 engines that died"):
+            third = w.engine(2, 12)
+            w.publish(third)
+            request = await third.receive()
+            assert isinstance(request, AddRequest)
+            assert request.alone
+            third.send(alone=request.id)
+            third.die("boom")
+            with pytest.raises(KillsEngines, match="ended 3 engines"):
                 await stream.next()
             assert w.client.num_in_flight == 0
+
+    asyncio.run(scenario())
+
+
+def test_late_last_words_of_a_predecessor_fail_no_call_of_its_successor(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            await w.one_engine()
+            successor = w.engine(0, 20)
+            w.publish(successor)
+            await w.until(lambda: w.client._state.address_of(0) is not None)
+            call = asyncio.create_task(w.client.call_utility(0, "info", {}))
+            received = await successor.receive()
+            assert isinstance(received, UtilityCall)
+            successor.outputs.send(encode(EngineDead(0, 10, "the predecessor's")))
+            successor.answer(received.call_id, {"rank": 0})
+            [result] = await call
+            assert result.error is None
 
     asyncio.run(scenario())
 

@@ -1,0 +1,58 @@
+"""Engines that an operator halts, on a whole stack."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from benchmarks.running_stack import RunningStack
+from tests.together import ADMIN_KEY, call, complete, until, utility
+
+pytestmark = pytest.mark.stack
+
+FLAGS = (
+    "--executor", "simulated", "--simulated-step-us", "5000", "--admin-key", ADMIN_KEY,
+    "--data-parallel-size", "2", "--api-server-count", "2",
+)  # fmt: skip
+
+
+def halted(stack: RunningStack) -> set[int]:
+    """Return which engines are halted, as the front end that answers sees it."""
+    engines = call(f"{stack.url}/admin/engines")["engines"]
+    return {engine["rank"] for engine in engines if engine["halted"]}
+
+
+def ask(stack: RunningStack, pool: ThreadPoolExecutor, count: int) -> "list[Future[str]]":
+    return [pool.submit(complete, stack, f"To be {number}", 20) for number in range(count)]
+
+
+@pytest.mark.timeout(120)
+def test_requests_are_not_routed_to_a_halted_engine_and_wait_while_all_are() -> None:
+    with RunningStack(*FLAGS) as stack, ThreadPoolExecutor(16) as pool:
+        utility(stack, "pause", rank=0)
+        for answer in ask(stack, pool, 6):
+            assert answer.result(timeout=20)
+        utility(stack, "sleep", rank=1)
+        waiting = ask(stack, pool, 4)
+        until(lambda: halted(stack) == {0, 1}, "everybody knows")
+        assert not any(answer.done() for answer in waiting)
+        utility(stack, "resume", rank=0)
+        for answer in waiting:
+            assert answer.result(timeout=20)
+        utility(stack, "wake_up", rank=1)
+
+
+@pytest.mark.timeout(120)
+def test_what_an_engine_holds_moves_when_its_operator_says_so() -> None:
+    with RunningStack(*FLAGS) as stack, ThreadPoolExecutor(16) as pool:
+        answers = [pool.submit(complete, stack, f"Long {n}", 500) for n in range(6)]
+        until(lambda: sum(i["running"] for i in utility(stack, "info").values()) == 6, "they run")
+        began = time.monotonic()
+        results = call(
+            f"{stack.url}/admin/utilities",
+            {"name": "pause", "rank": 0, "arguments": {"mode": "move"}},
+        )
+        assert results["answers"][0]["error"] is None
+        for answer in answers:
+            assert answer.result(timeout=30)
+        assert time.monotonic() - began < 30
