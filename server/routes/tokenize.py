@@ -4,6 +4,7 @@ from server.asgi import Call
 from server.cluster.generation_client import NoEngineAvailable
 from server.conversation import render_chat
 from server.errors import invalid
+from server.limits import MAX_COUNTED_TOKENS
 from server.routes.context import Context
 from server.sampling import check_vocabulary
 from server.schemas.tokenize import (
@@ -12,6 +13,7 @@ from server.schemas.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from server.text.prompt_text import TextTooLong, encode_prompt
 
 
 def known_max_model_len(context: Context) -> int | None:
@@ -40,7 +42,20 @@ async def tokenize(call: Call, context: Context) -> None:
             arguments=request.chat_template_kwargs,
         )
         add_special_tokens = bool(request.add_special_tokens)
-    token_ids = await context.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+    field = "prompt" if request.messages is None else "messages"
+    longest = max(known_max_model_len(context) or 0, MAX_COUNTED_TOKENS)
+    try:
+        token_ids, _ = await encode_prompt(
+            context.tokenizer,
+            text,
+            add_special_tokens=add_special_tokens,
+            longest=longest,
+            keep=None,
+        )
+    except TextTooLong as error:
+        raise invalid(
+            f"{field}: at most {longest} tokens are shown, but of the text {error}", field
+        ) from error
     names = None
     if request.return_token_strs:
         names = [context.tokenizer.id_to_token(token_id) for token_id in token_ids]

@@ -1,7 +1,8 @@
 """Token ids of a prompt, at the price of what a model can hold, however long its text is.
 
 Tokenizing takes some hundred bytes of memory per byte of text. Of a text that is far too long only
-the beginning is tokenized, in pieces, to know that it is; of one that is cut to its last tokens only the end.
+the beginning is tokenized, in pieces, to know that it is; of one that is cut to its last tokens
+only the end.
 """
 
 from server.text.tokenizer import ServedTokenizer
