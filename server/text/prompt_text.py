@@ -1,13 +1,16 @@
 """Token ids of a prompt, at the price of what a model can hold, however long its text is.
 
 Tokenizing takes some hundred bytes of memory per byte of text. Of a text that is far too long only
-the beginning is tokenized, to know that it is; of one that is cut to its last tokens only the end.
+the beginning is tokenized, in pieces, to know that it is; of one that is cut to its last tokens
+only the end.
 """
 
 from server.text.tokenizer import ServedTokenizer
 
-_PIECE = 1 << 17
-"""Characters that are always tokenized at once."""
+_PIECE = 1 << 16
+"""Characters that are tokenized at once, whatever they are."""
+_MORE_BY_A_CUT = 16
+"""Tokens that a text has more, at most, because it was cut."""
 _SLACK = 1024
 """Tokens more than needed that settle a question about the tokens of a part of a text.
 
@@ -44,7 +47,7 @@ async def encode_prompt(
     Raises:
         TextTooLong: the text is much longer than `longest`.
     """
-    if len(text) > _PIECE:
+    if len(text) > max(_PIECE, 2 * longest):  # a token is rarely less than two characters
         if keep is None or keep > longest:
             await _refuse_too_long(tokenizer, text, longest)
         else:
@@ -58,14 +61,14 @@ async def encode_prompt(
 
 
 async def _refuse_too_long(tokenizer: ServedTokenizer, text: str, longest: int) -> None:
-    size = _PIECE
-    while size < len(text):
-        count = len(await tokenizer.encode_async(text[:size], add_special_tokens=False))
-        if count > longest + _SLACK:
-            raise TextTooLong(size, count)
-        # As much as decides it if the text goes on as it begins, but always a good deal more.
-        expected = size * (longest + 2 * _SLACK) // max(1, count)
-        size = max(size + _PIECE // 4, min(expected, 4 * size))
+    """Count the tokens of one piece after the other, until there are too many."""
+    count, slack = 0, _SLACK
+    for first in range(0, len(text), _PIECE):
+        piece = text[first : first + _PIECE]
+        count += len(await tokenizer.encode_async(piece, add_special_tokens=False))
+        slack += _MORE_BY_A_CUT
+        if count > longest + slack:
+            raise TextTooLong(min(len(text), first + _PIECE), count)
 
 
 async def _tail(

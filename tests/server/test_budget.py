@@ -5,9 +5,11 @@ import time
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from tokenizers import Tokenizer
 
-from server.limits import MAX_ANSWER_TOKENS, MAX_NAMED_TOKENS, MAX_SCORES
+from engine.messages import RequestOutput
+from server.limits import MAX_ANSWER_TOKENS, MAX_NAMED_TOKENS, MAX_SCORES, MAX_UNREAD
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer
 
@@ -115,7 +117,7 @@ def test_text_that_no_model_can_hold_is_not_tokenized(backend: Tokenizer, keep: 
     else:
         whole = tokenizer.backend.encode(text).ids
         assert asyncio.run(encode()) == (whole[-keep:], False)
-    assert sum(tokenizer.sizes) <= 2**18
+    assert sum(tokenizer.sizes) <= 2**17
     assert tokenizer.on_loop == 0
 
 
@@ -156,3 +158,79 @@ def test_a_prompt_that_is_too_long_is_told_so(http: Any, engines: Any) -> None:
         assert error["param"] in ("prompt", "messages")
     kept = http.complete(prompt="hello " * 100_000, truncate_prompt_tokens=5, return_token_ids=True)
     assert len(kept["choices"][0]["prompt_token_ids"]) == 5
+
+
+def test_a_large_answer_says_what_a_small_one_does(http: Any, engines: Any) -> None:
+    engines.context = 4096
+    words = engines.tokenizer.encode("hello world ", add_special_tokens=False)
+    engines.script = engines.tokens(words * 400, cut=lambda left: 50)
+    fields = {"logprobs": 2, "max_tokens": 1000, "prompt_logprobs": 2, "n": 2}
+    large = http.complete(prompt=[5, 6, 7], **fields)["choices"]
+    small = http.complete(prompt=[5, 6, 7], **{**fields, "max_tokens": 10})["choices"]
+    for whole, part in zip(large, small, strict=True):
+        assert len(whole["logprobs"]["tokens"]) == 1000
+        assert whole["text"].startswith(part["text"])
+        assert whole["prompt_logprobs"] == part["prompt_logprobs"]
+        for name, values in part["logprobs"].items():
+            assert whole["logprobs"][name][:10] == values
+    chat = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    whole, part = (http.chat(max_tokens=count, **chat)["choices"][0] for count in (1000, 10))
+    assert whole["logprobs"]["content"][:10] == part["logprobs"]["content"]
+    assert whole["token_ids"][:10] == part["token_ids"]
+
+
+def test_a_client_that_does_not_read_is_not_waited_for_by_each_of_its_sequences(
+    app: FastAPI, engines: Any
+) -> None:
+    """However many sequences it has, what is kept for it is bounded for all of them together."""
+    given = [0]
+
+    def script(stream: Any) -> list[RequestOutput]:
+        output = RequestOutput(1, [7] * 100)
+
+        async def produce() -> RequestOutput:
+            await asyncio.sleep(0)
+            given[0] += 100
+            return output
+
+        stream.next = produce
+        return []
+
+    async def scenario() -> None:
+        engines.script = script
+        body = b'{"prompt":"hello","n":128,"stream":true,"max_tokens":400}'
+
+        async def receive() -> dict[str, Any]:
+            if not engines.streams:
+                return {"type": "http.request", "body": body, "more_body": False}
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: dict[str, Any]) -> None:
+            if message.get("more_body"):
+                await asyncio.gather(*[stream.closed.wait() for stream in engines.streams])
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"",
+            "query_string": b"", "headers": [(b"content-type", b"application/json")],
+            "scheme": "http", "http_version": "1.1", "server": ("swell", 1),
+            "client": ("test", 1), "root_path": "",
+        }  # fmt: skip
+        async with asyncio.timeout(30):
+            await app(scope, receive, send)  # type: ignore[arg-type]
+
+    engines.context = 512
+    asyncio.run(scenario())
+    assert given[0] < 2 * MAX_UNREAD
+
+
+def test_tokens_are_not_shown_of_text_without_end(http: Any) -> None:
+    text = "hello " * 400_000
+    for body, field in (
+        ({"prompt": text}, "prompt"),
+        ({"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        response = http.post("/tokenize", body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
+    assert http.post("/tokenize", {"prompt": text[:90_000]}).json()["count"] > 10_000
