@@ -20,6 +20,7 @@ from server.cluster.engine_times import EngineTimes
 from server.cluster.generation_client import GenerationClient
 from server.config import FrontEndConfig
 from server.observe.engine_metrics import EngineCollector
+from server.observe.exposition import text_of
 from server.observe.metric_factory import MetricFactory
 from server.observe.sequence_metrics import PromptParams, SequenceMetrics, SequenceTimer
 
@@ -120,7 +121,7 @@ class FrontEndMetrics:
         """Return what makes the text of `render` as of now; it may be called in another thread."""
         self._sequences.flush()
         engines = self._engines(client, None)
-        return lambda: generate_latest(self._exposed) + generate_latest(engines)
+        return lambda: generate_latest(self._exposed) + text_of(engines.collect())
 
     def render(self, client: GenerationClient) -> bytes:
         """Return all series in Prometheus text format: this node's and every engine's."""
@@ -131,10 +132,8 @@ class FrontEndMetrics:
         view = client.view
         if view is None or all(entry.rank != rank for entry in view.engines):
             return None
-        return generate_latest(self._engines(client, rank))
+        return text_of(self._engines(client, rank).collect())
 
-    def _engines(self, client: GenerationClient, rank: int | None) -> CollectorRegistry:
+    def _engines(self, client: GenerationClient, rank: int | None) -> EngineCollector:
         view, age = client.view, client.stats_age
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(EngineCollector(self._prefix, self._model_name, view, age, rank))
-        return registry
+        return EngineCollector(self._prefix, self._model_name, view, age, rank)
