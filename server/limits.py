@@ -53,8 +53,6 @@ MAX_TOOL_CALLS = 128
 """Calls in one turn of a conversation."""
 MAX_NAME_LENGTH = 1024
 """Characters of what is a name: of a model, a user, a call."""
-MAX_COUNTED_TOKENS = 2**17
-"""Tokens of a text that /tokenize shows although the model holds fewer."""
 MAX_TOOLS = 128
 """Tools that a request offers to the model."""
 MAX_UNREAD = 2**18
