@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.messages import EngineStats, Received
+
 MAX_ENGINES = 1024
 _CELL_WORDS = 8  # one cache line
 _WORD = 8
@@ -72,3 +74,20 @@ class LoadTable:
         """Release the mapping."""
         self._words.release()
         self._map.close()
+
+
+def received_from(stats: EngineStats | None, position: int, incarnation: int) -> Received | None:
+    """Return what an engine had received from a front-end process, if it had heard of it.
+
+    Incarnations name processes; `position` is where the engine lists this one most likely.
+    """
+    if stats is None:
+        return None
+    entries = stats.received
+    # This is asked for every engine and request.
+    if position < len(entries) and entries[position].front_end_incarnation == incarnation:
+        return entries[position]
+    for entry in entries:
+        if entry.front_end_incarnation == incarnation:
+            return entry
+    return None

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.messages import ClusterView, EngineEntry, EngineStats, Received
+from engine.messages import ClusterView, EngineEntry, EngineStats
 from engine.reach import EVERYTHING, Reach
 from engine.roster import Roster
-from server.cluster.load_table import NOTHING, LoadTable, Sent
+from server.cluster.load_table import NOTHING, LoadTable, Sent, received_from
 from server.cluster.routing import KV_PRESSURE_FROM, EngineLoad
 
 
@@ -187,7 +187,7 @@ class ClusterState:
         return broken
 
     def _is_behind(self, route: _Route, stats: EngineStats, now: float) -> bool:
-        seen = _received(stats, self._front_end, self._incarnation)
+        seen = received_from(stats, self._front_end, self._incarnation)
         requests, outputs = (seen.requests, seen.outputs) if seen else (0, 0)
         if requests > route.sent.requests:  # what was thought lost has arrived after all
             route.sent = route.sent._replace(
@@ -213,7 +213,7 @@ class ClusterState:
             any more) are always the next.
         """
         route = self._routes.get(stats.rank)
-        seen = _received(stats, self._front_end, self._incarnation)
+        seen = received_from(stats, self._front_end, self._incarnation)
         if route is None or route.entry.incarnation != stats.incarnation or seen is None:
             return 0
         if seen.outputs == 0:
@@ -227,7 +227,7 @@ class ClusterState:
         route = self._routes.get(rank)
         if route is None:
             return
-        seen = _received(route.stats, self._front_end, self._incarnation)
+        seen = received_from(route.stats, self._front_end, self._incarnation)
         counts = (seen.requests, seen.prompt_tokens) if seen else (0, 0)
         route.sent = route.sent._replace(requests=counts[0], prompt_tokens=counts[1])
         route.load = None
@@ -398,7 +398,7 @@ class ClusterState:
         for front_end, sent in senders:
             if sent.engine_incarnation != route.entry.incarnation:
                 continue
-            seen = _received(stats, front_end, sent.front_end_incarnation)
+            seen = received_from(stats, front_end, sent.front_end_incarnation)
             requests += max(0, sent.requests - (seen.requests if seen else 0))
             tokens += max(0, sent.prompt_tokens - (seen.prompt_tokens if seen else 0))
         if stats is None:
@@ -410,23 +410,6 @@ class ClusterState:
             stats.queued_prefill_tokens + tokens,
             stats.kv_usage,
         )
-
-
-def _received(stats: EngineStats | None, position: int, incarnation: int) -> Received | None:
-    """Return what an engine had received from a front-end process, if it had heard of it.
-
-    Incarnations name processes; `position` is where the engine lists this one most likely.
-    """
-    if stats is None:
-        return None
-    entries = stats.received
-    # This is asked for every engine and request.
-    if position < len(entries) and entries[position].front_end_incarnation == incarnation:
-        return entries[position]
-    for entry in entries:
-        if entry.front_end_incarnation == incarnation:
-            return entry
-    return None
 
 
 def _open(route: _Route) -> bool:
