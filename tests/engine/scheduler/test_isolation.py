@@ -157,6 +157,8 @@ class _Grammars:
         self.asked.append(_Grammar())
         return self.asked[-1]
 
+    def assign(self, slot: int, grammar: _Grammar) -> None: ...
+
     def release(self, slot: int) -> None: ...
 
 
