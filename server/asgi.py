@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.access.admission import Reservation
 from server.access.body_budget import BodyBudget, HeldBody, NoRoomForBody
-from server.access.json_price import TooCostly, costly_field, price
+from server.access.json_price import TooCostly, check_price, costly_field
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.errors import (
     ApiError,
@@ -126,7 +126,7 @@ class Call:
         self.body_size = len(body)
         try:
             # Before anything is made of it: what it would cost is not in its size.
-            price(body).check()
+            check_price(body)
             return model.model_validate_json(body)
         except TooCostly as error:
             raise too_complex(error, costly_field(body)) from error

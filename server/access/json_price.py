@@ -59,6 +59,18 @@ class Price(NamedTuple):
                 raise TooCostly(f"more than {most} {what}")
 
 
+def check_price(text: bytes) -> None:
+    """Compare a text's price with what one request may hold.
+
+    Raises:
+        TooCostly: it is more.
+    """
+    # So short a text has few values and containers, and so few brackets are not deep.
+    short = len(text) <= MAX_JSON_CONTAINERS
+    if not short or text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH:
+        price(text).check()
+
+
 def costly_field(text: bytes) -> str | None:
     """Return the first field of an object that is too costly by itself.
 
@@ -70,7 +82,7 @@ def costly_field(text: bytes) -> str | None:
         return None
     for name, value in fields.items():
         try:
-            price(bytes(value)).check()
+            check_price(bytes(value))
         except TooCostly:
             return name
     return None

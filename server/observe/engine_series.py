@@ -65,38 +65,54 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_n": ("The parameter n of a prompt.", _N_BUCKETS),
 }  # fmt: skip
 
-_FLUSH_AFTER_TOKENS = 256
-_FLUSH_AFTER_SECONDS = 1.0
+
+class Distribution:
+    """A histogram whose observations are counted here and handed over in bulk.
+
+    One observation of a memory-mapped histogram costs microseconds, and a sequence makes a dozen.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_histogram", "_sum")
+
+    def __init__(self, histogram: Histogram, bounds: tuple[float, ...]) -> None:
+        self._histogram: Any = histogram  # its parts have no public names
+        self._bounds = bounds
+        self._counts: dict[int, int] = {}
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value, or several that are equal."""
+        index = bisect_left(self._bounds, value)
+        self._counts[index] = self._counts.get(index, 0) + count
+        self._sum += value * count
+
+    def flush(self) -> None:
+        """Make everything counted visible to scrapes of any process."""
+        if not self._counts:
+            return
+        for index, count in self._counts.items():
+            self._histogram._buckets[index].inc(count)
+        self._histogram._sum.inc(self._sum)
+        self._counts.clear()
+        self._sum = 0.0
 
 
 class TokenCounts:
-    """Tokens and the times between them, counted here and handed over in bulk.
+    """Tokens and the times between them, counted here and handed over in bulk."""
 
-    One observation of a memory-mapped histogram costs microseconds; there is one per token.
-    """
-
-    def __init__(self, tokens: Counter, latency: Histogram) -> None:
+    def __init__(self, tokens: Counter, latency: Distribution) -> None:
         self._tokens = tokens
-        self._latency: Any = latency  # its parts have no public names
-        self._counts = [0] * (len(_TOKEN_LATENCY_BUCKETS) + 1)
-        self._sum = 0.0
+        self._latency = latency
         self._pending = 0
-        self._flushed_at = 0.0
 
     def first(self, count: int) -> None:
         """Count a sequence's first tokens, which came at once."""
         self._pending += count
 
-    def more(self, count: int, seconds: float, now: float) -> None:
+    def more(self, count: int, seconds: float) -> None:
         """Count `count` tokens that came `seconds` after those before."""
-        gap = seconds / count
-        self._counts[bisect_left(_TOKEN_LATENCY_BUCKETS, gap)] += count
-        self._sum += seconds
+        self._latency.observe(seconds / count, count)
         self._pending += count
-        late = now - self._flushed_at > _FLUSH_AFTER_SECONDS
-        if late or self._pending >= _FLUSH_AFTER_TOKENS:
-            self._flushed_at = now
-            self.flush()
 
     def flush(self) -> None:
         """Make everything counted visible to scrapes of any process."""
@@ -104,20 +120,19 @@ class TokenCounts:
             return
         self._tokens.inc(self._pending)
         self._pending = 0
-        for index, count in enumerate(self._counts):
-            if count:
-                self._latency._buckets[index].inc(count)
-                self._counts[index] = 0
-        self._latency._sum.inc(self._sum)
-        self._sum = 0.0
+        self._latency.flush()
 
 
 class EngineSeries:
     """The series of one engine."""
 
     def __init__(self, families: "SequenceFamilies", rank: int) -> None:
-        def histogram(name: str) -> Histogram:
-            return families.histograms[name].of_engine(rank)
+        self._distributions: list[Distribution] = []
+
+        def histogram(name: str) -> Distribution:
+            made = Distribution(families.histograms[name].of_engine(rank), _HISTOGRAMS[name][1])
+            self._distributions.append(made)
+            return made
 
         self._prompt_tokens = families.prompt_tokens.child(rank)
         self._cached = families.cached.child(rank)
@@ -144,6 +159,12 @@ class EngineSeries:
         self.max_num_generation_tokens = histogram("request_max_num_generation_tokens")
         self.params_max_tokens = histogram("request_params_max_tokens")
         self.params_n = histogram("request_params_n")
+
+    def flush(self) -> None:
+        """Make everything counted visible to scrapes of any process."""
+        self.token_counts.flush()
+        for distribution in self._distributions:
+            distribution.flush()
 
     def prompt(self, tokens: int, cached: int) -> None:
         """Count a prompt, some of whose tokens the prefix cache had."""

@@ -108,6 +108,7 @@ class FrontEndMetrics:
 
     def first_token_times(self) -> tuple[float, int]:
         """Return the sum (seconds) and the number of the node's times to first token."""
+        self._sequences.flush()
         name = f"{self._prefix}time_to_first_token_seconds"
         sums = {f"{name}_sum": 0.0, f"{name}_count": 0.0}
         for family in self._exposed.collect():

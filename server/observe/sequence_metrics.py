@@ -6,6 +6,9 @@ from server.cluster.engine_times import EngineTimes
 from server.observe.engine_series import EngineSeries, SequenceFamilies
 from server.observe.metric_factory import MetricFactory
 
+_FLUSH_AFTER = 0.25
+"""Seconds for which what is counted may wait to be handed over in bulk."""
+
 
 class SequenceMetrics:
     """Metrics of sequences by engine, whatever request they belong to."""
@@ -13,6 +16,8 @@ class SequenceMetrics:
     def __init__(self, factory: MetricFactory) -> None:
         self._families = SequenceFamilies(factory)
         self._series: dict[int, EngineSeries] = {}
+        self._unfinished = 0
+        self._flushed_at = 0.0
 
     def of_engine(self, rank: int) -> EngineSeries:
         """Return the series of an engine; the first time they are made, all at zero."""
@@ -21,10 +26,28 @@ class SequenceMetrics:
             known = self._series[rank] = EngineSeries(self._families, rank)
         return known
 
+    def began(self) -> None:
+        """A sequence began, and will end."""
+        self._unfinished += 1
+
+    def ended(self, now: float) -> None:
+        """A sequence ended; when the last one has, everything is made visible."""
+        self._unfinished -= 1
+        if not self._unfinished:
+            self.flush()
+        else:
+            self.tick(now)
+
+    def tick(self, now: float) -> None:
+        """Make everything counted visible if that was some time ago."""
+        if now - self._flushed_at > _FLUSH_AFTER:
+            self._flushed_at = now
+            self.flush()
+
     def flush(self) -> None:
-        """Make every token counted visible to scrapes of any process."""
+        """Make everything counted visible to scrapes of any process."""
         for series in self._series.values():
-            series.token_counts.flush()
+            series.flush()
 
 
 class PromptParams:
@@ -68,6 +91,7 @@ class SequenceTimer:
         self._last = 0.0
         self._num_tokens = 0
         self._cached = 0
+        metrics.began()
 
     def _current(self) -> EngineSeries:
         if self._times.engine != self._engine:
@@ -88,9 +112,10 @@ class SequenceTimer:
             series.prompt(self._params.prompt_tokens, cached)
             series.token_counts.first(count)
         else:
-            series.token_counts.more(count, now - self._last, now)
+            series.token_counts.more(count, now - self._last)
         self._last = now
         self._num_tokens += count
+        self._metrics.tick(now)
 
     @property
     def first_token(self) -> float | None:
@@ -112,7 +137,7 @@ class SequenceTimer:
         if params.ended(self._num_tokens):
             series.params_n.observe(params.n)
             series.max_num_generation_tokens.observe(params.longest)
-        series.token_counts.flush()
+        self._metrics.ended(now)
 
     def _in_engines(self, series: EngineSeries, now: float) -> None:
         timing = self._times.ended(now)
