@@ -278,7 +278,7 @@ class Engine(Process):
     def alone(self) -> str:
         """Name of the request that nobody else is planned beside; empty if there is none."""
         scheduler = self.core._scheduler
-        return scheduler._requests[scheduler.alone].request_id if scheduler.alone else ""
+        return scheduler._books.all[scheduler.alone].request_id if scheduler.alone else ""
 
     # -- the end ---------------------------------------------------------------------------------
 

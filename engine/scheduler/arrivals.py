@@ -1,0 +1,140 @@
+"""How requests come into the queue: refused, or with their grammars compiled first."""
+
+import logging
+
+from engine.executor.interface import ExecutorInfo
+from engine.messages import AddRequest, RequestOutput
+from engine.scheduler.accounts import Counters
+from engine.scheduler.books import RequestBooks
+from engine.scheduler.grammars import Grammars
+from engine.scheduler.isolation import Isolation
+from engine.scheduler.outputs import Outputs, refused_output
+from engine.scheduler.refusal import refusal
+from engine.scheduler.request import Request, RequestStatus, request_from_message
+
+MAX_RENEWALS = 4
+"""How often the grammar of one request is compiled anew, each time at the cost of a prefill."""
+
+logger = logging.getLogger(__name__)
+
+
+class Arrivals:
+    """Lets requests in, and has what is to be compiled for them compiled."""
+
+    def __init__(
+        self,
+        books: RequestBooks,
+        isolation: Isolation,
+        grammars: Grammars | None,
+        counters: Counters,
+        executor: ExecutorInfo,
+        *,
+        max_model_len: int,
+        by_priority: bool,
+    ) -> None:
+        self._books = books
+        self._isolation = isolation
+        self._grammars = grammars
+        self._counters = counters
+        self._vocab_size = executor.vocab_size
+        self._eos_token_ids = frozenset(executor.eos_token_ids)
+        self._max_model_len = max_model_len
+        self._by_priority = by_priority
+        self._num_arrivals = 0
+
+    def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
+        """Queue a request; one that cannot run or has nothing left to do is answered at once.
+
+        The time, here and below, only serves to say how long requests took.
+        """
+        if message.id in self._books.all:
+            name = message.request_id
+            fields = {"request_id": name}
+            logger.warning("request %s (%d) is here already", name, message.id, extra=fields)
+            return None
+        reason = refusal(message, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        if reason is not None:
+            return RequestOutput(message.id, [], finish_reason="error", error=reason)
+        request = request_from_message(
+            message,
+            arrival=self._num_arrivals,
+            priority=message.priority if self._by_priority else 0,
+            max_model_len=self._max_model_len,
+            eos_token_ids=self._eos_token_ids,
+            now=now,
+        )
+        if request.num_tokens >= request.max_total_tokens:
+            return RequestOutput(message.id, [], finish_reason="length")
+        if message.sampling.grammar is not None and self._grammars is None:
+            error = "this engine has no tokenizer for grammars"
+            return RequestOutput(message.id, [], finish_reason="error", error=error)
+        self._books.come(request)
+        if request.steps_alone:
+            self._isolation.push(request)
+            return None
+        return self.compile(request)
+
+    def compile(self, request: Request) -> RequestOutput | None:
+        """Queue the request as soon as its grammar, if it has one, is compiled."""
+        self._books.compiling[request.id] = request
+        spec = request.sampling.grammar
+        if spec is not None and self._grammars is not None:
+            request.grammar = self._grammars.ask(spec)
+            self._counters.grammar_requests += 1
+            self._counters.grammar_waits += not request.grammar.settled
+        return self._queue_compiled(request)
+
+    def queue_compiled(self) -> Outputs:
+        """Queue the requests whose grammars have been compiled meanwhile.
+
+        Returns:
+            The answers to those whose grammars cannot be compiled.
+        """
+        outputs: Outputs = {}
+        for request in list(self._books.compiling.values()):
+            answer = self._queue_compiled(request)
+            if answer is not None:
+                outputs.setdefault(request.front_end, []).append(answer)
+        return outputs
+
+    def _queue_compiled(self, request: Request) -> RequestOutput | None:
+        """Queue the request if nothing is left to be compiled for it; its turn counts from now."""
+        grammar = request.grammar
+        if grammar is not None and not grammar.settled:
+            return None
+        if grammar is not None and grammar.error is not None:
+            self._books.retire(request)
+            return refused_output(request, grammar.error)
+        if not request.num_renewals:
+            request.arrival = self._num_arrivals
+            self._num_arrivals += 1
+        self._books.queue(request)
+        return None
+
+    def renew_grammar(self, request: Request, reason: str) -> RequestOutput | None:
+        """Let a request, its newest draw forgotten, wait until its grammar is compiled anew.
+
+        Returns the error that it ends with if that has not helped before.
+        """
+        spec = request.sampling.grammar
+        assert self._grammars is not None
+        assert spec is not None
+        request.num_pending_tokens -= 1
+        if request.status is RequestStatus.RUNNING:
+            self._books.preempt(request)
+        else:
+            self._books.requeue_tokens(request, -1)
+            if request.renewed_at == request.num_output_tokens:
+                return None  # drawn in a step that was in flight when the grammar failed
+        in_vain = request.renewed_at == request.num_output_tokens
+        if in_vain or request.num_renewals == MAX_RENEWALS:
+            return refused_output(request, reason)
+        request.num_renewals += 1
+        request.renewed_at = request.num_output_tokens
+        request.grammar = self._grammars.ask(spec)
+        self._books.recompile(request)
+        self._counters.grammar_waits += 1
+        error = request.grammar.error if request.grammar.settled else None
+        if error is not None:
+            return refused_output(request, error)
+        return self._queue_compiled(request)

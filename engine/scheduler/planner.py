@@ -1,0 +1,229 @@
+"""Who is computed in a step: decodes, then prefills that have begun, then waiting requests."""
+
+from typing import NamedTuple
+
+from engine.scheduler.accounts import Counters
+from engine.scheduler.admission import StepBudget
+from engine.scheduler.batch import SlotBlocks
+from engine.scheduler.books import RequestBooks
+from engine.scheduler.draft import Draft
+from engine.scheduler.fairness import Shares
+from engine.scheduler.isolation import Isolation
+from engine.scheduler.kv_cache import KVCacheManager
+from engine.scheduler.precedence import Precedence
+from engine.scheduler.preemption import Room
+from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.slots import Slots
+
+
+class StepLimits(NamedTuple):
+    """What one step may do at most."""
+
+    tokens: int
+    prefill: int
+    """Prompt tokens of one request."""
+    headroom: int
+    """KV blocks that an admission leaves free for the running sequences to grow into, so that
+    the newcomer is not preempted by the next step."""
+
+
+class Planner:
+    """Fills the draft of a step within its budget, the slots and the KV blocks."""
+
+    def __init__(
+        self,
+        books: RequestBooks,
+        isolation: Isolation,
+        precedence: Precedence,
+        kv: KVCacheManager,
+        slots: Slots,
+        shares: Shares,
+        limits: StepLimits,
+        counters: Counters,
+    ) -> None:
+        self._books = books
+        self._isolation = isolation
+        self._precedence = precedence
+        self._kv = kv
+        self._slots = slots
+        self._num_slots = slots.num_free
+        self._shares = shares
+        self._parts = shares.parts()
+        self._limits = limits
+        self._counters = counters
+
+    def plan(self, draft: Draft, budget: StepBudget, passed_over: int) -> None:
+        """Plan a step of all, or of the request whose turn it is to run alone.
+
+        Args:
+            draft: an empty step.
+            budget: what it may compute.
+            passed_over: waiting requests that the plan before did not admit.
+        """
+        self._parts = self._shares.parts()
+        alone = self._isolation.current
+        if alone is None:
+            self._schedule_all(draft, budget, passed_over)
+        else:
+            self._schedule_alone(draft, budget, alone)
+
+    def preempt_all(self) -> None:
+        """Give up all slots and blocks; the requests wait to be computed again, in their order."""
+        for request in self._precedence.in_order(self._books.running.values()):
+            self._books.preempt(request)
+
+    def _schedule_all(self, draft: Draft, budget: StepBudget, passed_over: int) -> None:
+        if budget.can_admit and self._books.waiting:
+            self._make_room(short=passed_over > 0 or not self._slots.num_free)
+        self._shares.begin_step()
+        self._parts = self._shares.parts()
+        short = self._kv.num_free_blocks < len(self._books.running)
+        self._precedence.look(self._books.running.values(), short=short)
+        partials = self._schedule_decodes(draft, budget)
+        self._schedule_partials(draft, budget, partials)
+        self._schedule_waiting(draft, budget)
+
+    def _schedule_alone(self, draft: Draft, budget: StepBudget, request: Request) -> None:
+        """Plan the next step of a suspect; others keep what they hold unless it needs that."""
+        for partial in self._schedule_decodes(draft, budget):
+            count = budget.try_continue(self._chunk(partial))
+            if count:
+                self._plan_prefill(draft, partial, count)
+        if request.status is not RequestStatus.WAITING or request.num_steps_in_flight:
+            return
+        if not budget.can_admit or request.id in self._books.compiling:
+            return
+        while not self._slots.num_free or (cached := self._try_admit(request)) is None:
+            self._books.preempt(self._last_to_run())
+        self._start(draft, request, cached)
+        self._plan_prefill(draft, request, budget.try_admit(self._chunk(request)))
+
+    def _last_to_run(self) -> Request:
+        """Return the running request that is preempted first."""
+        running = self._isolation.others(self._books.running.values())
+        return max(running, key=self._precedence.standing)
+
+    def _make_room(self, *, short: bool) -> None:
+        """Preempt requests for waiting ones that should have their slots or blocks."""
+        room = Room(
+            slots=self._num_slots - len(self._books.running),
+            blocks=self._kv.num_free_blocks + self._slots.num_leaving_blocks,
+            headroom=self._limits.headroom,
+            tokens=self._limits.tokens,
+        )
+        for victim in self._precedence.victims(
+            self._books.waiting,
+            self._books.running.values(),
+            room,
+            self._blocks_needed,
+            short=short,
+        ):
+            self._books.preempt(victim)
+
+    def _blocks_needed(self, request: Request) -> int:
+        use_cache = not request.lacks_prompt_logprobs
+        return self._kv.needs(request.table, request.token_ids, use_cache=use_cache)[1]
+
+    def _schedule_decodes(self, draft: Draft, budget: StepBudget) -> list[Request]:
+        """Plan one token for each decode and return the requests that are still in prefill."""
+        partials = []
+        running = self._isolation.planned(self._books.running.values())
+        for request in self._precedence.in_order(running):
+            if request.queued_tokens:
+                partials.append(request)
+                continue
+            start = request.num_computed_tokens
+            if start + 1 >= request.max_total_tokens or request.num_proposed_tokens:
+                continue  # its last token is pending, or it is not known which is its newest
+            if not budget.try_decode():
+                break
+            if start == request.table.capacity and not self._grow(draft, request):
+                continue
+            draft.decode(request)
+        return partials
+
+    def _schedule_partials(self, draft: Draft, budget: StepBudget, partials: list[Request]) -> None:
+        self._precedence.sort_prefills(partials)
+        for request in partials:
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted by a decode of this step
+            self._schedule_waiting(draft, budget, before=request)
+            wanted = self._chunk(request)
+            if wanted == 0:
+                continue
+            count = budget.try_continue(wanted)
+            if count == 0:
+                break
+            self._plan_prefill(draft, request, count)
+
+    def _schedule_waiting(
+        self, draft: Draft, budget: StepBudget, before: Request | None = None
+    ) -> None:
+        """Start waiting requests, or only those that go before a running one."""
+        passed: set[int] = set()
+        while budget.can_admit and self._slots.num_free and not draft.short_of_blocks:
+            request = self._books.waiting.first(passed)
+            if request is None:
+                return
+            if before is not None and not self._precedence.before(request, before):
+                return
+            if not self._parts.left(request.tenant):
+                passed.add(request.tenant)
+                continue
+            cached = self._try_admit(request)
+            if cached is None:
+                if not self._shares.holds(request.tenant):
+                    return
+                passed.add(request.tenant)  # it waits for what it holds itself
+                continue
+            self._start(draft, request, cached)
+            count = budget.try_admit(self._chunk(request))
+            self._plan_prefill(draft, request, count)
+
+    def _try_admit(self, request: Request) -> int | None:
+        """Get a waiting request its blocks; return how many cached tokens are in them."""
+        if request.num_steps_in_flight:
+            return None
+        return self._kv.try_admit(
+            request.table,
+            request.token_ids,
+            use_cache=not request.lacks_prompt_logprobs,
+            headroom=self._limits.headroom if self._books.running else 0,
+        )
+
+    def _chunk(self, request: Request) -> int:
+        """Return how much of its prompt a request may have computed in this step."""
+        most = min(request.queued_tokens, self._limits.prefill)
+        return min(most, self._parts.left(request.tenant))
+
+    def _plan_prefill(self, draft: Draft, request: Request, count: int) -> None:
+        self._books.planned(count)
+        self._shares.charge(request.tenant, count)
+        self._parts.take(request.tenant, count)
+        draft.prefill(request, count)
+
+    def _start(self, draft: Draft, request: Request, cached: int) -> None:
+        """Give a slot to a request that has just got its blocks, `cached` tokens in them."""
+        self._books.start(request, cached)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = min(cached, request.num_prompt_tokens)
+            if self._kv.caching and not request.lacks_prompt_logprobs:
+                self._counters.prefix_cache_queries += request.num_prompt_tokens
+                self._counters.prefix_cache_hits += request.num_cached_tokens
+        draft.start(request)
+
+    def _grow(self, draft: Draft, request: Request) -> bool:
+        """Get the decode of `request` one more block; False when it cannot run in this step."""
+        table = request.table
+        first = len(table.block_ids)
+        while (new := self._kv.try_grow(table, table.capacity + 1)) is None:
+            draft.short_of_blocks = True
+            if self._slots.num_leaving_blocks:
+                return False  # there will be blocks when the plans in flight are done
+            # Those that come after `request` are not in the draft yet, nor is it itself.
+            victim = self._last_to_run()
+            self._books.preempt(victim)
+            if victim is request:
+                return False
+        draft.blocks.append(SlotBlocks(request.slot, first, new))
+        return True

@@ -1,0 +1,97 @@
+"""What the result of a step means for the requests that it computed."""
+
+from engine.messages import RequestOutput
+from engine.scheduler.accounts import Counters, InFlight
+from engine.scheduler.arrivals import Arrivals
+from engine.scheduler.batch import BatchResult
+from engine.scheduler.books import RequestBooks
+from engine.scheduler.kv_cache import KVCacheManager
+from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
+from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.slots import Slots
+from engine.scheduler.speculation import Speculator
+
+
+class Results:
+    """Gives drawn tokens to their requests, and ends those that are done."""
+
+    def __init__(
+        self,
+        books: RequestBooks,
+        arrivals: Arrivals,
+        kv: KVCacheManager,
+        slots: Slots,
+        speculator: Speculator | None,
+        counters: Counters,
+    ) -> None:
+        self._books = books
+        self._arrivals = arrivals
+        self._kv = kv
+        self._slots = slots
+        self._speculator = speculator
+        self._counters = counters
+
+    def take(self, entry: InFlight, result: BatchResult, outputs: Outputs, now: float) -> None:
+        """Add to `outputs` what the result of a plan adds to each request."""
+        plan, requests, step_tokens = entry
+        for row, logprobs in result.prompt_logprobs.items():
+            if requests[row].lacks_prompt_logprobs:
+                requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
+        running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
+        first = 0
+        for row, (request, start, count, sampled) in enumerate(
+            zip(requests, plan.starts, plan.counts, plan.samples, strict=True)
+        ):
+            drawn = range(first, first + sampled + result.accepted.get(row, 0))
+            first = drawn.stop
+            request.num_steps_in_flight -= 1
+            if request.status is not finished:
+                stall = result.grammar_stalls.get(request.slot) if sampled else None
+                if row in result.accepted:
+                    accepted = result.accepted[row] if stall is None else 0
+                    self._settle_proposal(request, accepted)
+                    count = 1 + accepted  # the others have to be computed again
+                counts = sampled and stall is None
+                output = self._accept(request, result, drawn, now) if counts else None
+                computed = min(start + count, len(request.token_ids))
+                if computed >= request.table.next_commit:
+                    self._kv.commit(request.table, request.token_ids, computed)
+                if stall is not None:
+                    output = self._arrivals.renew_grammar(request, stall)
+                if output is not None:
+                    step_tokens += len(output.token_ids)
+                    outputs.setdefault(request.front_end, []).append(output)
+                    if output.finish_reason is not None:
+                        self._books.retire(request)
+            if request.status is not running:
+                self._slots.release_when_idle(request)
+        if requests:
+            self._counters.count_step(step_tokens)
+
+    def _settle_proposal(self, request: Request, accepted: int) -> None:
+        """Count the proposed tokens that were right as computed."""
+        if self._speculator is not None:
+            self._speculator.verified(request, request.num_proposed_tokens, accepted)
+        request.num_proposed_tokens = 0
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens += accepted
+        else:  # preempted: everything will be computed again
+            self._books.requeue_tokens(request, accepted)
+
+    def _accept(
+        self, request: Request, result: BatchResult, drawn: range, now: float
+    ) -> RequestOutput:
+        """Append drawn tokens to their request and return the output for them."""
+        request.num_pending_tokens -= 1
+        if not request.has_emitted and not request.was_taken_over:
+            self._counters.prompt_tokens += request.num_prompt_tokens
+        tokens = result.token_ids[drawn.start : drawn.stop]
+        logprobs = None
+        if result.logprobs is not None and request.sampling.logprobs is not None:
+            entries = result.logprobs[drawn.start : drawn.stop]
+            logprobs = [entry for entry in entries if entry is not None]
+        output = accept_tokens(request, tokens, logprobs, now)
+        self._counters.generation_tokens += len(output.token_ids)
+        if request.slot in result.grammar_ends:
+            output = grammar_output(request, output, result.grammar_ends[request.slot], now)
+        return output
