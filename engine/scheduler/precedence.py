@@ -1,10 +1,14 @@
 """Which of two requests goes first, and which of the running ones give way."""
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from engine.scheduler.fairness import Shares
 from engine.scheduler.preemption import Engine, Room, choose_heaviest, choose_victims
 from engine.scheduler.request import Request, precedence
+
+_arrival = attrgetter("arrival")
+_priority = attrgetter("priority")
 
 
 class Precedence:
@@ -25,8 +29,8 @@ class Precedence:
     def look(self, running: Iterable[Request], *, short: bool) -> None:
         """Note for a step which tenants hold much; `short`: blocks may run short in it."""
         self._heavy = set()
-        self._short = short and self._shares.contended
-        if not self._short:
+        self._short = short
+        if not short or not self._shares.contended:
             return
         held: dict[int, int] = {}
         for request in running:
@@ -39,13 +43,21 @@ class Precedence:
         return request.priority, request.tenant in self._heavy, request.arrival
 
     def in_order(self, running: Iterable[Request]) -> list[Request]:
-        """Return running requests, which are in order of admission, in that of precedence.
+        """Return running requests, which are in order of admission, in that of `standing`.
 
-        Between tenants the order only matters where somebody may have to give way.
+        Without priorities the order only matters where somebody may have to give way: then whoever
+        does must come after all that stay, since what is planned already cannot.
         """
         ordered = list(running)
-        if self._by_priority or self._short:
-            ordered.sort(key=self.standing)
+        if not self._by_priority and not self._short:
+            return ordered
+        ordered.sort(key=_arrival)  # stable sorts by one field each cost less than one by three
+        heavy = self._heavy
+        if heavy:
+            light = [each for each in ordered if each.tenant not in heavy]
+            ordered = light + [each for each in ordered if each.tenant in heavy]
+        if self._by_priority:
+            ordered.sort(key=_priority)
         return ordered
 
     def sort_prefills(self, partials: list[Request]) -> None:

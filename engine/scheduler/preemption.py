@@ -1,5 +1,6 @@
 """Which running requests give way to waiting ones: to more urgent ones, and to other tenants'."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -71,10 +72,10 @@ class Engine(NamedTuple):
 class _Holding:
     """What a tenant has of an engine, and which of its requests came last."""
 
-    def __init__(self) -> None:
-        self.running: list[Request] = []
-        self.slots = 0
-        self.blocks = 0
+    def __init__(self, running: list[Request]) -> None:
+        self.running = running
+        self.slots = len(running)
+        self.blocks = sum([len(each.table.block_ids) for each in running])
 
     def part(self, of: Engine, slots: int = 0, blocks: int = 0) -> float:
         """Return the share of slots or of blocks, whichever is larger, with so many more."""
@@ -101,12 +102,10 @@ def choose_heaviest(
         blocks_needed: free blocks that the admission of a request takes.
         engine: what there is in all.
     """
-    holdings: dict[int, _Holding] = {}
+    by_tenant: defaultdict[int, list[Request]] = defaultdict(list)
     for request in running:
-        holding = holdings.setdefault(request.tenant, _Holding())
-        holding.running.append(request)
-        holding.slots += 1
-        holding.blocks += len(request.table.block_ids)
+        by_tenant[request.tenant].append(request)
+    holdings = {tenant: _Holding(requests) for tenant, requests in by_tenant.items()}
     victims: list[Request] = []
     slots, blocks, headroom, tokens = room
     for request in waiting:
@@ -116,7 +115,7 @@ def choose_heaviest(
         slots -= 1
         blocks -= needed
         tokens -= request.queued_tokens
-        own = holdings.setdefault(request.tenant, _Holding())
+        own = holdings.setdefault(request.tenant, _Holding([]))
         wanted = own.part(engine, 1, needed)
         given: list[Request] = []
         while slots < 0 or blocks < headroom:

@@ -71,6 +71,7 @@ class Rig:
         priority: int = 0,
         tenant: int = 0,
         cache_root: bytes = b"",
+        alone: int = 0,
         **sampling: object,
     ) -> AddRequest:
         """Note what `expected` has to know about a request, and return its message."""
@@ -86,6 +87,7 @@ class Rig:
             priority,
             tenant,
             cache_root,
+            alone=alone,
         )
         return self.requests[id]
 

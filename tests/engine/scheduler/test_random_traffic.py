@@ -101,6 +101,7 @@ class Traffic(RuleBasedStateMachine):
         taken_over=st.integers(0, 3),
         priority=st.integers(-2, 2),
         tenant=st.sampled_from([0, 0, 1, 2]),
+        alone=st.sampled_from([0, 0, 0, 1, 3]),
     )
     def add(
         self,
@@ -114,6 +115,7 @@ class Traffic(RuleBasedStateMachine):
         priority: int = 0,
         logprobs: int | None = None,
         tenant: int = 0,
+        alone: int = 0,
     ) -> None:
         rig, id = self.rig, len(self.rig.requests)
         limit = rig.scheduler.max_model_len
@@ -138,6 +140,7 @@ class Traffic(RuleBasedStateMachine):
             priority=priority,
             tenant=tenant,
             cache_root=bytes(15) + b"x" if tenant == 2 else b"",
+            alone=alone,
             **sampling,
         )
 
@@ -253,4 +256,26 @@ def test_thousands_of_busy_steps(
     assert len(rig.last) > 200
     if guesses:
         assert counters.spec_draft_tokens > counters.spec_accepted_tokens > 30
+    traffic.finish()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_nobody_is_preempted_who_is_in_the_draft_already(
+    make_rig: MakeRig, depth: int, policy: str
+) -> None:
+    """Suspects and tenants start out of order; who gives way has to be who is planned last."""
+    rng = random.Random(depth)
+    traffic = Traffic(make_rig)
+    traffic.start(22, 2, 8, 24, False, depth, policy)
+    rig = traffic.rig
+    for _ in range(1500):
+        if rig.scheduler.gauges().waiting < 6:
+            alone = 2 if rng.random() < 0.2 else 0
+            tenant = rng.choice([0, 0, 0, 1, 2])
+            length, most = rng.randint(1, 20), rng.randint(1, 20)
+            priority = rng.randrange(2)
+            traffic.add(0, length, most, True, 0, None, 0, priority, None, tenant, alone)
+        traffic.step(UNLIMITED)
+    assert rig.scheduler.counters.preemptions > 50
     traffic.finish()
