@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.load.config import BenchConfig, TargetConfig, TrafficConfig, WorkloadConfig
-from benchmarks.load.run import run
-from benchmarks.load.summary import Distribution, Summary, summarize
 from benchmarks.running_stack import RunningStack
+from server.bench.config import BenchConfig, TargetConfig, TrafficConfig, WorkloadConfig
+from server.bench.run import run
+from server.bench.summary import Distribution, Summary, summarize
 
 AIMS = {"ttft": 2.0, "itl": 3.0}
 """Most that the 99th percentile may be, in medians, at half of saturation."""

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.load.client import StreamResult, stream_many
 from benchmarks.running_stack import RunningStack
+from server.bench.client import StreamResult, stream_many
 
 MODEL = "swell-shakespeare"
 WORDS = ("love", "king", "night", "sword", "honour", "crown", "sweet", "death", "ghost", "rose")

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.load.client import StreamResult, stream_many
 from benchmarks.running_stack import RunningStack
+from server.bench.client import StreamResult, stream_many
 
 MEMORY_BUDGET_MB = {"coordinator": 40, "api": 130, "engine": 500}
 IDLE_SECONDS = 10

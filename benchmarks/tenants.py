@@ -28,9 +28,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load.client import StreamResult, complete
-from benchmarks.load.connection import HttpClient
 from benchmarks.running_stack import RunningStack
+from server.bench.client import StreamResult, complete
+from server.bench.connection import HttpClient
 
 WORDS = ["love", "death", "king", "crown", "night", "sword", "blood", "fool", "ghost", "storm"]
 OTHERS = 7

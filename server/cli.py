@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.load.config import BenchConfig
 from coordinator.config import CoordinatorConfig
 from engine import settings
 from engine.config import DEFAULT_COORDINATOR, EngineConfig, Section
 from engine.log_stream import open_standard_descriptors
 from server.batch.config import RunBatchConfig
+from server.bench.config import BenchConfig
 from server.config import ApiServerConfig, ServeConfig
 from server.scale_command import ScaleConfig, scale
 
@@ -84,7 +84,7 @@ def _run_batch(config: RunBatchConfig) -> int:
 
 
 def _bench(config: BenchConfig) -> int:
-    from benchmarks.load import command
+    from server.bench import command
 
     return command.bench(config)
 

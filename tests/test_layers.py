@@ -123,3 +123,21 @@ def test_what_a_process_loads_at_run_time(modules: str, absent: str) -> None:
         "sys.exit(' '.join(loaded) or None)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
+
+
+INSTALLED = [path for package in ("server", "engine", "coordinator") for path in sources(package)]
+
+
+def test_nothing_that_is_installed_imports_what_is_not() -> None:
+    foreign = {"benchmarks", "tests", "scripts"}
+    found = {path for path in INSTALLED if {n.split(".")[0] for n in imports(path)} & foreign}
+    assert not found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in INSTALLED}
+    uses = {name: own_imports(path) & names.keys() for name, path in names.items()}
+    left = set(uses)
+    while free := {name for name in left if not uses[name] & left}:
+        left -= free
+    assert not left, "these are in circles, or lead into them"

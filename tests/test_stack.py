@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.load.client import stream_completion, stream_many
 from benchmarks.running_stack import RunningStack
+from server.bench.client import stream_completion, stream_many
 
 pytestmark = pytest.mark.stack
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.client import stream_many
 from benchmarks.running_stack import RunningStack
+from server.bench.client import stream_many
 from tests.together import metric, until
 
 pytestmark = pytest.mark.stack

@@ -1,14 +1,12 @@
 """A server that a batch starts for itself and stops when it is done."""
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.config import Section
 from engine.settings import settings_of
@@ -16,21 +14,8 @@ from server.batch.config import RunBatchConfig
 from server.config import ServeConfig
 
 _READY = re.compile(r"swell is ready after [\d.]+ s: (https?://\S+)")
-_PROGRAM = "from server.batch.own_server import serve_while_wanted; serve_while_wanted()"
+_PROGRAM = "server.batch.own_server_main"
 _STOP_TIMEOUT = 30.0
-
-
-def serve_while_wanted() -> NoReturn:
-    """Be the `swell` command, until standard input is closed: by whoever wants it, or its death."""
-
-    def wait_for_the_end() -> None:
-        sys.stdin.buffer.read()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait_for_the_end, daemon=True).start()
-    from server.cli import main  # imports this package's settings
-
-    sys.exit(main())
 
 
 class ServerFailed(Exception):
@@ -74,7 +59,7 @@ class OwnServer:
             ServerFailed: it does not become ready.
         """
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, "serve", *self._arguments, "--port", "0"],
+            [sys.executable, "-m", _PROGRAM, "serve", *self._arguments, "--port", "0"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

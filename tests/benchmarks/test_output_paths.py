@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from benchmarks import engine_bench, side_by_side, simulate
-from benchmarks.load import command
-from benchmarks.load.config import BenchConfig
 from engine.writable import writable_directory, writable_file
 from server.batch.output import OutputFile
+from server.bench import command
+from server.bench.config import BenchConfig
 
 
 class Worked(Exception):

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.load.client import stream_many
 from benchmarks.running_stack import RunningStack
 from scripts.check_dashboard import Finding, Query, ask, queries_of, substitute, table
 from scripts.write_dashboard import TARGET
+from server.bench.client import stream_many
 
 pytestmark = pytest.mark.deploy
 

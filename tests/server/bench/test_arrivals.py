@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from benchmarks.load.arrivals import arrival_times
+from server.bench.arrivals import arrival_times
 
 
 def gaps(times: list[float]) -> list[float]:

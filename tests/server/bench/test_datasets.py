@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.config import WorkloadConfig
-from benchmarks.load.datasets import (
+from server.bench.config import WorkloadConfig
+from server.bench.datasets import (
     DatasetError,
     Prompt,
     conversation_prompts,

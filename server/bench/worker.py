@@ -13,10 +13,10 @@ from multiprocessing.sharedctypes import Synchronized
 import msgspec
 import uvloop
 
-from benchmarks.load.client import StreamResult, complete
-from benchmarks.load.connection import HttpClient
-from benchmarks.load.summary import ClientCost, Record, percentile
 from engine.heap import settle_heap
+from server.bench.client import StreamResult, complete
+from server.bench.connection import HttpClient
+from server.bench.summary import ClientCost, Record, percentile
 
 _REPORT_SECONDS = 0.25
 _TICK_SECONDS = 0.02

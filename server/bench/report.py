@@ -17,9 +17,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.load.config import BenchConfig
-from benchmarks.load.run import Progress
-from benchmarks.load.summary import Summary, percentile
+from server.bench.config import BenchConfig
+from server.bench.run import Progress
+from server.bench.summary import Summary, percentile
 
 _TITLES = {
     "ttft": "first token (TTFT)",

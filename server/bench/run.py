@@ -15,14 +15,14 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.load import worker
-from benchmarks.load.arrivals import arrival_times
-from benchmarks.load.config import BenchConfig
-from benchmarks.load.connection import HttpClient
-from benchmarks.load.datasets import make_prompts, request_body
-from benchmarks.load.server_tokens import ServerTokens
-from benchmarks.load.summary import ClientCost, Record
-from benchmarks.load.worker import Finished, Report, WarmedUp, WorkerMessage, WorkerPlan
+from server.bench import worker
+from server.bench.arrivals import arrival_times
+from server.bench.config import BenchConfig
+from server.bench.connection import HttpClient
+from server.bench.datasets import make_prompts, request_body
+from server.bench.server_tokens import ServerTokens
+from server.bench.summary import ClientCost, Record
+from server.bench.worker import Finished, Report, WarmedUp, WorkerMessage, WorkerPlan
 
 _START_SECONDS = 0.2
 _REFRESH_SECONDS = 0.1

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from benchmarks.load.summary import Record, percentile
+from server.bench.summary import Record, percentile
 
 _BINS = 60
 

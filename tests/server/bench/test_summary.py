@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.load.summary import (
+from server.bench.summary import (
     ClientCost,
     Record,
     client_warnings,

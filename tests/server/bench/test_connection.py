@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.client import StreamResult, complete, stream_completion
-from benchmarks.load.connection import HttpClient
+from server.bench.client import StreamResult, complete, stream_completion
+from server.bench.connection import HttpClient
 
 GUARD_SECONDS = 10
 

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from benchmarks.load.connection import BadAnswer, HttpClient
+from server.bench.connection import BadAnswer, HttpClient
 
 T = TypeVar("T")
 

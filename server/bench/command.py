@@ -8,14 +8,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.load import report
-from benchmarks.load.config import BenchConfig
-from benchmarks.load.datasets import DatasetError
-from benchmarks.load.plot import PlotUnavailable, check_plotting, save_plot
-from benchmarks.load.run import BenchError, Progress, run
-from benchmarks.load.server_tokens import TargetError
-from benchmarks.load.summary import Summary, client_warnings, parse_goodput, summarize
 from engine.writable import writable_file
+from server.bench import report
+from server.bench.config import BenchConfig
+from server.bench.datasets import DatasetError
+from server.bench.plot import PlotUnavailable, check_plotting, save_plot
+from server.bench.run import BenchError, Progress, run
+from server.bench.server_tokens import TargetError
+from server.bench.summary import Summary, client_warnings, parse_goodput, summarize
 
 
 def bench(config: BenchConfig) -> int:

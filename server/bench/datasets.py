@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.load.config import WorkloadConfig
-from benchmarks.load.server_tokens import ServerTokens
+from server.bench.config import WorkloadConfig
+from server.bench.server_tokens import ServerTokens
 
 _POOL_WORDS = 2000
 _FIT_ROUNDS = 10

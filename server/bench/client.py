@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from benchmarks.load.connection import BadAnswer, HttpClient
-from benchmarks.load.events import DONE, Chunk, EventParser, decode_chunk
+from server.bench.connection import BadAnswer, HttpClient
+from server.bench.events import DONE, Chunk, EventParser, decode_chunk
 
 _DETAIL_LENGTH = 300
 _STREAM_SECONDS = 600
