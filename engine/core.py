@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import EngineConfig, SchedulerConfig
@@ -22,6 +21,7 @@ from engine.messages import (
     UtilityCall,
     UtilityResult,
 )
+from engine.profiles import Profiles
 from engine.scheduler.admission import (
     NO_LOAD,
     UNLIMITED,
@@ -36,7 +36,6 @@ from engine.scheduler.policies import build_admission_policy
 from engine.scheduler.scheduler import Scheduler
 from engine.utilities import call_utility
 from engine.wave_clock import OwnClock, WaveClock
-from engine.writable import writable_directory
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +92,9 @@ class EngineCore:
         self._hands_over = False
         self.vocab_size = executor.info.vocab_size
         self._now = now
-        self._profile_dir = config.executor.torch_profiler_dir
+        self.profiles = Profiles(
+            config.executor.torch_profiler_dir, executor, engine=f"{rank}-{incarnation:x}"
+        )
         self._executor = executor
         self._cache = config.cache
         self._max_num_seqs = config.scheduler.max_num_seqs
@@ -335,29 +336,6 @@ class EngineCore:
         self._executor.wake_up()
         self.is_sleeping = False
         self._hands_over &= self.is_paused
-
-    def start_profile(self) -> str:
-        """Begin to record what steps do; return the directory where the trace will be.
-
-        Raises:
-            CannotDo: there is no such directory, or nothing to record.
-        """
-        if self._profile_dir is None:
-            raise CannotDo("profiles need a place: start the engines with --torch-profiler-dir")
-        writable_directory(self._profile_dir)
-        self._executor.start_profile()
-        return self._profile_dir
-
-    def stop_profile(self) -> str:
-        """End the recording and return the path of its trace.
-
-        Raises:
-            CannotDo: nothing is being recorded.
-        """
-        name = f"engine-{self.rank}-{self.incarnation:x}-step-{self._step}.json.gz"
-        path = Path(self._profile_dir or "") / name
-        self._executor.stop_profile(path)
-        return str(path)
 
     # -- parts of a step -------------------------------------------------------------------------
 

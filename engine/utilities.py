@@ -6,19 +6,45 @@ answered to the caller; the engine goes on serving.
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from engine.executor.interface import CannotDo
-from engine.messages import UtilityCall, UtilityResult, UtilityValue
-
-if TYPE_CHECKING:
-    from engine.core import EngineCore  # which imports this module
+from engine.messages import EngineSetup, EngineStats, UtilityCall, UtilityResult, UtilityValue
+from engine.profiles import Profiles
+from engine.wave_clock import WaveClock
 
 logger = logging.getLogger(__name__)
 
 Answer = dict[str, UtilityValue]
+
+
+class Operated(Protocol):
+    """What of an engine operators may look at and do."""
+
+    rank: int
+    incarnation: int
+    clock: WaveClock
+    vocab_size: int
+    is_paused: bool
+    is_sleeping: bool
+    profiles: Profiles
+
+    @property
+    def setup(self) -> EngineSetup: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def reset_prefix_cache(self) -> int: ...
+
+    def pause(self, *, hand_over: bool = False) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def sleep(self, level: int, *, hand_over: bool = False) -> None: ...
+
+    def wake_up(self) -> None: ...
 
 
 class _NoArguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,10 +65,10 @@ class _Utility(NamedTuple):
     """The type of the arguments, and the call."""
 
     arguments: type[msgspec.Struct]
-    run: Callable[["EngineCore", Any], Answer]
+    run: Callable[[Operated, Any], Answer]
 
 
-def call_utility(core: "EngineCore", call: UtilityCall, fatal: type[Exception]) -> UtilityResult:
+def call_utility(core: Operated, call: UtilityCall, fatal: type[Exception]) -> UtilityResult:
     """Do what is asked for, or say why not.
 
     Raises:
@@ -69,7 +95,7 @@ def call_utility(core: "EngineCore", call: UtilityCall, fatal: type[Exception]) 
     return msgspec.structs.replace(result, error=error)
 
 
-def _info(core: "EngineCore", _: _NoArguments) -> Answer:
+def _info(core: Operated, _: _NoArguments) -> Answer:
     stats, setup = core.stats(), core.setup
     return {
         "rank": core.rank,
@@ -90,40 +116,40 @@ def _info(core: "EngineCore", _: _NoArguments) -> Answer:
     }
 
 
-def _reset_prefix_cache(core: "EngineCore", _: _NoArguments) -> Answer:
+def _reset_prefix_cache(core: Operated, _: _NoArguments) -> Answer:
     return {"blocks_forgotten": core.reset_prefix_cache()}
 
 
-def _pause(core: "EngineCore", arguments: _Pause) -> Answer:
+def _pause(core: Operated, arguments: _Pause) -> Answer:
     core.pause(hand_over=arguments.mode == "move")
     return {"is_paused": True}
 
 
-def _resume(core: "EngineCore", _: _NoArguments) -> Answer:
+def _resume(core: Operated, _: _NoArguments) -> Answer:
     core.resume()
     return {"is_paused": False}
 
 
-def _sleep(core: "EngineCore", arguments: _Sleep) -> Answer:
+def _sleep(core: Operated, arguments: _Sleep) -> Answer:
     core.sleep(arguments.level, hand_over=arguments.mode == "move")
     return {"is_sleeping": True}
 
 
-def _wake_up(core: "EngineCore", _: _NoArguments) -> Answer:
+def _wake_up(core: Operated, _: _NoArguments) -> Answer:
     core.wake_up()
     return {"is_sleeping": False}
 
 
-def _is_sleeping(core: "EngineCore", _: _NoArguments) -> Answer:
+def _is_sleeping(core: Operated, _: _NoArguments) -> Answer:
     return {"is_sleeping": core.is_sleeping}
 
 
-def _start_profile(core: "EngineCore", _: _NoArguments) -> Answer:
-    return {"directory": core.start_profile()}
+def _start_profile(core: Operated, _: _NoArguments) -> Answer:
+    return {"directory": core.profiles.start()}
 
 
-def _stop_profile(core: "EngineCore", _: _NoArguments) -> Answer:
-    return {"trace": core.stop_profile()}
+def _stop_profile(core: Operated, _: _NoArguments) -> Answer:
+    return {"trace": core.profiles.stop(core.stats().step)}
 
 
 UTILITIES = {

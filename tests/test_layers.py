@@ -82,7 +82,7 @@ def test_scheduling_knows_no_tensors_sockets_or_clocks(path: Path) -> None:
      ROOT / "server/cluster/state.py", ROOT / "server/cluster/routing.py",
      ROOT / "server/cluster/dispatch.py", ROOT / "server/cluster/engine_times.py",
      ROOT / "server/cluster/outgoing.py", ROOT / "server/cluster/probation.py",
-     ROOT / "server/cluster/suspicion.py",
+     ROOT / "server/cluster/suspicion.py", ROOT / "server/cluster/route.py",
      ROOT / "engine/front_end_lines.py",
      ROOT / "engine/front_end_books.py", ROOT / "coordinator/events.py",
      ROOT / "engine/membership.py", ROOT / "engine/roster.py"],

@@ -9,15 +9,24 @@ is added exactly once:
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
 from engine.messages import ClusterView, EngineEntry, EngineStats
 from engine.reach import EVERYTHING, Reach
 from engine.roster import Roster
-from server.cluster.load_table import NOTHING, LoadTable, Sent, received_from
-from server.cluster.routing import KV_PRESSURE_FROM, EngineLoad
+from server.cluster.load_table import LoadTable, Sent, received_from
+from server.cluster.route import (
+    Behind,
+    Greeting,
+    Route,
+    alone_on,
+    is_idle,
+    is_open,
+    is_usable,
+    slots_of,
+)
+from server.cluster.routing import EngineLoad
 
 
 @dataclass(frozen=True)
@@ -31,40 +40,6 @@ class EngineLost:
     was seen."""
     alone: int = 0
     """Id of the request that it ran alone: its end was the doing of nobody else there."""
-
-
-@dataclass
-class _Route:
-    """One engine process: how to reach it and what has been sent there."""
-
-    entry: EngineEntry
-    identity: bytes | None = None
-    stats: EngineStats | None = None
-    stats_at: float = 0.0
-    heard_at: float = 0.0
-    """When the engine itself was last heard on one of its two connections to this front end."""
-    sent: Sent = NOTHING
-    outputs: int = 0
-    """How many of its messages with outputs have arrived here."""
-    behind: "_Behind | None" = None
-    load: EngineLoad | None = None
-    """Its load as of `stats` and `sent`, if it was asked for since they changed."""
-
-
-class _Greeting(NamedTuple):
-    """Where an engine's request route ends, and which of its connections that is."""
-
-    identity: bytes
-    session: int
-    at: float
-
-
-class _Behind(NamedTuple):
-    """What had not arrived, there or here, when that was first noticed."""
-
-    since: float
-    requests: int
-    outputs: int
 
 
 class ClusterState:
@@ -89,9 +64,9 @@ class ClusterState:
         self._incarnation = incarnation
         self._table = table
         self._roster: Roster[EngineEntry] = Roster(grace)
-        self._routes: dict[int, _Route] = {}
-        self._departed: dict[int, _Route] = {}
-        self._greetings: dict[tuple[int, int], _Greeting] = {}
+        self._routes: dict[int, Route] = {}
+        self._departed: dict[int, Route] = {}
+        self._greetings: dict[tuple[int, int], Greeting] = {}
         self._grace = grace
         self._looked_at: float | None = None
         self._broken: set[tuple[int, int]] = set()
@@ -124,7 +99,7 @@ class ClusterState:
                 self.observe(entry.stats, now)
         return lost
 
-    def _route_to(self, entry: EngineEntry) -> _Route:
+    def _route_to(self, entry: EngineEntry) -> Route:
         departed = self._departed.pop(entry.rank, None)
         if departed is not None and departed.entry.incarnation == entry.incarnation:
             # It was only silent: what was sent to it and its open route are still there.
@@ -133,10 +108,10 @@ class ClusterState:
         for rank, incarnation in list(self._greetings):
             if rank == entry.rank and incarnation != entry.incarnation:
                 del self._greetings[rank, incarnation]
-        route = _Route(entry, sent=Sent(self._incarnation, entry.incarnation, 0, 0))
+        route = Route(entry, sent=Sent(self._incarnation, entry.incarnation, 0, 0))
         return self._opened(route)
 
-    def _opened(self, route: _Route) -> _Route:
+    def _opened(self, route: Route) -> Route:
         greeting = self._greetings.get((route.entry.rank, route.entry.incarnation))
         if greeting is not None:
             route.identity, route.heard_at = greeting.identity, greeting.at
@@ -186,7 +161,7 @@ class ClusterState:
         broken, self._broken = self._broken, set()
         return broken
 
-    def _is_behind(self, route: _Route, stats: EngineStats, now: float) -> bool:
+    def _is_behind(self, route: Route, stats: EngineStats, now: float) -> bool:
         seen = received_from(stats, self._front_end, self._incarnation)
         requests, outputs = (seen.requests, seen.outputs) if seen else (0, 0)
         if requests > route.sent.requests:  # what was thought lost has arrived after all
@@ -197,7 +172,7 @@ class ClusterState:
         if behind is not None and requests >= behind.requests and route.outputs >= behind.outputs:
             behind = None
         if behind is None and (requests < route.sent.requests or outputs > route.outputs):
-            behind = _Behind(now, route.sent.requests, outputs)
+            behind = Behind(now, route.sent.requests, outputs)
         route.behind = behind
         if behind is None or now - behind.since <= self._grace:
             return False
@@ -246,7 +221,7 @@ class ClusterState:
         given this front end up for dead, and has dropped everything that it was sent.
         """
         known = self._greetings.get((rank, incarnation))
-        self._greetings[rank, incarnation] = _Greeting(identity, session, now)
+        self._greetings[rank, incarnation] = Greeting(identity, session, now)
         route = self._routes.get(rank)
         if route is not None and route.entry.incarnation == incarnation:
             route.identity = identity
@@ -259,7 +234,7 @@ class ClusterState:
         if route is None or route.entry.incarnation != incarnation or route.identity is None:
             return []
         route.identity = None
-        return [EngineLost(rank, incarnation, alone=_alone(route))]
+        return [EngineLost(rank, incarnation, alone=alone_on(route))]
 
     def lost(self, rank: int, incarnation: int) -> list[EngineLost]:
         """An engine is known to be dead before the coordinator says so."""
@@ -270,7 +245,7 @@ class ClusterState:
         # come back as a newcomer with the next snapshot.
         del self._routes[rank]
         self._greetings.pop((rank, incarnation), None)
-        return [EngineLost(rank, incarnation, alone=_alone(route))]
+        return [EngineLost(rank, incarnation, alone=alone_on(route))]
 
     def sent(self, rank: int, prompt_tokens: int) -> None:
         """Count a request that was just sent to an engine."""
@@ -290,7 +265,7 @@ class ClusterState:
             if route is not None:
                 self._departed[rank] = route
                 was_silent = now - route.heard_at > self._grace / 2
-                lost.append(EngineLost(rank, route.entry.incarnation, was_silent, _alone(route)))
+                lost.append(EngineLost(rank, route.entry.incarnation, was_silent, alone_on(route)))
         return lost
 
     # -- questions -------------------------------------------------------------------------------
@@ -304,22 +279,22 @@ class ClusterState:
         """Whether all that is known here says that no engine is stepping."""
         if self.view is not None and self.view.running:
             return False
-        return all(_idle(route.stats) for route in self._routes.values())
+        return all(is_idle(route.stats) for route in self._routes.values())
 
     @property
     def ready(self) -> bool:
         """Whether at least one engine can run requests now."""
-        return any(_usable(route) for route in self._routes.values())
+        return any(is_usable(route) for route in self._routes.values())
 
     @property
     def has_engines(self) -> bool:
         """Whether at least one engine is there, if only halted: it will run requests."""
-        return any(_open(route) for route in self._routes.values())
+        return any(is_open(route) for route in self._routes.values())
 
     @property
     def max_model_len(self) -> int | None:
         """Longest sequence that every engine takes; None without one."""
-        setups = [r.entry.setup for r in self._routes.values() if _open(r)]
+        setups = [r.entry.setup for r in self._routes.values() if is_open(r)]
         return min((setup.max_model_len for setup in setups if setup), default=None)
 
     @property
@@ -333,9 +308,9 @@ class ClusterState:
     @property
     def num_slots(self) -> int:
         """Sequences that the engines can run at once, now or when they go on."""
-        usable = [route for route in self._routes.values() if _usable(route)]
-        there = usable or [route for route in self._routes.values() if _open(route)]
-        return sum(_slots(route) for route in there)
+        usable = [route for route in self._routes.values() if is_usable(route)]
+        there = usable or [route for route in self._routes.values() if is_open(route)]
+        return sum(slots_of(route) for route in there)
 
     def stats_age(self, now: float) -> dict[int, float]:
         """Seconds since the newest stats of each engine arrived here."""
@@ -355,7 +330,7 @@ class ClusterState:
     def routes_to(self, rank: int, incarnation: int) -> bool:
         """Whether an engine process can be sent requests."""
         route = self._routes.get(rank)
-        return route is not None and route.entry.incarnation == incarnation and _open(route)
+        return route is not None and route.entry.incarnation == incarnation and is_open(route)
 
     def greeted_from(self, rank: int, incarnation: int) -> bytes | None:
         """Return the socket identity that an engine process greeted with last, if it ever did."""
@@ -365,7 +340,7 @@ class ClusterState:
     def awake(self, rank: int) -> bool:
         """Whether an engine runs what it is sent: it is not halted."""
         route = self._routes.get(rank)
-        return route is not None and _usable(route)
+        return route is not None and is_usable(route)
 
     @property
     def handing_over(self) -> list[tuple[int, int]]:
@@ -373,7 +348,7 @@ class ClusterState:
         return [
             (rank, route.entry.incarnation)
             for rank, route in self._routes.items()
-            if _open(route) and route.stats is not None and route.stats.hands_over
+            if is_open(route) and route.stats is not None and route.stats.hands_over
         ]
 
     def loads(self, accept: Callable[[int], bool] = lambda rank: True) -> list[EngineLoad]:
@@ -382,14 +357,14 @@ class ClusterState:
         cacheable = self._table is None
         loads = []
         for rank, route in sorted(self._routes.items()):
-            if _open(route) and accept(rank):
+            if is_open(route) and accept(rank):
                 load = route.load if cacheable else None
                 if load is None:
                     load = route.load = self._load(rank, route)
                 loads.append(load)
         return loads
 
-    def _load(self, rank: int, route: _Route) -> EngineLoad:
+    def _load(self, rank: int, route: Route) -> EngineLoad:
         stats = route.stats
         requests = tokens = 0
         senders = [(self._front_end, route.sent)]
@@ -410,30 +385,3 @@ class ClusterState:
             stats.queued_prefill_tokens + tokens,
             stats.kv_usage,
         )
-
-
-def _open(route: _Route) -> bool:
-    return route.entry.ready and route.identity is not None
-
-
-def _usable(route: _Route) -> bool:
-    halted = route.stats is not None and route.stats.halted
-    return _open(route) and not halted
-
-
-def _alone(route: _Route) -> int:
-    return 0 if route.stats is None else route.stats.alone
-
-
-def _slots(route: _Route) -> int:
-    setup, stats = route.entry.setup, route.stats
-    configured = 0 if setup is None else setup.max_num_seqs
-    if stats is None:
-        return configured
-    if stats.waiting and stats.kv_usage >= KV_PRESSURE_FROM:
-        return stats.running  # memory is what limits it now
-    return max(configured, stats.running)
-
-
-def _idle(stats: EngineStats | None) -> bool:
-    return stats is None or stats.running + stats.waiting == 0
