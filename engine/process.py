@@ -1,7 +1,8 @@
 """The engine process: joins the cluster, loads the model, then loops until it is stopped.
 
-Three threads: the receiver reads every socket, the sender writes every result, and the main
-thread runs steps. They share two queues and nothing else.
+The receiver thread reads every socket, and the main thread runs steps and writes their results.
+Requests pass between them by one queue, the inbox; beside it they share what is made for several
+threads: the sender, the health and the watch over a step's time, the connection of the group.
 """
 
 import logging

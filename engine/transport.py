@@ -1,4 +1,4 @@
-"""The only module that makes ZeroMQ sockets: addresses, security, and receiving.
+"""ZeroMQ sockets between processes: addresses, security, and receiving. No other module makes any.
 
 Local sockets are `ipc://` in a private directory. TCP sockets are encrypted and authenticated
 by CURVE with keys derived from one shared secret: whoever knows the secret knows the binder's

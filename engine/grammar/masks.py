@@ -146,7 +146,7 @@ class GrammarTable:
     ) -> dict[int, list[list[int]]]:
         """Return the tokens that each slot with a grammar may draw, next and after proposed ones.
 
-        The slots are different; `proposed` as for `begin_masks`.
+        The slots are different; `proposed` as for `masks`.
         """
         rows = [slot for slot in slots for _ in range(1 + len(proposed.get(slot, ())))]
         masks = self.masks(rows, proposed)

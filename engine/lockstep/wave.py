@@ -98,14 +98,15 @@ class Gather(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Take a step together with all ranks of the group."""
+    """Take a step together with all ranks of the group.
+
+    A rank without work runs an empty batch, so that its peers' collectives complete.
+    """
 
     number: int
     """Steps done in this wave before this one."""
     tag: int
     """Number of this collective since the group was formed."""
-    dummy: bool
-    """This rank has no work: it runs an empty batch so that its peers' collectives complete."""
     loads: tuple[RankState, ...]
     """All ranks' states from this step's gather, by rank; empty in a step without a gather."""
 
@@ -232,7 +233,7 @@ class EngineWave:
             return Park()
         if self._loads is None and self._gathers_now():
             return Gather(self._row(has_work, load))
-        return Step(self.step, self._tag, not has_work, self._loads or ())
+        return Step(self.step, self._tag, self._loads or ())
 
     def take_reports(self) -> list[WaveReport]:
         """Return what to tell the coordinator, in order; each report is returned once."""

@@ -14,8 +14,6 @@ class Grant(NamedTuple):
     """Whether waiting requests may be admitted."""
     run_partials: bool = True
     """Whether prefills that have begun may go on."""
-    reason: str = "none"
-    """For logs and metrics."""
 
 
 UNLIMITED = Grant()

@@ -60,7 +60,7 @@ class Balance:
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
         """Return a grant that is unlimited or admits nobody."""
         if max(state.running for state in table) >= self._max_num_seqs:
-            return Grant(admit_new=False, reason="a rank is full")
+            return Grant(admit_new=False)  # a rank is full
         return UNLIMITED
 
 
@@ -86,7 +86,7 @@ class Cadence:
         off_beat = step % self._interval != 0
         hold = off_beat and not self._saturated and own.decodes > 0
         self._prefilled = not hold
-        return Grant(token_cap=0, reason="off beat") if hold else UNLIMITED
+        return Grant(token_cap=0) if hold else UNLIMITED
 
 
 class Level:
@@ -126,11 +126,11 @@ class Level:
         self._debt += self._wait_weight * sum(state.ready_prefills for state in busy)
         self._steps_held += 1
         if self._steps_held >= self._hold_per_rank * len(table):
-            return self._release(Grant(reason="held for long enough"))
+            return self._release(UNLIMITED)
         cap = self._affordable_cap(ready, decodes)
         if cap == 0:
-            return Grant(token_cap=0, reason="waiting costs less than the stall")
-        return self._release(Grant(token_cap=cap, reason="level"))
+            return Grant(token_cap=0)  # waiting costs less than the stall
+        return self._release(Grant(token_cap=cap))
 
     def _affordable_cap(self, ready: list[int], decodes: int) -> int:
         """Return the highest cap whose waste the waiting so far pays for, or 0."""

@@ -115,7 +115,7 @@ def test_a_new_group_gathers_first_and_takes_the_largest_wave() -> None:
 def test_a_new_group_with_requests_runs_at_once() -> None:
     wave = EngineWave(rank=1, incarnation=7)
     gather(wave, has_work=True)
-    assert wave.next_action(True, IDLE) == Step(0, 1, False, (IDLE, IDLE))
+    assert wave.next_action(True, IDLE) == Step(0, 1, (IDLE, IDLE))
     assert wave.take_reports() == [StartWave(1, 7, 0)]
 
 
@@ -187,7 +187,7 @@ def test_an_engine_that_nobody_joins_asks_again() -> None:
 def test_an_engine_without_work_takes_dummy_steps_while_a_peer_has_some() -> None:
     wave = running()
     gather(wave, peer_works=1)
-    assert wave.next_action(False, IDLE) == Step(0, 2, True, (IDLE, IDLE))
+    assert wave.next_action(False, IDLE) == Step(0, 2, (IDLE, IDLE))
 
 
 def test_a_step_carries_the_loads_of_all_ranks() -> None:

@@ -157,7 +157,7 @@ def test_misaligned_work_waits_until_waiting_has_cost_as_much_as_the_stall() -> 
     # 4 decodes, each token beyond the mean costs 1/128 of a step: 4 / 128 * (1000 - 250) = 23.4
     # decode steps; one request that waits costs 4 a step.
     table = [rank(1, 1000), rank(1), rank(1), rank(1)]
-    assert steps_until_granted(level(), table) == (5, Grant(token_cap=1000, reason="level"))
+    assert steps_until_granted(level(), table) == (5, Grant(token_cap=1000))
     assert steps_until_granted(level(wait_weight=8), table)[0] == 2
 
 
