@@ -11,6 +11,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.distributed.spec import GroupBroken
 from engine.executor.interface import CannotDo, Executor, PendingResult
 from engine.front_end_books import FrontEndBooks, News
+from engine.load_reports import engine_setup, engine_stats
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -21,6 +22,7 @@ from engine.messages import (
     UtilityCall,
     UtilityResult,
 )
+from engine.outbox import Outbox
 from engine.profiles import Profiles
 from engine.scheduler.admission import (
     NO_LOAD,
@@ -97,8 +99,6 @@ class EngineCore:
         )
         self._executor = executor
         self._cache = config.cache
-        self._max_num_seqs = config.scheduler.max_num_seqs
-        self._max_batched_tokens = config.scheduler.max_num_batched_tokens
         self._scheduling = config.scheduler
         self._admission = admission or build_admission_policy(config.scheduler, lockstep_size=1)
         self._scheduler = Scheduler(
@@ -107,8 +107,7 @@ class EngineCore:
         self._max_in_flight = _steps_in_flight(config.scheduler)
         self._in_flight: deque[_Launched] = deque()
         self._front_ends = FrontEndBooks()
-        self._outputs: Outputs = {}
-        self._utility_results: list[tuple[int, UtilityResult]] = []
+        self._outbox = Outbox()
         self._step = 0
         self._num_dummy_steps = 0
         self._last_prefill_tokens = 0
@@ -117,23 +116,17 @@ class EngineCore:
     @property
     def setup(self) -> EngineSetup:
         """What the engine tells the coordinator when it is ready."""
-        info = self._executor.info
-        return EngineSetup(
-            info.num_kv_blocks,
-            self._cache.block_size,
-            self._scheduler.max_model_len,
-            info.model_fingerprint,
-            self._max_num_seqs,
-            self._cache.enable_prefix_caching,
-            self._cache.gpu_memory_utilization,
-            self._cache.num_kv_blocks,
-            self._cache.kv_cache_memory_bytes,
+        return engine_setup(
+            self._executor.info,
+            self._cache,
+            max_model_len=self._scheduler.max_model_len,
+            max_num_seqs=self._scheduling.max_num_seqs,
         )
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to say."""
-        if self._in_flight or self._outputs or self._utility_results:
+        if self._in_flight or self._outbox:
             return True
         return self._scheduler.needs_step and not (self.is_paused or self.is_sleeping)
 
@@ -147,7 +140,9 @@ class EngineCore:
     def next_step_tokens(self) -> int:
         """Most tokens that the next step can compute."""
         gauges = self._scheduler.gauges()
-        return min(gauges.running + gauges.queued_prefill_tokens, self._max_batched_tokens)
+        return min(
+            gauges.running + gauges.queued_prefill_tokens, self._scheduling.max_num_batched_tokens
+        )
 
     @property
     def has_front_ends(self) -> bool:
@@ -166,8 +161,7 @@ class EngineCore:
 
     def _drop_requests(self, index: int) -> None:
         self._scheduler.abort_front_end(index)
-        self._outputs.pop(index, None)
-        self._utility_results = [entry for entry in self._utility_results if entry[0] != index]
+        self._outbox.drop(index)
 
     def handle(self, message: CoreInput) -> None:
         """Take one message of a front end. Whatever is wrong with it, only its sender is told.
@@ -183,11 +177,11 @@ class EngineCore:
             case UtilityCall():
                 if self._is_present(message.front_end, message.name):
                     result = call_utility(self, message, fatal=StepFailed)
-                    self._utility_results.append((message.front_end, result))
+                    self._outbox.results.append((message.front_end, result))
 
     def grammars_settled(self) -> None:
         """Grammars have been compiled, or could not be: what waited for them goes on."""
-        self._collect(self._scheduler.queue_compiled())
+        self._outbox.collect(self._scheduler.queue_compiled())
 
     def step(self) -> CoreStep:
         """Launch a step, take the result that is due, and return everything there is to send.
@@ -208,39 +202,19 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return load and counters as of now, newer than all stats returned before."""
         self._stats_version += 1
-        gauges = self._scheduler.gauges()
-        counters = self._scheduler.counters
-        return EngineStats(
-            rank=self.rank,
-            incarnation=self.incarnation,
-            version=self._stats_version,
-            wave=self.clock.wave,
-            step=self._step,
-            waiting=gauges.waiting,
-            running=gauges.running,
-            kv_usage=gauges.kv_usage,
-            queued_prefill_tokens=gauges.queued_prefill_tokens,
+        scheduler = self._scheduler
+        return engine_stats(
+            self.rank,
+            self.incarnation,
+            self._stats_version,
+            self.clock,
+            gauges=scheduler.gauges(),
+            counters=scheduler.counters,
             received=self._front_ends.received(),
-            prefix_cache_queries_total=counters.prefix_cache_queries,
-            prefix_cache_hits_total=counters.prefix_cache_hits,
-            preemptions_total=counters.preemptions,
-            prompt_tokens_total=counters.prompt_tokens,
-            generation_tokens_total=counters.generation_tokens,
-            dummy_steps_total=self._num_dummy_steps,
-            topology=self.clock.topology,
-            wave_running=self.clock.running,
-            hold_epoch=self.clock.hold_epoch,
-            spec_drafts_total=counters.spec_drafts,
-            spec_draft_tokens_total=counters.spec_draft_tokens,
-            spec_accepted_tokens_total=counters.spec_accepted_tokens,
-            grammar_requests_total=counters.grammar_requests,
-            grammar_waits_total=counters.grammar_waits,
-            halted=self.is_paused or self.is_sleeping,
-            step_tokens_buckets=counters.step_tokens_buckets.copy(),
-            step_tokens_total=counters.step_tokens,
-            deferred=self._scheduler.num_deferred,
-            alone=self._scheduler.alone,
-            hands_over=self._hands_over,
+            step=self._step,
+            dummy_steps=self._num_dummy_steps,
+            deferred=scheduler.num_deferred,
+            news=self._news,
         )
 
     # -- for the member of a lockstep group ------------------------------------------------------
@@ -283,7 +257,7 @@ class EngineCore:
             plan = self._in_flight[0].plan
             result = self._executor.submit(plan).result()
             self._in_flight.popleft()
-            self._collect(self._scheduler.update(plan, result, self._now()))
+            self._outbox.collect(self._scheduler.update(plan, result, self._now()))
         self._step += 1
         self._num_dummy_steps += not plan.slots
         self._last_prefill_tokens = plan.num_prefill_tokens
@@ -292,7 +266,7 @@ class EngineCore:
     def answers(self) -> CoreStep | None:
         """Return what there is to say without a step, if anything."""
         has_news = self._front_ends.told != self._news
-        return self._take() if self._outputs or self._utility_results or has_news else None
+        return self._take() if self._outbox or has_news else None
 
     # -- for operators ---------------------------------------------------------------------------
 
@@ -377,14 +351,7 @@ class EngineCore:
     def _take_result(self) -> None:
         plan, pending = self._in_flight.popleft()
         result = BatchResult([]) if pending is None else pending.result()
-        self._collect(self._scheduler.update(plan, result, self._now()))
-
-    def _collect(self, outputs: Outputs) -> None:
-        if not self._outputs:
-            self._outputs = outputs
-            return
-        for front_end, new in outputs.items():
-            self._outputs.setdefault(front_end, []).extend(new)
+        self._outbox.collect(self._scheduler.update(plan, result, self._now()))
 
     @property
     def _news(self) -> News:
@@ -394,14 +361,12 @@ class EngineCore:
     def _take(self) -> CoreStep:
         was_alone = self._front_ends.told.alone
         for front_end in self._front_ends.to_tell(self._news):
-            self._outputs.setdefault(front_end, [])
-        for front_end in self._outputs:
+            self._outbox.address(front_end)
+        outputs, results = self._outbox.take()
+        for front_end in outputs:
             self._front_ends.count_outputs(front_end)
         changes_alone = self._scheduler.alone != was_alone
-        step = CoreStep(self._outputs, self._utility_results, self.stats(), changes_alone)
-        self._outputs = {}
-        self._utility_results = []
-        return step
+        return CoreStep(outputs, results, self.stats(), changes_alone)
 
     def _add(self, message: AddRequest) -> None:
         if not self._is_present(message.front_end, message.request_id):
@@ -417,7 +382,7 @@ class EngineCore:
             logger.exception("request %s could not be queued", name, extra={"request_id": name})
             answer = RequestOutput(message.id, [], "error", error=f"{type(error).__name__}")
         if answer is not None:
-            self._outputs.setdefault(message.front_end, []).append(answer)
+            self._outbox.address(message.front_end).append(answer)
 
     def _is_present(self, index: int, what: str) -> bool:
         """Return whether somebody waits for an answer; say what is dropped if nobody does."""
