@@ -140,9 +140,8 @@ class EngineCore:
     def next_step_tokens(self) -> int:
         """Most tokens that the next step can compute."""
         gauges = self._scheduler.gauges()
-        return min(
-            gauges.running + gauges.queued_prefill_tokens, self._scheduling.max_num_batched_tokens
-        )
+        tokens = gauges.running + gauges.queued_prefill_tokens
+        return min(tokens, self._scheduling.max_num_batched_tokens)
 
     @property
     def has_front_ends(self) -> bool:
