@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.deploy.fake_kubernetes import fake_kubernetes
+
 pytestmark = pytest.mark.deploy
 
 ROOT = Path(__file__).parent.parent.parent
@@ -17,7 +19,9 @@ CHART = ROOT / "helm" / "swell"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 VALUES = [CHART / "values.yaml", *EXAMPLES]
 KUBERNETES = ("1.27", "1.30", "1.33")
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject"}
+CUSTOM = {
+    "ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject", "TriggerAuthentication"
+}  # fmt: skip
 WORKLOADS = ("Deployment", "StatefulSet", "Pod")
 
 Manifest = dict[str, Any]
@@ -100,7 +104,6 @@ def test_custom_resources_have_what_their_operators_need() -> None:
     assert scaled["scaleTargetRef"]["kind"] == "StatefulSet"
     assert scaled["minReplicaCount"] < scaled["maxReplicaCount"]
     (trigger,) = scaled["triggers"]
-    assert "swell_num_requests_waiting" in trigger["metadata"]["query"]
     assert 'namespace="llm"' in trigger["metadata"]["query"]
     assert isinstance(trigger["metadata"]["threshold"], str)
 
@@ -142,6 +145,8 @@ def test_dashboard_and_alerts_are_those_that_compose_uses() -> None:
         ("engine.env.lower=1", "engine.env"),
         ("api.route.enabled=true", "api.route.parentRefs"),
         ("api.service.port=0", "api.service.port"),
+        ("engine.autoscaling.waitingPerEngine=4", "waitingPerEngine"),
+        ("engine.autoscaling.authentication.modes=password", "authentication.modes"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, named_in_error: str) -> None:
@@ -345,6 +350,112 @@ def test_autoscalers_own_the_number_of_replicas() -> None:
     assert "replicas" not in find(manifests, "Deployment", "demo-swell-api")["spec"]
     scaler = find(manifests, "HorizontalPodAutoscaler", "demo-swell-api")["spec"]
     assert scaler["scaleTargetRef"]["name"] == "demo-swell-api"
+
+
+def scaled_object(*settings: str) -> Manifest:
+    manifests = render(CHART / "examples" / "autoscaling.yaml", *settings)
+    spec: Manifest = find(manifests, "ScaledObject", "demo-swell-engine")["spec"]
+    return spec
+
+
+def prometheus_answer(tmp_path: Path, query: str, series: dict[str, float], expected: str) -> None:
+    """Let Prometheus evaluate a query over constant series, and compare."""
+    test = {
+        "evaluation_interval": "30s",
+        "tests": [{
+            "interval": "30s",
+            "input_series": [{"series": k, "values": f"{v}x10"} for k, v in series.items()],
+            "promql_expr_test": [{
+                "expr": query, "eval_time": "4m",
+                "exp_samples": [{"labels": "{}", "value": float(expected)}] if expected else [],
+            }],
+        }],
+    }  # fmt: skip
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    file = tmp_path / "query.yaml"
+    file.write_text(yaml.safe_dump(test), encoding="utf-8")
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(file)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_full_engines_without_a_queue_are_not_taken_for_idle_ones(tmp_path: Path) -> None:
+    query = scaled_object("engine.env.SWELL_MAX_NUM_SEQS=64")["triggers"][0]["metadata"]["query"]
+    full = {
+        f'swell_num_requests_{state}{{namespace="llm", service="{service}", pod="{pod}", '
+        f'engine="{rank}"}}': number
+        for state, number in (("running", 64), ("waiting", 0))
+        for service in ("demo-swell", "other-swell")
+        for pod in ("a", "b")  # each API server shows all engines
+        for rank in range(4)
+    }
+    prometheus_answer(tmp_path, query, full, "4")
+
+
+def test_metrics_that_are_missing_are_not_zero(tmp_path: Path) -> None:
+    scaled = scaled_object()
+    metadata = scaled["triggers"][0]["metadata"]
+    waiting_only = 'swell_num_requests_waiting{namespace="llm",service="demo-swell",engine="0"}'
+    prometheus_answer(tmp_path, metadata["query"], {waiting_only: 0}, "")
+    assert metadata["ignoreNullValues"] == "false"
+    assert scaled["fallback"]["behavior"] == "currentReplicas"
+    assert scaled["minReplicaCount"] <= scaled["fallback"]["replicas"] <= scaled["maxReplicaCount"]
+
+
+def test_engines_are_taken_one_by_one_as_they_drain() -> None:
+    down = scaled_object("engine.drainSeconds=300")["advanced"]["horizontalPodAutoscalerConfig"][
+        "behavior"
+    ]["scaleDown"]
+    assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 300}]
+    longest = scaled_object("engine.drainSeconds=7200")
+    assert "'periodSeconds': 1800" in str(longest), "the API refuses more"
+
+
+def test_a_prometheus_with_authentication_gets_it_from_a_secret() -> None:
+    manifests = render(CHART / "examples" / "autoscaling.yaml")
+    (trigger,) = find(manifests, "ScaledObject", "demo-swell-engine")["spec"]["triggers"]
+    assert trigger["metadata"]["authModes"] == "bearer"
+    assert trigger["authenticationRef"] == {"name": "demo-swell-engine"}
+    given = find(manifests, "TriggerAuthentication", "demo-swell-engine")["spec"]
+    assert given["secretTargetRef"] == [
+        {"parameter": "bearerToken", "name": "prometheus-token", "key": "token"}
+    ]
+    own = "engine.autoscaling.authentication.ref"
+    (trigger,) = scaled_object(f"{own}.name=mine", f"{own}.kind=ClusterTriggerAuthentication")[
+        "triggers"
+    ]
+    assert trigger["authenticationRef"] == {"name": "mine", "kind": "ClusterTriggerAuthentication"}
+    (trigger,) = scaled_object("engine.autoscaling.authentication.secret=")["triggers"]
+    assert "authenticationRef" not in trigger
+
+
+def test_switching_autoscaling_on_and_off_ends_no_replica_that_runs(tmp_path: Path) -> None:
+    with fake_kubernetes(tmp_path) as (cluster, config):
+
+        def release(*sets: str) -> None:
+            chosen = [part for each in sets for part in ("--set", each)]
+            done = helm(
+                "upgrade", "--install", "demo", str(CHART), "--namespace", "llm",
+                "--kubeconfig", str(config), "--disable-openapi-validation", *chosen,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+
+        many = ("engine.replicas=64", "api.replicas=6", "engine.autoscaling.maxReplicas=64")
+        on = ("engine.autoscaling.enabled=true", "api.autoscaling.enabled=true")
+        release(*many)
+        release(*many, *on)
+        release(*many, *on, "engine.env.SWELL_SEED=1")
+        assert set(cluster.replicas_seen["demo-swell-engine"]) == {64}
+        assert set(cluster.replicas_seen["demo-swell-api"]) == {6}
+        path = "/apis/apps/v1/namespaces/llm/statefulsets/demo-swell-engine"
+        cluster.objects[path]["spec"]["replicas"] = 40  # the autoscaler's doing
+        release(*many, *on, "engine.env.SWELL_SEED=2")
+        assert cluster.objects[path]["spec"]["replicas"] == 40
+        scaler = "/apis/keda.sh/v1alpha1/namespaces/llm/scaledobjects/demo-swell-engine"
+        assert cluster.objects[scaler]["spec"]["fallback"]["replicas"] == 40
 
 
 def test_gpu_engines_ask_for_gpus_and_cpu_engines_use_the_cores_they_have() -> None:

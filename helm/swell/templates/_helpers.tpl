@@ -165,3 +165,25 @@ topologySpreadConstraints:
 {{- define "swell.modelMount" -}}
 - {name: models, mountPath: /models, readOnly: {{ .Values.model.readOnly }}}
 {{- end }}
+
+{{- /* How many replicas a component has now, empty where no cluster is asked: list ROOT COMPONENT KIND. */}}
+{{- define "swell.liveReplicas" -}}
+{{- $root := index . 0 }}{{- $name := printf "%s-%s" (include "swell.fullname" $root) (index . 1) }}
+{{- with lookup "apps/v1" (index . 2) $root.Release.Namespace $name }}{{ .spec.replicas }}{{ end }}
+{{- end }}
+
+{{- /* The field replicas: list ROOT COMPONENT KIND. Where an autoscaler owns it, it is what it is now:
+taken out of the manifest, it would become 1. */}}
+{{- define "swell.replicas" -}}
+{{- $component := index (index . 0).Values (index . 1) }}
+{{- if not $component.autoscaling.enabled -}}
+replicas: {{ $component.replicas }}
+{{- else -}}
+{{- with include "swell.liveReplicas" . }}replicas: {{ . }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- /* Sequences that a pod of engines runs at once. */}}
+{{- define "swell.slots" -}}
+{{- default 128 .Values.engine.env.SWELL_MAX_NUM_SEQS | int -}}
+{{- end }}
