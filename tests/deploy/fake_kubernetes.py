@@ -22,6 +22,7 @@ _KINDS = {
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
+    "scheduling.k8s.io/v1": {"priorityclasses": "PriorityClass"},
     "monitoring.coreos.com/v1": {"servicemonitors": "ServiceMonitor"},
     "keda.sh/v1alpha1": {"scaledobjects": "ScaledObject",
                          "triggerauthentications": "TriggerAuthentication"},
@@ -90,7 +91,13 @@ def _discovery(path: str) -> Manifest | None:
         "kind": "APIResourceList",
         "groupVersion": version,
         "resources": [
-            {"name": name, "kind": kind, "namespaced": True, "singularName": "", "verbs": verbs}
+            {
+                "name": name,
+                "kind": kind,
+                "namespaced": kind != "PriorityClass",
+                "singularName": "",
+                "verbs": verbs,
+            }
             for name, kind in _KINDS[version].items()
         ],
     }

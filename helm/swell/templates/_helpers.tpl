@@ -31,7 +31,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* Image of a component: list ROOT COMPONENT. */}}
 {{- define "swell.image" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
-{{- with $root.Values.image.registry }}{{ . }}/{{ end }}{{ $component.repository }}:{{ default $root.Chart.AppVersion $root.Values.image.tag }}
+{{- with $root.Values.image.registry }}{{ . }}/{{ end }}{{ $component.repository }}{{ if $component.digest }}@{{ $component.digest }}{{ else }}:{{ default $root.Chart.AppVersion $root.Values.image.tag }}{{ end }}
 {{- end }}
 
 {{- /* Secret of a key: list ROOT VALUES-NAME. */}}
@@ -47,20 +47,30 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if or $given (and $apiKeys .Values.metrics.serviceMonitor.enabled) }}true{{ end }}
 {{- end }}
 
+{{- /* Security contexts: list ROOT COMPONENT. A component's own fields win; null takes one out. */}}
 {{- define "swell.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
+{{- mergeOverwrite (deepCopy $root.Values.podSecurityContext) $component.podSecurityContext | toYaml }}
 {{- end }}
 
 {{- define "swell.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-runAsNonRoot: true
-capabilities: {drop: [ALL]}
+{{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
+{{- mergeOverwrite (deepCopy $root.Values.securityContext) $component.securityContext | toYaml }}
+{{- end }}
+
+{{- /* How an API pod is asked whether it lives: list ROOT PATH. Where clients need certificates, which
+the kubelet has none of, by a connection. */}}
+{{- define "swell.apiProbe" -}}
+{{- $root := index . 0 }}
+{{- if $root.Values.api.env.SWELL_SSL_CA_CERTS -}}
+tcpSocket: {port: http}
+{{- else -}}
+httpGet: {path: {{ index . 1 }}, port: http{{ if include "swell.https" $root }}, scheme: HTTPS{{ end }}}
+{{- end }}
+{{- end }}
+
+{{- define "swell.https" -}}
+{{- if or .Values.api.tls.secret .Values.api.env.SWELL_SSL_CERTFILE }}true{{ end }}
 {{- end }}
 
 {{- /* Labels and annotations of a component's pods: list ROOT COMPONENT. No versions, so that a new
@@ -82,8 +92,10 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- with $root.Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with $component.priorityClassName }}
-priorityClassName: {{ . }}
+{{- if $component.priorityClassName }}
+priorityClassName: {{ $component.priorityClassName }}
+{{- else if $component.priorityClass.create }}
+priorityClassName: {{ include "swell.priorityClass" . }}
 {{- end }}
 {{- with $component.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -138,14 +150,16 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
+{{- /* The key's volume and /tmp: list ROOT COMPONENT. */}}
 {{- define "swell.clusterKeyVolume" -}}
+{{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) -}}
 - name: cluster-key
   secret:
-    secretName: {{ include "swell.secret" (list . "clusterKey") }}
+    secretName: {{ include "swell.secret" (list $root "clusterKey") }}
     defaultMode: 0440
-    items: [{key: {{ .Values.clusterKey.key }}, path: cluster-key}]
+    items: [{key: {{ $root.Values.clusterKey.key }}, path: cluster-key}]
 - name: tmp
-  emptyDir: {medium: Memory, sizeLimit: 256Mi}
+  emptyDir: {medium: Memory, sizeLimit: {{ $component.tmpSize }}}
 {{- end }}
 
 {{- define "swell.clusterKeyMounts" -}}
@@ -153,13 +167,20 @@ topologySpreadConstraints:
 - {name: tmp, mountPath: /tmp}
 {{- end }}
 
+{{- /* Where a component has models: list ROOT COMPONENT. */}}
 {{- define "swell.modelVolume" -}}
+{{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
+{{- if and (eq (index . 1) "api") (hasKey $root.Values.model.volume "hostPath") (not $component.modelVolume) }}
+{{- fail "api.modelVolume: model.volume is a directory of the engines' nodes; say where API pods, which need the tokenizer only, have it" }}
+{{- end -}}
 - name: models
-  {{- if .Values.model.volume }}
-  {{- toYaml .Values.model.volume | nindent 2 }}
-  {{- else }}
-  emptyDir: {}
-  {{- end }}
+  {{- toYaml (default (default (dict "emptyDir" dict) $root.Values.model.volume) $component.modelVolume) | nindent 2 }}
+{{- end }}
+
+{{- /* Priority classes are the cluster's, so their names have the namespace: list ROOT COMPONENT. */}}
+{{- define "swell.priorityClass" -}}
+{{- $root := index . 0 -}}
+{{ $root.Release.Namespace }}-{{ include "swell.fullname" $root }}-{{ index . 1 }}
 {{- end }}
 
 {{- define "swell.modelMount" -}}

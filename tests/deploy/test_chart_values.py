@@ -1,0 +1,243 @@
+"""The chart's values for other clusters: each does what it says, for each component."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.test_chart import (
+    CHART,
+    EXAMPLES,
+    Manifest,
+    environment,
+    find,
+    helm,
+    pods,
+    render,
+)
+
+pytestmark = pytest.mark.deploy
+
+KINDS = {"api": "Deployment", "coordinator": "Deployment", "engine": "StatefulSet"}
+COMPONENTS = pytest.mark.parametrize("component", KINDS)
+
+
+def with_values(tmp_path: Path, values: dict[str, Any]) -> list[Manifest]:
+    file = tmp_path / "values.json"
+    file.write_text(json.dumps(values), encoding="utf-8")
+    return render(file)
+
+
+def refused(*settings: str) -> str:
+    """Return why the chart is not rendered."""
+    sets = [part for setting in settings for part in ("--set", setting)]
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.30.0", *sets)
+    assert done.returncode != 0
+    return done.stderr
+
+
+def workload(manifests: list[Manifest], component: str) -> Manifest:
+    return find(manifests, KINDS[component], f"demo-swell-{component}")
+
+
+def pod_of(manifests: list[Manifest], component: str) -> Manifest:
+    spec: Manifest = workload(manifests, component)["spec"]["template"]["spec"]
+    return spec
+
+
+def test_an_engine_uses_all_the_gpus_that_it_reserves() -> None:
+    engine = workload(render(None, "engine.gpus=4"), "engine")
+    limits = engine["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == 4
+    assert environment(engine)["SWELL_TENSOR_PARALLEL_SIZE"] == "4"
+    one = workload(render(None, "engine.gpus=1"), "engine")
+    assert "SWELL_TENSOR_PARALLEL_SIZE" not in environment(one)
+    for name in ("SWELL_TENSOR_PARALLEL_SIZE", "SWELL_DATA_PARALLEL_SIZE_LOCAL"):
+        assert name in refused("engine.gpus=4", f"engine.env.{name}=2")
+
+
+@pytest.mark.parametrize("example", ["ingress-tls", "gateway"])
+def test_what_operators_read_is_not_published(example: str) -> None:
+    manifests = render(CHART / "examples" / f"{example}.yaml")
+    published = set()
+    for manifest in manifests:
+        if manifest["kind"] == "Ingress":
+            (rule,) = manifest["spec"]["rules"]
+            published = {path["path"] for path in rule["http"]["paths"]}
+        if manifest["kind"] == "HTTPRoute":
+            (rule,) = manifest["spec"]["rules"]
+            published = {match["path"]["value"] for match in rule["matches"]}
+    assert "/v1" in published
+    for path in ("/metrics", "/status.json", "/docs", "/openapi.json", "/admin/scale"):
+        assert not [each for each in published if path.startswith(each)], path
+
+
+def test_numbers_of_users_can_be_left_to_the_cluster(tmp_path: Path) -> None:
+    none = {"runAsUser": None, "runAsGroup": None, "fsGroup": None}
+    for name, pod in pods(with_values(tmp_path, {"podSecurityContext": none})):
+        assert not none.keys() & pod["securityContext"].keys(), name
+        assert pod["securityContext"]["runAsNonRoot"], name
+
+
+@COMPONENTS
+def test_a_component_has_security_contexts_of_its_own(tmp_path: Path, component: str) -> None:
+    values = {
+        component: {
+            "podSecurityContext": {"runAsUser": 20000},
+            "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+        }
+    }
+    manifests = with_values(tmp_path, values)
+    for each in KINDS:
+        pod = pod_of(manifests, each)
+        assert pod["securityContext"]["runAsUser"] == (20000 if each == component else 10001)
+        capabilities = pod["containers"][0]["securityContext"]["capabilities"]
+        added = {"add": ["IPC_LOCK"]} if each == component else {}
+        assert capabilities == {"drop": ["ALL"], **added}
+
+
+def test_api_pods_do_not_mount_a_directory_of_the_engines_nodes() -> None:
+    host_path = "model.volume.hostPath.path=/srv/models"
+    assert "api.modelVolume" in refused(host_path)
+    manifests = render(None, host_path, "api.modelVolume.configMap.name=tokenizer")
+    mounted = {
+        component: [v for v in pod_of(manifests, component)["volumes"] if v["name"] == "models"]
+        for component in KINDS
+    }
+    assert mounted == {
+        "api": [{"name": "models", "configMap": {"name": "tokenizer"}}],
+        "coordinator": [],
+        "engine": [{"name": "models", "hostPath": {"path": "/srv/models"}}],
+    }
+
+
+@COMPONENTS
+def test_an_image_is_fixed_by_its_digest(component: str) -> None:
+    digest = f"sha256:{'ab' * 32}"
+    manifests = render(None, f"{component}.digest={digest}", "image.registry=r.example")
+    image = pod_of(manifests, component)["containers"][0]["image"]
+    assert image.startswith("r.example/swell-")
+    assert image.endswith(f"@{digest}")
+    assert "digest" in refused(f"{component}.digest=0.1.0")
+
+
+def test_all_pods_pull_with_the_secrets() -> None:
+    for name, pod in pods(render(None, "image.pullSecrets[0].name=pull")):
+        assert pod["imagePullSecrets"] == [{"name": "pull"}], name
+
+
+def test_directories_in_memory_have_the_sizes_that_were_chosen() -> None:
+    manifests = render(None, "engine.shmSize=16Gi", "engine.tmpSize=2Gi", "api.tmpSize=1Gi")
+    sizes = {
+        (component, volume["name"]): volume["emptyDir"]["sizeLimit"]
+        for component in KINDS
+        for volume in pod_of(manifests, component)["volumes"]
+        if volume.get("emptyDir", {}).get("medium") == "Memory"
+    }
+    assert sizes == {
+        ("api", "tmp"): "1Gi", ("coordinator", "tmp"): "256Mi",
+        ("engine", "tmp"): "2Gi", ("engine", "shm"): "16Gi",
+    }  # fmt: skip
+
+
+def test_pods_that_never_were_well_do_not_block_the_drain_of_a_node() -> None:
+    manifests = render()
+    budgets = [m["spec"] for m in manifests if m["kind"] == "PodDisruptionBudget"]
+    assert {budget["unhealthyPodEvictionPolicy"] for budget in budgets} == {"AlwaysAllow"}
+
+
+@pytest.mark.parametrize("values", [None, *EXAMPLES], ids=lambda v: v.stem if v else "defaults")
+def test_every_priority_class_of_the_examples_is_created(values: Path | None) -> None:
+    manifests = render(values)
+    made = {m["metadata"]["name"] for m in manifests if m["kind"] == "PriorityClass"}
+    used = {pod["priorityClassName"] for _, pod in pods(manifests) if "priorityClassName" in pod}
+    assert used == made
+
+
+def test_a_coordinator_leaves_a_lost_node_within_seconds_and_finds_room() -> None:
+    manifests = render()
+    pod = pod_of(manifests, "coordinator")
+    waits = {
+        each["key"]: each["tolerationSeconds"]
+        for each in pod["tolerations"]
+        if each["effect"] == "NoExecute"
+    }
+    assert waits == {"node.kubernetes.io/not-ready": 10, "node.kubernetes.io/unreachable": 10}
+    classes = [m for m in manifests if m["kind"] == "PriorityClass"]
+    assert [m["metadata"]["name"] for m in classes] == [pod["priorityClassName"]]
+    other = render(
+        None, "coordinator.priorityClassName=ours", "coordinator.priorityClass.create=false"
+    )
+    assert pod_of(other, "coordinator")["priorityClassName"] == "ours"
+    assert not [m for m in other if m["kind"] == "PriorityClass"]
+
+
+def test_models_that_load_slowly_do_not_fail_a_rollout() -> None:
+    manifests = render(None, "engine.startupSeconds=3600", "api.startupSeconds=300")
+    probe = pod_of(manifests, "engine")["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
+    assert workload(manifests, "api")["spec"]["progressDeadlineSeconds"] > 3600
+    assert pod_of(manifests, "api")["containers"][0]["startupProbe"]["failureThreshold"] == 300
+
+
+@COMPONENTS
+def test_a_component_takes_what_charts_usually_take(tmp_path: Path, component: str) -> None:
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    manifests = with_values(tmp_path, {component: {
+        "extraEnv": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+        "envFrom": [{"configMapRef": {"name": "proxy"}}],
+        "extraVolumes": [{"name": "certs", "configMap": {"name": "certs"}}],
+        "extraVolumeMounts": [{"name": "certs", "mountPath": "/etc/ssl/certs"}],
+        "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+        "sidecars": [{"name": "logs", "image": "logs:1"}],
+        "labels": {"team": "llm"}, "annotations": {"owner": "llm"},
+        "podLabels": {"cost": "7"}, "podAnnotations": {"inject": "no"},
+        "topologySpreadConstraints": [spread],
+        "affinity": {"nodeAffinity": {}},
+        "nodeSelector": {"pool": "a"},
+        "tolerations": [{"key": "pool", "operator": "Exists"}],
+    }})  # fmt: skip
+    import kubernetes_validate  # in the extra deploy-test only
+
+    for each in KINDS:
+        kubernetes_validate.validate(workload(manifests, each), "1.30", strict=True)
+        changed = each == component
+        whole = workload(manifests, each)
+        pod = pod_of(manifests, each)
+        own = pod["containers"][0]
+        assert ({"name": "NCCL_DEBUG", "value": "INFO"} in own["env"]) is changed
+        assert (own.get("envFrom") == [{"configMapRef": {"name": "proxy"}}]) is changed
+        assert ("certs" in {volume["name"] for volume in pod["volumes"]}) is changed
+        assert ("certs" in {mount["name"] for mount in own["volumeMounts"]}) is changed
+        assert [c["name"] for c in pod.get("initContainers", ())] == ["fetch"] * changed
+        assert [c["name"] for c in pod["containers"]] == [each, "logs"][: 1 + changed]
+        assert (whole["metadata"]["labels"].get("team") == "llm") is changed
+        assert (whole["metadata"].get("annotations") == {"owner": "llm"}) is changed
+        inside = whole["spec"]["template"]["metadata"]
+        assert (inside["labels"].get("cost") == "7") is changed
+        assert (inside.get("annotations") == {"inject": "no"}) is changed
+        assert (pod["topologySpreadConstraints"] == [spread]) is changed
+        assert (pod.get("affinity") == {"nodeAffinity": {}}) is changed
+        assert (pod.get("nodeSelector") == {"pool": "a"}) is changed
+        assert ({"key": "pool", "operator": "Exists"} in pod.get("tolerations", ())) is changed
+
+
+def test_probes_and_scrapes_follow_https() -> None:
+    on = ("api.tls.secret=certificate", "metrics.serviceMonitor.enabled=true")
+    manifests = render(None, *on)
+    api = workload(manifests, "api")
+    container = pod_of(manifests, "api")["containers"][0]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    assert environment(api)["SWELL_SSL_CERTFILE"] == "/run/secrets/swell-tls/tls.crt"
+    assert "/run/secrets/swell-tls" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    (endpoint,) = find(manifests, "ServiceMonitor", "demo-swell")["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https"
+    (test,) = find(manifests, "Pod", "demo-swell-test")["spec"]["containers"]
+    assert test["env"][0]["value"].startswith("https://")
+    # A kubelet has no certificate to show.
+    both = render(None, on[0], "api.env.SWELL_SSL_CA_CERTS=/ca.pem")
+    assert pod_of(both, "api")["containers"][0]["livenessProbe"]["tcpSocket"] == {"port": "http"}
+    plain = pod_of(render(), "api")["containers"][0]
+    assert "scheme" not in plain["livenessProbe"]["httpGet"]
