@@ -1,10 +1,13 @@
 """The chart's values for other clusters: each does what it says, for each component."""
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy.test_chart import (
     CHART,
@@ -241,3 +244,54 @@ def test_probes_and_scrapes_follow_https() -> None:
     assert pod_of(both, "api")["containers"][0]["livenessProbe"]["tcpSocket"] == {"port": "http"}
     plain = pod_of(render(), "api")["containers"][0]
     assert "scheme" not in plain["livenessProbe"]["httpGet"]
+
+
+def test_alerts_of_two_releases_neither_hide_nor_double_each_other(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    files = []
+    for release, namespace in (("one", "llm"), ("two", "llm"), ("two", "other")):
+        done = helm(
+            "template", release, str(CHART), "--namespace", namespace,
+            "--kube-version", "1.30.0", "--set", "metrics.prometheusRule.enabled=true",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        rule = find(list(yaml.safe_load_all(done.stdout)), "PrometheusRule", f"{release}-swell")
+        files.append(tmp_path / f"{namespace}-{release}.yaml")
+        files[-1].write_text(yaml.safe_dump(rule["spec"]), encoding="utf-8")
+
+    def series(service: str, name: str, values: str, more: str = "") -> dict[str, str]:
+        labels = f'namespace="llm", service="{service}", job="{service}", model_name="m"{more}'
+        return {"series": f"{name}{{{labels}}}", "values": values}
+
+    test = {
+        "rule_files": [str(file) for file in files],
+        "evaluation_interval": "30s",
+        "tests": [{
+            "interval": "30s",
+            "input_series": [
+                # One has an engine that is down; two of llm is well; two of other is not there.
+                series("one-swell", "swell_front_ends", "2x60"),
+                series("two-swell", "swell_front_ends", "2x60"),
+                series("one-swell", "swell_engine_up", "0x60", ', engine="0"'),
+                series("two-swell", "swell_engine_up", "1x60", ', engine="0"'),
+            ],
+            "promql_expr_test": [{
+                "expr": f'count by (namespace, service) (ALERTS{{alertname="{alert}"}})',
+                "eval_time": "20m",
+                "exp_samples": [{
+                    "labels": f'{{namespace="{namespace}", service="{service}"}}', "value": 1
+                }],
+            } for alert, namespace, service in (
+                ("SwellEngineDown", "llm", "one-swell"),
+                ("SwellNotScraped", "other", "two-swell"),
+            )],
+        }],
+    }  # fmt: skip
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump(test), encoding="utf-8")
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(file)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -75,6 +75,15 @@ def test_alerts_fire_when_they_should_and_not_otherwise(tmp_path: Path) -> None:
     assert "SUCCESS" in promtool("test", "rules", str(tests))
 
 
+def test_every_alert_is_seen_to_fire_and_not_to() -> None:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
+    text = Path(__file__).with_name("alerts_test.yaml").read_text(encoding="utf-8")
+    checks = [check for test in yaml.safe_load(text)["tests"] for check in test["alert_rule_test"]]
+    assert {check["alertname"] for check in checks if check["exp_alerts"]} == alerts
+    assert {check["alertname"] for check in checks if not check["exp_alerts"]} == alerts
+
+
 def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
     groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
