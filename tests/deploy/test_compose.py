@@ -208,7 +208,11 @@ def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:
         ["promtool", "check", "metrics"],
         input=metrics, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    found = set((checked.stdout + checked.stderr).splitlines())
+    # vLLM's name of a histogram; any other finding is one of ours.
+    vllms = 'swell_iteration_tokens_total non-counter metrics should not have "_total" suffix'
+    assert found <= {vllms}
+    assert checked.returncode in (0, 3)  # 3: findings of style alone
 
 
 class Load:
