@@ -24,7 +24,7 @@ from benchmarks.running_stack import RunningStack
 pytestmark = pytest.mark.stack
 
 MODEL = "swell-shakespeare"
-CPU_SECONDS_IDLE = 10
+CPU_SECONDS_IDLE = 5
 SWELL = str(Path(sys.executable).with_name("swell"))
 
 

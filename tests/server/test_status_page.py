@@ -197,6 +197,7 @@ def test_the_page_asks_for_a_key_and_shows_nothing_before(
         browser.wait_until("document.getElementById('state').innerText === 'locked'")
         assert "wants a key" in text_of(browser, "#trouble")
         assert browser.run("document.querySelectorAll('#engines tr td').length") == 0
+        assert browser.run("document.getElementById('no-engines').hidden"), "nobody knows"
         assert browser.run("document.activeElement.id") == "api-key"
 
         browser.press("wrong\r")
