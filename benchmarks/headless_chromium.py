@@ -114,6 +114,15 @@ class Browser:
             raise BrowserError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
+    def press(self, text: str) -> None:
+        """Press and release the keys of a text where the focus is; "\\r" is Enter."""
+        for character in text:
+            pressed = {"text": character, "key": "Enter" if character == "\r" else character}
+            if character == "\r":
+                pressed["code"] = "Enter"
+            self._call("Input.dispatchKeyEvent", {"type": "keyDown", **pressed})
+            self._call("Input.dispatchKeyEvent", {"type": "keyUp", "key": pressed["key"]})
+
     def wait_until(self, script: str, timeout: float = 20.0) -> None:
         """Wait until a JavaScript expression is true.
 

@@ -1,4 +1,7 @@
-"""A node on a bad day, under load: nobody's request fails, and it is whole again within 30 s."""
+"""A node on a bad day, under load: nobody's request fails, and it is whole again within 30 s.
+
+The most telling days; `python -m benchmarks.bad_days` lives through all of them.
+"""
 
 import pytest
 
@@ -8,18 +11,7 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "stderr closed",
-        "stderr's reader gone",
-        "stderr not read",
-        "log disk always full",
-        "files cleaned",
-        "interpreter missing",
-        "no descriptors",
-        "no memory",
-        "supervisor stopped",
-    ],
+    "name", ["stderr not read", "files cleaned", "interpreter missing", "no descriptors"]
 )
 def test_service_goes_on_and_is_whole_again(name: str) -> None:
     outcome = live_through(DAYS[name], clients=6)

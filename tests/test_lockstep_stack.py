@@ -24,7 +24,7 @@ from tests.together import (
 
 pytestmark = pytest.mark.stack
 
-CPU_SECONDS_IDLE = 10
+CPU_SECONDS_IDLE = 5
 
 
 @pytest.fixture(scope="module")

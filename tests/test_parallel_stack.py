@@ -31,6 +31,9 @@ FLAGS = (
     "float32",
 )
 
+TOKENS = 120
+"""More than are computed before the worker is killed."""
+
 
 def generate(stack: RunningStack, tokens: int) -> str:
     body = {"model": "swell-shakespeare", "prompt": "Once", "max_tokens": tokens}
@@ -70,9 +73,9 @@ def test_requests_outlive_a_killed_worker_and_nothing_outlives_the_stack() -> No
     with RunningStack(*FLAGS) as stack:
         processes = stack.processes()
         engine, worker = processes["engine 0"], processes["engine 0 worker 1"]
-        undisturbed = generate(stack, 300)
+        undisturbed = generate(stack, TOKENS)
         with ThreadPoolExecutor(1) as clients:
-            answer = clients.submit(generate, stack, 300)
+            answer = clients.submit(generate, stack, TOKENS)
             until(lambda: steps_run(stack))
             worker.kill()
             assert answer.result(60) == undisturbed

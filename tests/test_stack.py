@@ -24,7 +24,7 @@ from server.bench.client import stream_completion, stream_many
 pytestmark = pytest.mark.stack
 
 MODEL = "swell-shakespeare"
-CPU_SECONDS_IDLE = 10
+CPU_SECONDS_IDLE = 5
 SWELL = str(Path(sys.executable).with_name("swell"))
 
 
@@ -293,7 +293,9 @@ def test_an_engine_whose_step_hangs_ends_and_its_requests_are_moved() -> None:
             post(f"{running.url}/v1/completions", completion("Hang", 5))
         error = json.loads(caught.value.read())["error"]
         caught.value.close()
-        assert "in flight on 2 engines that died" in error["message"]
+        assert error["code"] == "request_kills_engines"
+        # It hung on as many as may be chance, and once more alone.
+        assert "ended 3 engines, the last of them while it ran there alone" in error["message"]
         assert "--step-timeout" in running.output
         assert "Thread 0x" in "\n".join(running.lines), "the stacks are in the log"
         until(lambda: status(f"{running.url}/ready") == 200, "engines are started again")

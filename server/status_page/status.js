@@ -258,6 +258,7 @@ $("api-key").addEventListener("change", () => {
   key = $("api-key").value.trim();
   if (key) poll();
 });
+$("access").addEventListener("submit", (event) => event.preventDefault()); // Enter has changed the key
 
 function headers() {
   return key ? { Authorization: `Bearer ${key}` } : {};

@@ -25,6 +25,8 @@ from tests.deploy.docker_engine import (
 )
 
 PROJECT = "swelltest"
+API_KEY = "secret-of-clients"
+METRICS_KEY = "secret-of-prometheus"
 SERVICES = ("coordinator", "engine", "api", "prometheus")
 
 
@@ -37,10 +39,12 @@ def wait_until(condition: Callable[[], bool], what: str, within: float) -> float
     return time.monotonic() - began
 
 
-def fetch(url: str, timeout: float = 10.0) -> tuple[int, str]:
+def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> tuple[int, str]:
     """Return (status, body) of a GET; status 0 when nobody answers."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        with urllib.request.urlopen(url, timeout=timeout) as answer:
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -75,7 +79,9 @@ class Compose:
             "IMAGE_PREFIX": PROJECT,
             "TAG": "test",
             "KV_CACHE_MEMORY_BYTES": str(256 * 2**20),
+            "API_KEY": API_KEY,
             "ADMIN_KEY": "admin-secret",
+            "METRICS_KEY": METRICS_KEY,
         }
 
     def __call__(self, *arguments: str, timeout: float = 120.0) -> str:
@@ -94,9 +100,13 @@ class Compose:
         )  # fmt: skip
         return listed.split()[::-1]
 
+    def metrics(self) -> str:
+        """Return what Prometheus reads, with its key."""
+        return fetch(f"{self.url}/metrics", key=METRICS_KEY)[1]
+
     def metric_engines(self, metric: str) -> set[str]:
         """Return the engines for which /metrics has a series of a name, with a value over 0."""
-        lines = fetch(f"{self.url}/metrics")[1].splitlines()
+        lines = self.metrics().splitlines()
         return {
             line.split('engine="')[1].split('"')[0]
             for line in lines

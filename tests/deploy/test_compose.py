@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.deploy.conftest import Compose, fetch, wait_until
+from tests.deploy.conftest import API_KEY, METRICS_KEY, Compose, fetch, wait_until
 from tests.deploy.docker_engine import Docker
 from tests.deploy.test_chart import render
 from tests.deploy.test_dashboards import ALERTS, TARGET
@@ -29,7 +29,7 @@ def post(compose: Compose, path: str, body: dict[str, object], timeout: float = 
     request = urllib.request.Request(
         f"{compose.url}{path}",
         json.dumps({"model": MODEL, **body}).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"},
     )
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         text: str = answer.read().decode()
@@ -52,13 +52,33 @@ def test_both_endpoints_answer_from_the_host(compose: Compose) -> None:
     assert streamed.rstrip().endswith("data: [DONE]")
 
 
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/v1/models", None, 401),
+        ("/v1/models", METRICS_KEY, 401),
+        ("/v1/models", API_KEY, 200),
+        ("/metrics", None, 401),
+        ("/metrics", METRICS_KEY, 200),
+        ("/status.json", None, 401),
+        ("/docs", None, 401),
+        ("/ready", None, 200),
+    ],
+)
+def test_each_key_opens_what_it_is_for(
+    compose: Compose, path: str, key: str | None, status: int
+) -> None:
+    assert fetch(f"{compose.url}{path}", key=key)[0] == status
+
+
 def test_the_charts_test_pod_finds_a_running_stack_in_order(compose: Compose) -> None:
-    pod = next(m for m in render() if m["kind"] == "Pod")
+    pod = next(m for m in render(None, f"apiKeys.value={API_KEY}") if m["kind"] == "Pod")
     (container,) = pod["spec"]["containers"]
-    assert {entry["name"] for entry in container["env"]} == {"URL"}
+    assert {entry["name"] for entry in container["env"]} == {"URL", "API_KEYS"}
     done = subprocess.run(
         [sys.executable, *container["command"][1:]],
-        env={"URL": compose.url}, capture_output=True, text=True, timeout=60, check=False,
+        env={"URL": compose.url, "API_KEYS": API_KEY}, capture_output=True, text=True,
+        timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "completion_tokens" in done.stdout
@@ -166,7 +186,7 @@ def own_names(text: str) -> set[str]:
 
 def test_every_metric_of_the_dashboard_and_the_alerts_exists(compose: Compose) -> None:
     post(compose, "/v1/completions", {"prompt": "ROMEO:", "max_tokens": 4})
-    there = own_names(fetch(f"{compose.url}/metrics")[1])
+    there = own_names(compose.metrics())
     wanted = own_names(TARGET.read_text()) | own_names(ALERTS.read_text())
     assert len(wanted) > 20
     assert not wanted - there
@@ -203,12 +223,16 @@ def test_prometheus_understands_every_expression_of_the_dashboard(compose: Compo
 
 
 def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:
-    metrics = fetch(f"{compose.url}/metrics")[1]
+    metrics = compose.metrics()
     checked = subprocess.run(
         ["promtool", "check", "metrics"],
         input=metrics, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    found = set((checked.stdout + checked.stderr).splitlines())
+    # vLLM's name of a histogram; any other finding is one of ours.
+    vllms = 'swell_iteration_tokens_total non-counter metrics should not have "_total" suffix'
+    assert found <= {vllms}
+    assert checked.returncode in (0, 3)  # 3: findings of style alone
 
 
 class Load:

@@ -1,10 +1,14 @@
 import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks import headless_chromium
 from engine.messages import ClusterView, EngineEntry, EngineSetup, EngineStats
+from server.app import build_app
+from server.config import FrontEndConfig, GuardConfig
+from server.observe.metrics import FrontEndMetrics
 
 needs_chromium = pytest.mark.skipif(
     headless_chromium.find() is None, reason="no Chromium is installed (apt install chromium)"
@@ -179,6 +183,36 @@ def test_the_playground_stops_and_shows_errors(
         browser.wait_until(
             "document.getElementById('output-facts').innerText.startsWith('failed: temperature')"
         )
+
+
+@needs_chromium
+def test_the_page_asks_for_a_key_and_shows_nothing_before(
+    browser: Any, config: FrontEndConfig, engines: Any, tokenizer: Any, served: Any
+) -> None:
+    engines.view = view(engine(0, running=3))
+    engines.script = engines.answer("hello again")
+    guarded = msgspec.structs.replace(config, guards=GuardConfig(api_key=("secret",)))
+    with served(build_app(guarded, engines, tokenizer, FrontEndMetrics(guarded))) as url:
+        browser.open(url)
+        browser.wait_until("document.getElementById('state').innerText === 'locked'")
+        assert "wants a key" in text_of(browser, "#trouble")
+        assert browser.run("document.querySelectorAll('#engines tr td').length") == 0
+        assert browser.run("document.getElementById('no-engines').hidden"), "nobody knows"
+        assert browser.run("document.activeElement.id") == "api-key"
+
+        browser.press("wrong\r")
+        browser.wait_until("document.getElementById('trouble').innerText.includes('not know')")
+        browser.run("document.getElementById('api-key').value = ''")
+        browser.press("secret\r")
+        browser.wait_until("document.getElementById('state').innerText === 'running'")
+        assert browser.run("document.getElementById('trouble').hidden") is True
+        assert "secret" not in browser.run("location.href")
+        assert text_of(browser, "#engines-title") == "Engines: 1 of 1 ready"
+
+        browser.wait_until("document.getElementById('model').value === 'tiny'")
+        browser.run("document.getElementById('playground').requestSubmit()")
+        browser.wait_until("document.getElementById('output-facts').innerText.includes('tokens')")
+        assert text_of(browser, "#output") == "hello again"
 
 
 @needs_chromium
