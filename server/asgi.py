@@ -32,6 +32,7 @@ from server.errors import (
     unavailable,
 )
 from server.observe.metrics import FrontEndMetrics
+from server.refusals import refuse_unserved
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +112,8 @@ class Call:
         """Read and validate the body.
 
         Raises:
-            ApiError: it is no JSON, too large, too slow, too many things, or not what `model`
-                says.
+            ApiError: it is no JSON, too large, too slow, too many things, not what `model` says,
+                or asks for what is not served.
             ClientDisconnected: the client hung up before it was complete.
         """
         media_type = self._content_type.partition(b";")[0].strip().lower()
@@ -127,11 +128,13 @@ class Call:
         try:
             # Before anything is made of it: what it would cost is not in its size.
             check_price(body)
-            return model.model_validate_json(body)
+            found = model.model_validate_json(body)
         except TooCostly as error:
             raise too_complex(error, costly_field(body)) from error
         except pydantic.ValidationError as error:
             raise invalid_body(error, body) from error
+        refuse_unserved(model, body)
+        return found
 
     async def _read(self) -> bytes:
         message = await self.receive()

@@ -27,7 +27,12 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     ] = 8000
     max_logprobs: Annotated[
-        int, Meta(ge=0, description="Most alternatives that a request may ask for per token.")
+        int,
+        Meta(
+            ge=-1,
+            description="Most alternatives that a request may ask for per token; -1: all of the "
+            "vocabulary.",
+        ),
     ] = 20
     shutdown_timeout: Annotated[
         float,

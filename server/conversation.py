@@ -7,6 +7,7 @@ from typing import Any
 
 from server.access.json_price import Price, TooCostly, price
 from server.errors import invalid, too_complex
+from server.limits import MAX_ECHO
 from server.schemas.chat import ChatMessage, RefusalPart
 from server.schemas.common import JsonObject
 from server.text.chat_template import RESERVED_ARGUMENTS, TemplateFailed
@@ -101,6 +102,24 @@ def render_chat(
         )
     except TemplateFailed as error:
         raise invalid(f"messages: {error}", "messages") from error
+
+
+def echoed_text(messages: Sequence[ChatMessage], copies: int) -> str:
+    """Return what an assistant said last, which so many answers repeat; "" if it was another.
+
+    Raises:
+        ApiError: all of it together is too long.
+    """
+    last = messages[-1]
+    if last.role != "assistant":
+        return ""
+    text = _content(last, f"messages[{len(messages) - 1}]")
+    if len(text) * copies > MAX_ECHO:
+        raise invalid(
+            f"echo: {copies} answers that repeat {len(text)} characters are more than {MAX_ECHO}",
+            "echo",
+        )
+    return text
 
 
 def _check_arguments(messages: Sequence[ChatMessage]) -> None:

@@ -55,6 +55,8 @@ MAX_NAME_LENGTH = 1024
 """Characters of what is a name: of a model, a user, a call."""
 MAX_TOOLS = 128
 """Tools that a request offers to the model."""
+MAX_ECHO = 2**22
+"""Characters of a conversation that the answers to it repeat."""
 MAX_UNREAD = 2**18
 """Tokens and scores of a request that are kept for a client that does not read."""
 MAX_CACHE_SALT = 256

@@ -18,6 +18,8 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
     begins_inside: bool = False
     """The answers begin inside the reasoning."""
     show_reasoning: bool = True
+    echo: str = ""
+    """What each answer repeats before it begins."""
 
     def reader(self) -> AnswerReader | None:
         """Return a reader for one answer, or None if all of the answer is content."""

@@ -73,6 +73,11 @@ def as_chat(request: ResponsesRequest) -> Conversion:
         "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,
         "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
     }
+    if request.structured_outputs is not None:
+        # Only what was sent: an absent field is none of its constraints.
+        body["structured_outputs"] = request.structured_outputs.model_dump(
+            by_alias=True, exclude_unset=True
+        )
     if request.tools:
         body["tools"] = [_tool(tool, index) for index, tool in enumerate(request.tools)]
     if request.tool_choice is not None:

@@ -79,7 +79,12 @@ class Context(msgspec.Struct, frozen=True):
         Raises:
             NoEngineAvailable: no engine has joined yet.
         """
-        return Limits(self.client.max_model_len, self.max_logprobs, self.grammars)
+        return Limits(
+            self.client.max_model_len,
+            self.max_logprobs,
+            self.tokenizer.vocab_size,
+            self.grammars,
+        )
 
 
 def make_context(

@@ -74,7 +74,12 @@ class ChatCompletionRequest(SamplingFields):
     )
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS, description="Needs logprobs.")
+    top_logprobs: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="Needs logprobs; -1: all tokens."
+    )
+    echo: bool | None = Field(
+        False, description="Begin the answer with the last message, if an assistant said it."
+    )
     add_generation_prompt: bool | None = Field(
         None, description="Default: true unless continue_final_message."
     )
