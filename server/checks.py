@@ -16,6 +16,7 @@ from server.errors import invalid
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.common import SamplingFields
 from server.schemas.completions import CompletionRequest
+from server.schemas.tools import NamedTool
 from server.structured_outputs import GrammarCheck
 
 
@@ -75,6 +76,10 @@ def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
     request.top_logprobs = limits.alternatives(request.top_logprobs, "top_logprobs")
+    if request.structured_outputs is not None and isinstance(request.tool_choice, NamedTool):
+        raise invalid(
+            "structured_outputs: the chosen tool says what the answer is", "structured_outputs"
+        )
     if request.functions is not None:
         raise invalid("functions: use tools instead", "functions")
     if request.function_call is not None:

@@ -271,7 +271,7 @@ class AnswerConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "qwen3", "deepseek_r1", "mistral", "seed_oss", "tags"] | None,
         Meta(
             description="How the model marks its reasoning, which is then answered as "
-            "reasoning_content; auto: what its chat template shows; tags: see --reasoning-tags; "
+            "reasoning; auto: what its chat template shows; tags: see --reasoning-tags; "
             "default: reasoning stays in the content."
         ),
     ] = None
@@ -279,6 +279,10 @@ class AnswerConfig(Section, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Start and end of reasoning with --reasoning-parser tags."),
     ] = ()
+    reasoning_field: Annotated[
+        Literal["both", "reasoning", "reasoning_content"],
+        Meta(description="By which name chat answers show reasoning: clients know either."),
+    ] = "both"
 
 
 class RoutingConfig(Section, frozen=True, kw_only=True):

@@ -147,8 +147,10 @@ def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
     turn.pop("refusal", None)
     if message.role == "function":
         turn["role"] = "tool"  # its successor, which templates know
-    if "reasoning" in turn:
-        turn.setdefault("reasoning_content", turn["reasoning"])
+    thought = turn.get("reasoning_content", turn.get("reasoning"))
+    if thought is not None:  # templates read it by either name
+        turn.setdefault("reasoning_content", thought)
+        turn.setdefault("reasoning", thought)
     if not turn.get("tool_calls"):
         turn.pop("tool_calls", None)  # templates take its presence for a call
     for position, call in enumerate(turn.get("tool_calls", ())):

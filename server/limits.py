@@ -15,7 +15,7 @@ MAX_TOKENS = 2**31 - 1
 """Of every field that counts tokens or names one; what a model takes is far less."""
 MAX_COUNTED_TOKENS = 2**16
 """Tokens of a text that /tokenize shows, where the model does not hold more."""
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
 """Characters of a stop string: the end of the text is searched for each of them at each token."""
 MAX_BAD_WORDS = 1024

@@ -209,6 +209,7 @@ def _answer_plan(
         reasoning_end=None if tags is None else tokenizer.token_to_id(tags.end),
         begins_inside=bool(inside),
         show_reasoning=request.include_reasoning is not False,
+        reasoning_field=formats.reasoning_field,
         echo=echoed_text(request.messages, request.n or 1) if request.echo else "",
     )
 

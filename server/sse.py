@@ -73,12 +73,18 @@ class ChunkFrames:
         if self._so_far is not None:
             self._so_far.add(index, len(delta.token_ids))
 
-    def choice(self, choice: ShownChoice) -> bytes:
-        """Return the frame of a chunk with one choice."""
+    def choice(self, choice: ShownChoice, prompt_token_ids: Sequence[int] | None = None) -> bytes:
+        """Return the frame of a chunk with one choice, and of the prompt if there is one."""
+        if self._so_far is None and prompt_token_ids is None:
+            return self._prefix + _encode(choice) + self._suffix
+        more: dict[str, object] = {}
+        if prompt_token_ids is not None:
+            more["prompt_token_ids"] = prompt_token_ids
         if self._so_far is not None:
-            usage = _encode(self._so_far.of(choice.index))
-            return self._prefix + _encode(choice) + b'],"usage":' + usage + b"}\n\n"
-        return self._prefix + _encode(choice) + self._suffix
+            more["usage"] = self._so_far.of(choice.index)
+        elif self._include_usage:
+            more["usage"] = None
+        return self._prefix + _encode(choice) + b"]," + _encode(more)[1:] + b"\n\n"
 
     def end(self, usage: Usage) -> bytes:
         """Return the last frames; a chunk without choices has the usage if that is wanted."""

@@ -80,7 +80,7 @@ def as_chat(request: ResponsesRequest) -> Conversion:
         )
     if request.tools:
         body["tools"] = [_tool(tool, index) for index, tool in enumerate(request.tools)]
-    if request.tool_choice is not None:
+    if request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
         body["tool_choice"] = _tool_choice(request.tool_choice)
     if request.text is not None and request.text.format is not None:
         body["response_format"] = _response_format(request.text.format)

@@ -119,13 +119,20 @@ def _message(parts: Message, plan: AnswerPlan) -> AssistantMessage:
         content = ""
     message = AssistantMessage(content)
     if parts.reasoning is not None:
-        message.reasoning_content = parts.reasoning
+        _show_reasoning(message, parts.reasoning, plan)
     if parts.calls:
         message.tool_calls = [
             ToolCall(plan.new_call_id(), FunctionCall(call.name, call.arguments))
             for call in parts.calls
         ]
     return message
+
+
+def _show_reasoning(shown: AssistantMessage | ChatDelta, text: str, plan: AnswerPlan) -> None:
+    if plan.reasoning_field != "reasoning":
+        shown.reasoning_content = text
+    if plan.reasoning_field != "reasoning_content":
+        shown.reasoning = text
 
 
 def _finish_reason(
@@ -202,9 +209,8 @@ class ChatChunks:
     def _begin(self, index: int) -> bytes:
         self._readers[index] = self._plan.reader()
         choice = ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None)
-        if self._show_ids:
-            choice.prompt_token_ids = self._spec.prompts[0].token_ids
-        frames = self._frames.choice(choice)
+        prompt = self._spec.prompts[0].token_ids if self._show_ids else None
+        frames = self._frames.choice(choice, prompt)
         if self._plan.echo:
             repeated = ChatDelta(content=self._plan.echo)
             frames += self._frames.choice(ChatChunkChoice(index, repeated, None, None))
@@ -214,7 +220,9 @@ class ChatChunks:
 def _delta_of(part: Part, plan: AnswerPlan) -> ChatDelta:
     match part:
         case ReasoningText(text):
-            return ChatDelta(reasoning_content=text)
+            delta = ChatDelta()
+            _show_reasoning(delta, text, plan)
+            return delta
         case ContentText(text):
             return ChatDelta(content=text)
         case CallBegin(index, name):

@@ -40,6 +40,7 @@ BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_LENGTH)]
 LogitBias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_NAMED_TOKENS)
 ]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
 
 

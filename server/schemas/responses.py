@@ -20,6 +20,7 @@ from server.schemas.common import (
     JsonObject,
     LogitBias,
     NamedTokenIds,
+    ReasoningEffort,
     RequestBody,
     StopStrings,
 )
@@ -151,7 +152,7 @@ class TextOptions(RequestBody):
 class ReasoningOptions(RequestBody):
     """How the model reasons."""
 
-    effort: Name | None = Field(
+    effort: ReasoningEffort | None = Field(
         None, description="Passed to the chat template as reasoning_effort."
     )
     summary: Name | None = Field(None, description="Accepted and not used: nothing is summarized.")

@@ -131,6 +131,7 @@ def test_a_stream_adds_up_to_the_whole_message(http: Any, engines: Any, seed: in
     assert message == {
         "role": "assistant",
         "reasoning_content": "hm",
+        "reasoning": "hm",
         "content": "Let me see.",
         "tool_calls": [call["function"] for call in whole["message"]["tool_calls"]],
     }
@@ -283,6 +284,7 @@ def test_calls_and_their_results_are_rendered(http: Any, engines: Any) -> None:
         "role": "assistant",
         "content": None,
         "reasoning_content": "hm",
+        "reasoning": "hm",
         "tool_calls": [
             {
                 "id": "call_1",

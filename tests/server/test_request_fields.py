@@ -1,12 +1,16 @@
-"""Fields of vLLM's servers that change what is generated or shown are honoured."""
+"""Fields that change what is generated or shown are honoured, as the references have them."""
 
 import string
 from typing import Any
 
 import pytest
 
-from server.config import FrontEndConfig, HttpConfig, ModelConfig
+from server.config import AnswerConfig, FrontEndConfig, HttpConfig, ModelConfig
+from server.conversation import render_chat
 from server.limits import MAX_ECHO
+from server.schemas.chat import ChatMessage
+from server.text.chat_template import ChatTemplate
+from server.text.tokenizer import ServedTokenizer
 
 USER = {"role": "user", "content": "hello"}
 
@@ -137,3 +141,86 @@ def test_completions_know_the_newer_name_of_max_tokens(http: Any, engines: Any) 
     assert engines.streams[-1].sampling.max_tokens == 7
     http.complete(max_completion_tokens=7, max_tokens=3)
     assert engines.streams[-1].sampling.max_tokens == 3
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+FORCED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"stop": list("abcde")}, "stop"),
+        (
+            {"tools": [TOOL], "tool_choice": FORCED, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+    ],
+)
+def test_what_the_reference_refuses_is_refused(http: Any, fields: Any, param: str) -> None:
+    answer = http.post("/v1/chat/completions", {"messages": [USER], **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": None, "tool_choice": "none"},
+        {"reasoning_effort": "max"},
+        {"stop": list("abcd")},
+    ],
+)
+def test_what_the_reference_takes_is_taken(http: Any, fields: Any) -> None:
+    assert http.post("/v1/chat/completions", {"messages": [USER], **fields}).status_code == 200
+
+
+def test_responses_take_no_tools_as_the_reference_does(http: Any) -> None:
+    body = {"input": "hello", "tools": [], "tool_choice": "auto"}
+    assert http.post("/v1/responses", body).status_code == 200
+    body = {"input": "hello", "reasoning": {"effort": "enormous"}}
+    answer = http.post("/v1/responses", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning.effort")
+
+
+@pytest.mark.parametrize("field", ["both", "reasoning", "reasoning_content"])
+def test_reasoning_is_shown_by_the_names_that_are_wanted(
+    http_of: Any, engines: Any, field: Any
+) -> None:
+    answers = AnswerConfig(reasoning_parser="qwen3", reasoning_field=field)
+    http = http_of(FrontEndConfig(model=ModelConfig(model="tiny"), answer=answers))
+    engines.script = engines.answer("<think>\nhello\n</think>\n\nagain")
+    names = {"reasoning", "reasoning_content"} if field == "both" else {field}
+    fields = {"max_tokens": 100, "messages": [USER]}
+    message = http.chat(**fields)["choices"][0]["message"]
+    assert {name: message[name] for name in names} == dict.fromkeys(names, "hello")
+    assert names == {name for name in message if name.startswith("reasoning")}
+    chunks = http.stream("/v1/chat/completions", fields)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    told = {name for delta in deltas for name in delta if name.startswith("reasoning")}
+    assert told == names
+    for name in names:
+        assert "".join(delta.get(name, "") for delta in deltas) == "hello"
+
+
+@pytest.mark.parametrize("sent", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content"])
+def test_templates_read_reasoning_by_either_name(sent: str, read: str, tokenizer: Any) -> None:
+    said = ChatMessage.model_validate({"role": "assistant", "content": "x", sent: "hm"})
+    template = ChatTemplate("{% for m in messages %}{{ m." + read + " }}{% endfor %}", {})
+    reads = ServedTokenizer(tokenizer.backend, eos_token_ids=[0], chat_template=template)
+    text = render_chat(reads, [said], add_generation_prompt=False, continue_final_message=False)
+    assert text == "hm"
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_the_first_chunk_tells_the_prompt(http: Any, engines: Any, options: Any) -> None:
+    body = {"messages": [USER], "return_token_ids": True, "stream_options": options, "n": 2}
+    chunks = [c for c in http.stream("/v1/chat/completions", body) if c["choices"]]
+    told = [chunk for chunk in chunks if "prompt_token_ids" in chunk]
+    assert [chunk["choices"][0]["index"] for chunk in told] == [0, 1]
+    assert all(c["prompt_token_ids"] == engines.streams[-1].prompt_token_ids for c in told)
+    assert all(chunk["choices"][0]["delta"].get("role") for chunk in told)
+    assert all(("usage" in chunk) == (options is not None) for chunk in chunks)
