@@ -4,8 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from server.answer.config import AnswerConfig
 from server.answer.reasoning import REASONING_FORMATS, ReasoningTags
-from server.config import AnswerConfig
 from server.tool_calls.formats import CALL_FORMATS, CallFormat, detect
 
 

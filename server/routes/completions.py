@@ -35,7 +35,7 @@ async def create_completion(call: Call, context: Context) -> None:
     show_ids = bool(request.return_token_ids)
     writer = None
     if request.stream:
-        frames = chunk_frames(request, head, spec)
+        frames = chunk_frames(request, head, spec, force_usage=context.force_usage)
         writer = CompletionChunks(frames, context.table, spec, show_ids=show_ids)
     whole = await serve(call, context, spec, writer)
     if whole is None:

@@ -106,7 +106,6 @@ COMPLETIONS: Rows = {
     **_refused("prompts are texts or token ids", "prompt_embeds"),
     "max_completion_tokens": Row("different", "max_tokens wins; vLLM ignores it here"),
     **_refused("use logprobs", "top_logprobs"),
-    **_refused("conversations are for /v1/chat/completions", "messages tools tool_choice"),
 }
 
 CHAT: Rows = {

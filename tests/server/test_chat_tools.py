@@ -9,8 +9,9 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer
 
 from engine.messages import LarkGrammar
+from server.answer.config import AnswerConfig
 from server.app import build_app
-from server.config import AnswerConfig, FrontEndConfig, ModelConfig
+from server.config import FrontEndConfig, ModelConfig
 from server.observe.metrics import FrontEndMetrics
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from server.config import AnswerConfig, FrontEndConfig, HttpConfig, ModelConfig
+from server.answer.config import AnswerConfig
+from server.config import FrontEndConfig, HttpConfig, ModelConfig
 from server.conversation import render_chat
 from server.limits import MAX_ECHO
 from server.schemas.chat import ChatMessage
