@@ -54,6 +54,7 @@ bench: $(VENV)/.test ## start the stack, load it, print speed, memory and idle C
 
 docs: $(VENV)/.test ## write docs/settings.md anew
 	$(BIN)/python scripts/write_settings_doc.py
+	$(BIN)/python scripts/write_compatibility_doc.py
 
 clean: ## remove what was installed and cached here
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist

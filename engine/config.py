@@ -72,6 +72,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             "such a file."
         ),
     ] = "auto"
+    override_generation_config: Annotated[
+        str,
+        Meta(
+            description="JSON object of such defaults that win over those of the file, e.g. "
+            '`{"temperature": 0.2}`.'
+        ),
+    ] = "{}"
     chat_template: Annotated[
         str | None, Meta(description="Jinja file that replaces the model's chat template.")
     ] = None

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from server.access.admission import Admission
 from server.access.admission_table import AdmissionTable
+from server.access.doorstep import Doorstep
 from server.access.guards import admin_keys, api_keys, install
 from server.access.tenants import Tenancy
 from server.asgi import Call, foreseen, raw_endpoint
@@ -37,6 +38,7 @@ from server.routes.admin import AdminRoutes, call_utility
 from server.routes.chat import create_chat_completion
 from server.routes.completions import create_completion
 from server.routes.context import Context, make_context
+from server.routes.invocations import AnyRequest, invoke
 from server.routes.meta import MetaRoutes
 from server.routes.responses import create_response
 from server.routes.scaling import ScalingRoutes
@@ -111,6 +113,7 @@ def build_app(
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
         _post("/v1/responses", create_response, ResponsesRequest, response, context),
+        _post("/invocations", invoke, AnyRequest, chat, context),
         _post(
             "/tokenize",
             tokenize,
@@ -128,6 +131,8 @@ def build_app(
         _get("/v1/models", meta.list_models, json_responses(ModelList, 401)),
         _get("/v1/models/{model_id:path}", meta.retrieve_model, json_responses(Model, 401, 404)),
         _get("/health", meta.health, json_responses(HealthResponse)),
+        _get("/ping", meta.ping, json_responses(HealthResponse, 503)),
+        _plain("POST", "/ping", meta.ping, json_responses(HealthResponse, 503)),
         _get("/ready", meta.ready, json_responses(HealthResponse, 503)),
         _get("/version", meta.version, json_responses(VersionResponse)),
         _get("/metrics", meta.metrics, text_responses(401)),
@@ -141,6 +146,7 @@ def build_app(
     install(app, config.guards, metrics)
     if config.http.access_log:
         app.add_middleware(AccessLog)
+    app.add_middleware(Doorstep, root_path=config.http.root_path.rstrip("/"))
     app.openapi = functools.partial(document, app)  # type: ignore[method-assign]
     return app
 
@@ -192,7 +198,7 @@ def _plain(method: str, path: str, endpoint: Callable[..., Any], responses: Resp
 
 
 def _post(
-    path: str, handler: _Handler, body: type[BaseModel], responses: Responses, context: Context
+    path: str, handler: _Handler, body: Any, responses: Responses, context: Context
 ) -> APIRoute:
     """Return a route that is documented like any other and served by a raw endpoint."""
 
@@ -219,10 +225,12 @@ def _post(
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    answer = foreseen(error, request.headers.get("x-request-id", "-"))
+    name = request.headers.get("x-request-id", "-")
+    answer = foreseen(error, name)
     return Response(
         answer.body(),
         answer.status,
-        headers=dict(answer.headers),
+        # What nobody foresaw is answered outside of what names all other answers.
+        headers={**dict(answer.headers), "x-request-id": name},
         media_type="application/json",
     )

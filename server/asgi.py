@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.access.admission import Reservation
 from server.access.body_budget import BodyBudget, HeldBody, NoRoomForBody
+from server.access.doorstep import REQUEST_ID
 from server.access.json_price import TooCostly, check_price, costly_field
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.errors import (
@@ -32,10 +33,10 @@ from server.errors import (
     unavailable,
 )
 from server.observe.metrics import FrontEndMetrics
+from server.refusals import refuse_unserved
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(rb"[!-~]{1,256}")
 _RANK = re.compile(rb"[0-9]{1,6}")
 _JSON = (b"content-type", b"application/json")
 
@@ -73,11 +74,13 @@ class Call:
         self._send = send
         self._content_type = b"application/json"
         self._pinned_rank: bytes | None = None
+        self._body: bytes | None = None
+        """The body, once somebody has looked into it."""
         self.request_id = ""
         for name, value in scope["headers"]:
             if name == b"content-type":
                 self._content_type = value
-            elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            elif name == b"x-request-id" and REQUEST_ID.fullmatch(value):
                 self.request_id = value.decode()
             elif name == b"x-data-parallel-rank":
                 self._pinned_rank = value
@@ -111,10 +114,41 @@ class Call:
         """Read and validate the body.
 
         Raises:
-            ApiError: it is no JSON, too large, too slow, too many things, or not what `model`
-                says.
+            ApiError: it is no JSON, too large, too slow, too many things, not what `model` says,
+                or asks for what is not served.
             ClientDisconnected: the client hung up before it was complete.
         """
+        body = await self._whole()
+        try:
+            # Before anything is made of it: what it would cost is not in its size.
+            check_price(body)
+            found = model.model_validate_json(body)
+        except TooCostly as error:
+            raise too_complex(error, costly_field(body)) from error
+        except pydantic.ValidationError as error:
+            raise invalid_body(error, body) from error
+        refuse_unserved(model, body)
+        return found
+
+    async def fields(self) -> Set[str]:
+        """Return the names of the body's fields, which is read again as what it turns out to be.
+
+        Raises:
+            ApiError: it is no JSON object, too large, too slow, or too many things.
+            ClientDisconnected: the client hung up before it was complete.
+        """
+        self._body = await self._whole()
+        try:
+            check_price(self._body)
+            return msgspec.json.decode(self._body, type=dict[str, msgspec.Raw]).keys()
+        except TooCostly as error:
+            raise too_complex(error, costly_field(self._body)) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise invalid(f"The body is no valid JSON object: {error}.", code="bad_json") from error
+
+    async def _whole(self) -> bytes:
+        if self._body is not None:
+            return self._body
         media_type = self._content_type.partition(b";")[0].strip().lower()
         if media_type != b"application/json" and not media_type.endswith(b"+json"):
             raise ApiError(
@@ -124,14 +158,7 @@ class Call:
             )
         body = await self._read()
         self.body_size = len(body)
-        try:
-            # Before anything is made of it: what it would cost is not in its size.
-            check_price(body)
-            return model.model_validate_json(body)
-        except TooCostly as error:
-            raise too_complex(error, costly_field(body)) from error
-        except pydantic.ValidationError as error:
-            raise invalid_body(error, body) from error
+        return body
 
     async def _read(self) -> bytes:
         message = await self.receive()

@@ -13,10 +13,10 @@ from server.budget import (
     scores_of,
 )
 from server.errors import invalid
-from server.sampling import check_prompt_logprobs
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.common import SamplingFields
 from server.schemas.completions import CompletionRequest
+from server.schemas.tools import NamedTool
 from server.structured_outputs import GrammarCheck
 
 
@@ -25,22 +25,38 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_model_len: int
     max_logprobs: int
+    """-1: as many as there are tokens."""
+    vocab_size: int
     grammars: GrammarCheck
+
+    def alternatives(self, asked: int | None, field: str) -> int | None:
+        """Return how many alternatives a request asks for; -1 asks for all tokens.
+
+        Raises:
+            ApiError: more than are served.
+        """
+        if asked is None:
+            return None
+        count = self.vocab_size if asked == -1 else asked
+        if 0 <= self.max_logprobs < count:
+            raise invalid(f"{field}: at most {self.max_logprobs} are served", field)
+        return min(count, self.vocab_size)
 
 
 def check_completion(request: CompletionRequest, limits: Limits) -> None:
-    """Check what can be checked without tokenizing anything.
+    """Check what can be checked without tokenizing anything, and spell out what is meant by it.
 
     Raises:
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
     _check_common(request, limits)
+    if request.max_tokens is None:
+        request.max_tokens = request.max_completion_tokens
+    request.logprobs = limits.alternatives(request.logprobs, "logprobs")
     if request.suffix:
         raise invalid("suffix: infilling is not supported", "suffix")
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens: must be at least 1 unless echo is set", "max_tokens")
-    if request.logprobs is not None and request.logprobs > limits.max_logprobs:
-        raise invalid(f"logprobs: at most {limits.max_logprobs} are served", "logprobs")
     if request.best_of is not None:
         if request.best_of < (request.n or 1):
             raise invalid("best_of: must not be less than n", "best_of")
@@ -51,7 +67,7 @@ def check_completion(request: CompletionRequest, limits: Limits) -> None:
 
 
 def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
-    """Check what can be checked without tokenizing anything.
+    """Check what can be checked without tokenizing anything, and spell out what is meant by it.
 
     Raises:
         ApiError: the request is wrong, or asks for too much; `param` names the field.
@@ -59,8 +75,11 @@ def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
     _check_common(request, limits)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
-    if (request.top_logprobs or 0) > limits.max_logprobs:
-        raise invalid(f"top_logprobs: at most {limits.max_logprobs} are served", "top_logprobs")
+    request.top_logprobs = limits.alternatives(request.top_logprobs, "top_logprobs")
+    if request.structured_outputs is not None and isinstance(request.tool_choice, NamedTool):
+        raise invalid(
+            "structured_outputs: the chosen tool says what the answer is", "structured_outputs"
+        )
     if request.functions is not None:
         raise invalid("functions: use tools instead", "functions")
     if request.function_call is not None:
@@ -70,7 +89,9 @@ def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
 
 
 def _check_common(request: SamplingFields, limits: Limits) -> None:
-    check_prompt_logprobs(request, limits.max_logprobs)
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs: not available when stream is true", "prompt_logprobs")
+    request.prompt_logprobs = limits.alternatives(request.prompt_logprobs, "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options: only allowed when stream is true", "stream_options")
     if "" in stop_strings(request):
@@ -110,7 +131,9 @@ def chat_size(request: ChatCompletionRequest) -> AnswerSize:
         prompts=1,
         copies=request.n or 1,
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        repeats_prompt=bool(request.return_token_ids or request.prompt_logprobs is not None),
+        repeats_prompt=bool(
+            request.return_token_ids or request.prompt_logprobs is not None or request.echo
+        ),
         scores=0 if request.stream else scores_of(wanted),
         prompt_scores=scores_of(request.prompt_logprobs),
         tokens_field=field,

@@ -17,6 +17,7 @@ from engine.config import (
     SchedulerConfig,
     Section,
 )
+from server.answer.config import AnswerConfig
 
 
 class HttpConfig(Section, frozen=True, kw_only=True):
@@ -27,8 +28,24 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     ] = 8000
     max_logprobs: Annotated[
-        int, Meta(ge=0, description="Most alternatives that a request may ask for per token.")
+        int,
+        Meta(
+            ge=-1,
+            description="Most alternatives that a request may ask for per token; -1: all of the "
+            "vocabulary.",
+        ),
     ] = 20
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[^/?#]+)*/?$",
+            description="Prefix of all paths behind a proxy, e.g. `/swell`, whether or not the "
+            "proxy takes it off.",
+        ),
+    ] = ""
+    enable_force_include_usage: Annotated[
+        bool, Meta(description="End every stream with its usage, asked for or not.")
+    ] = False
     shutdown_timeout: Annotated[
         float,
         Meta(ge=0, description="Seconds that requests in flight get to end after SIGTERM."),
@@ -56,8 +73,8 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     api_key: Annotated[
         tuple[str, ...],
         Meta(
-            description="Key(s) of which clients must send one, but to /health, /ready and "
-            "/version; default: none needed."
+            description="Key(s) of which clients must send one, but to /health, /ping, "
+            "/ready and /version; default: none needed."
         ),
     ] = ()
     api_key_file: Annotated[
@@ -244,36 +261,6 @@ class TenantConfig(Section, frozen=True, kw_only=True):
             "X-data-parallel-rank; default: if there are no API keys."
         ),
     ] = None
-
-
-class AnswerConfig(Section, frozen=True, kw_only=True):
-    """Tool calls and reasoning"""
-
-    enable_auto_tool_choice: Annotated[
-        bool, Meta(description="Let the model decide whether to call a tool (tool_choice auto).")
-    ] = True
-    tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "qwen", "qwen3_coder", "llama3_json", "mistral"],
-        Meta(
-            description="How the model writes tool calls; auto: what its chat template shows; "
-            "none: calls can only be enforced (tool_choice required or a named tool)."
-        ),
-    ] = "auto"
-    exclude_tools_when_tool_choice_none: Annotated[
-        bool, Meta(description="Leave tools out of the prompt when tool_choice is none.")
-    ] = False
-    reasoning_parser: Annotated[
-        Literal["auto", "qwen3", "deepseek_r1", "mistral", "seed_oss", "tags"] | None,
-        Meta(
-            description="How the model marks its reasoning, which is then answered as "
-            "reasoning_content; auto: what its chat template shows; tags: see --reasoning-tags; "
-            "default: reasoning stays in the content."
-        ),
-    ] = None
-    reasoning_tags: Annotated[
-        tuple[str, ...],
-        Meta(description="Start and end of reasoning with --reasoning-parser tags."),
-    ] = ()
 
 
 class RoutingConfig(Section, frozen=True, kw_only=True):

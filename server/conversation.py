@@ -7,6 +7,7 @@ from typing import Any
 
 from server.access.json_price import Price, TooCostly, price
 from server.errors import invalid, too_complex
+from server.limits import MAX_ECHO
 from server.schemas.chat import ChatMessage, RefusalPart
 from server.schemas.common import JsonObject
 from server.text.chat_template import RESERVED_ARGUMENTS, TemplateFailed
@@ -103,6 +104,24 @@ def render_chat(
         raise invalid(f"messages: {error}", "messages") from error
 
 
+def echoed_text(messages: Sequence[ChatMessage], copies: int) -> str:
+    """Return what an assistant said last, which so many answers repeat; "" if it was another.
+
+    Raises:
+        ApiError: all of it together is too long.
+    """
+    last = messages[-1]
+    if last.role != "assistant":
+        return ""
+    text = _content(last, f"messages[{len(messages) - 1}]")
+    if len(text) * copies > MAX_ECHO:
+        raise invalid(
+            f"echo: {copies} answers that repeat {len(text)} characters are more than {MAX_ECHO}",
+            "echo",
+        )
+    return text
+
+
 def _check_arguments(messages: Sequence[ChatMessage]) -> None:
     """Refuse arguments of calls, which are JSON in texts, that make too many objects in all."""
     total = Price(0)
@@ -128,8 +147,10 @@ def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
     turn.pop("refusal", None)
     if message.role == "function":
         turn["role"] = "tool"  # its successor, which templates know
-    if "reasoning" in turn:
-        turn.setdefault("reasoning_content", turn["reasoning"])
+    thought = turn.get("reasoning_content", turn.get("reasoning"))
+    if thought is not None:  # templates read it by either name
+        turn.setdefault("reasoning_content", thought)
+        turn.setdefault("reasoning", thought)
     if not turn.get("tool_calls"):
         turn.pop("tool_calls", None)  # templates take its presence for a call
     for position, call in enumerate(turn.get("tool_calls", ())):

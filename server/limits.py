@@ -15,7 +15,7 @@ MAX_TOKENS = 2**31 - 1
 """Of every field that counts tokens or names one; what a model takes is far less."""
 MAX_COUNTED_TOKENS = 2**16
 """Tokens of a text that /tokenize shows, where the model does not hold more."""
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
 """Characters of a stop string: the end of the text is searched for each of them at each token."""
 MAX_BAD_WORDS = 1024
@@ -55,6 +55,8 @@ MAX_NAME_LENGTH = 1024
 """Characters of what is a name: of a model, a user, a call."""
 MAX_TOOLS = 128
 """Tools that a request offers to the model."""
+MAX_ECHO = 2**22
+"""Characters of a conversation that the answers to it repeat."""
 MAX_UNREAD = 2**18
 """Tokens and scores of a request that are kept for a client that does not read."""
 MAX_CACHE_SALT = 256

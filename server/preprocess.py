@@ -10,7 +10,7 @@ from server.answer.plan import AnswerPlan
 from server.answer.reasoning import ReasoningTags
 from server.budget import AnswerSize, room_for_output
 from server.checks import Limits, chat_size, completion_size, stop_strings
-from server.conversation import render_chat_async
+from server.conversation import echoed_text, render_chat_async
 from server.errors import context_length_exceeded, invalid
 from server.generation import FoldOptions, Prompt
 from server.prompts import completion_prompts, text_prompt
@@ -73,6 +73,7 @@ async def prepare_completion(
         best_of=best_of,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        names_ids=bool(request.return_tokens_as_token_ids),
     )
 
 
@@ -143,6 +144,7 @@ async def prepare_chat(
         best_of=n,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        names_ids=bool(request.return_tokens_as_token_ids),
     )
     return spec, plan
 
@@ -207,6 +209,8 @@ def _answer_plan(
         reasoning_end=None if tags is None else tokenizer.token_to_id(tags.end),
         begins_inside=bool(inside),
         show_reasoning=request.include_reasoning is not False,
+        reasoning_field=formats.reasoning_field,
+        echo=echoed_text(request.messages, request.n or 1) if request.echo else "",
     )
 
 

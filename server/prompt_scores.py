@@ -1,6 +1,6 @@
-"""How likely the prompt's tokens were, as answers show it."""
+"""How tokens and their log probabilities are shown, in answers and for prompts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.messages import TokenLogprob
 from server.encoded import encoded_list
@@ -9,6 +9,11 @@ from server.text.detokenizer import TokenTable
 
 MIN_LOGPROB = -9999.0
 """JSON has no infinity; this is what clients of such servers know as "impossible"."""
+
+
+def token_names(table: TokenTable, *, ids: bool) -> Callable[[int], str]:
+    """Return what names tokens: as their ids if a client wants to tell all of them apart."""
+    return "token_id:{}".format if ids else table.name_of
 
 
 def prompt_scores(

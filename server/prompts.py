@@ -99,6 +99,7 @@ async def text_prompt(
             add_special_tokens=add_special_tokens,
             longest=limits.max_model_len,
             keep=_tokens_to_keep(request, limits),
+            keep_beginning=_keeps_beginning(request),
         )
     except TextTooLong as error:
         raise invalid(
@@ -111,11 +112,17 @@ async def text_prompt(
 
 
 def _tokens_to_keep(request: SamplingFields, limits: Limits) -> int | None:
-    """Return how many of a prompt's last tokens are wanted; -1 leaves room for one more."""
+    """Return how many of a prompt's tokens are wanted; -1 leaves room for one more."""
     keep = request.truncate_prompt_tokens
     return limits.max_model_len - 1 if keep == -1 else keep
 
 
 def _truncated(token_ids: list[int], request: SamplingFields, limits: Limits) -> list[int]:
     keep = _tokens_to_keep(request, limits)
-    return token_ids if keep is None else token_ids[-keep:]
+    if keep is None:
+        return token_ids
+    return token_ids[:keep] if _keeps_beginning(request) else token_ids[-keep:]
+
+
+def _keeps_beginning(request: SamplingFields) -> bool:
+    return request.truncation_side == "right"

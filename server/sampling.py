@@ -57,21 +57,6 @@ def sampling_params(
     )
 
 
-def check_prompt_logprobs(request: SamplingFields, max_logprobs: int) -> None:
-    """Check the field that asks for the prompt's log probabilities.
-
-    Raises:
-        ApiError: more are asked for than are served, or in a stream.
-    """
-    asked = request.prompt_logprobs
-    if asked is None:
-        return
-    if request.stream:
-        raise invalid("prompt_logprobs: not available when stream is true", "prompt_logprobs")
-    if asked > max_logprobs:
-        raise invalid(f"prompt_logprobs: at most {max_logprobs} are served", "prompt_logprobs")
-
-
 def check_vocabulary(token_ids: Sequence[int], tokenizer: ServedTokenizer, field: str) -> None:
     """Check that token ids are in the model's vocabulary.
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -27,28 +27,55 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens to generate where a request names no limit."""
 
 
-def read_sampling_defaults(model: Path, source: str) -> SamplingDefaults:
-    """Return the defaults that `--generation-config` asks for.
+def read_sampling_defaults(model: Path, source: str, overrides: str = "{}") -> SamplingDefaults:
+    """Return the defaults that `--generation-config` and `--override-generation-config` ask for.
 
     Args:
         model: the served model's directory.
         source: "auto" reads generation_config.json there, if there is one; "vllm" or "none"
             recommends nothing; anything else is the directory to read it from.
+        overrides: JSON object of those that win.
 
     Raises:
         BadGenerationConfig: there is no such directory or file, or it cannot be used.
     """
+    flag = "--override-generation-config"
+    try:
+        wanted = json.loads(overrides)
+        unknown = set(wanted.keys()) - set(SamplingDefaults.__struct_fields__)
+    except (ValueError, AttributeError) as error:
+        raise BadGenerationConfig(f"{flag} is no JSON object: {error}") from error
+    if unknown:
+        raise BadGenerationConfig(f"{flag}: {min(unknown)!r} is no default of requests")
+    path = _config_file(model, source)
+    found = {} if path is None else _values(path)
+    if path is not None:
+        _defaults(found, str(path))
+    return _defaults(found | wanted, flag)
+
+
+def _config_file(model: Path, source: str) -> Path | None:
     if source in NEUTRAL:
-        return SamplingDefaults()
+        return None
     directory = model if source == "auto" else Path(source).expanduser()
     path = directory / "generation_config.json"
-    if not path.is_file():
-        if source == "auto":
-            return SamplingDefaults()
-        raise BadGenerationConfig(f"--generation-config: there is no {path}")
+    if path.is_file():
+        return path
+    if source == "auto":
+        return None
+    raise BadGenerationConfig(f"--generation-config: there is no {path}")
+
+
+def _values(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        named = {name: value for name, value in values.items() if value is not None}
-        return msgspec.convert(named, SamplingDefaults)
+        return {name: value for name, value in values.items() if value is not None}
     except (OSError, ValueError, AttributeError) as error:
         raise BadGenerationConfig(f"{path} cannot be used: {error}") from error
+
+
+def _defaults(values: dict[str, Any], source: str) -> SamplingDefaults:
+    try:
+        return msgspec.convert(values, SamplingDefaults)
+    except ValueError as error:
+        raise BadGenerationConfig(f"{source} cannot be used: {error}") from error

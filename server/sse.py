@@ -1,5 +1,6 @@
 """Server-sent events: a submission's deltas as frames, written as they come."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -7,7 +8,7 @@ import msgspec
 from server.asgi import Call, foreseen
 from server.errors import ApiError
 from server.generation import Delta
-from server.schemas.common import Usage
+from server.schemas.common import UNSET, Usage
 from server.submission import Submission
 
 DONE = b"data: [DONE]\n\n"
@@ -30,17 +31,60 @@ class ChunkHead(msgspec.Struct):
     model: str
 
 
+class UsageSoFar:
+    """Counts the tokens of each choice of a stream."""
+
+    def __init__(self, prompt_tokens: Sequence[int], choices: int) -> None:
+        """`prompt_tokens` are those of each prompt, `choices` how many each prompt has."""
+        self._prompt_tokens = prompt_tokens
+        self._choices = choices
+        self._counts: dict[int, int] = {}
+
+    def add(self, index: int, tokens: int) -> None:
+        """Count tokens of a choice."""
+        self._counts[index] = self._counts.get(index, 0) + tokens
+
+    def of(self, index: int) -> Usage:
+        """Return the usage of a choice so far."""
+        prompt, count = self._prompt_tokens[index // self._choices], self._counts.get(index, 0)
+        return Usage(prompt, count, prompt + count, UNSET)
+
+
+class ShownChoice(Protocol):
+    """What a chunk shows of a choice."""
+
+    index: int
+
+
 class ChunkFrames:
     """Frames of one stream: only the choice is encoded, what surrounds it is ready bytes."""
 
-    def __init__(self, head: ChunkHead, *, include_usage: bool) -> None:
+    def __init__(
+        self, head: ChunkHead, *, include_usage: bool, so_far: UsageSoFar | None = None
+    ) -> None:
+        """With `so_far` every chunk tells the usage of its choice."""
+        self._so_far = so_far
         self._include_usage = include_usage
         self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._suffix = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def choice(self, choice: msgspec.Struct) -> bytes:
-        """Return the frame of a chunk with one choice."""
-        return self._prefix + _encode(choice) + self._suffix
+    def count(self, index: int, delta: Delta) -> None:
+        """Note a delta of a choice before anything of it is shown."""
+        if self._so_far is not None:
+            self._so_far.add(index, len(delta.token_ids))
+
+    def choice(self, choice: ShownChoice, prompt_token_ids: Sequence[int] | None = None) -> bytes:
+        """Return the frame of a chunk with one choice, and of the prompt if there is one."""
+        if self._so_far is None and prompt_token_ids is None:
+            return self._prefix + _encode(choice) + self._suffix
+        more: dict[str, object] = {}
+        if prompt_token_ids is not None:
+            more["prompt_token_ids"] = prompt_token_ids
+        if self._so_far is not None:
+            more["usage"] = self._so_far.of(choice.index)
+        elif self._include_usage:
+            more["usage"] = None
+        return self._prefix + _encode(choice) + b"]," + _encode(more)[1:] + b"\n\n"
 
     def end(self, usage: Usage) -> bytes:
         """Return the last frames; a chunk without choices has the usage if that is wanted."""

@@ -35,6 +35,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     """What the client wants its cached prompts to be set apart by."""
+    names_ids: bool = False
+    """Whether scores name tokens by their ids, not their texts."""
 
 
 def _seed(base: int, index: int) -> int:

@@ -19,7 +19,7 @@ from server.observe.metrics import FrontEndMetrics
 API_PREFIX = "/v1/"
 ADMIN_PREFIX = "/admin/"
 
-_PROBES = frozenset(("/health", "/ready", "/version"))
+_PROBES = frozenset(("/health", "/ping", "/ready", "/version"))
 _PAGE = frozenset(("/", "/status.css", "/status.js"))
 """Files that hold nothing about the server: the page asks for the key and gets the data with it."""
 _STATUS = frozenset(("/status.json",))

@@ -1,9 +1,11 @@
 """How the served model writes reasoning and tool calls: chosen once, when a front end starts."""
 
+from typing import Literal
+
 import msgspec
 
+from server.answer.config import AnswerConfig
 from server.answer.reasoning import REASONING_FORMATS, ReasoningTags
-from server.config import AnswerConfig
 from server.tool_calls.formats import CALL_FORMATS, CallFormat, detect
 
 
@@ -20,6 +22,7 @@ class AnswerFormats(msgspec.Struct, frozen=True):
     auto_tool_choice: bool = True
     exclude_unused_tools: bool = False
     """Templates do not get the tools of requests that must not call any."""
+    reasoning_field: Literal["both", "reasoning", "reasoning_content"] = "both"
 
 
 def answer_formats(config: AnswerConfig, template: str | None) -> AnswerFormats:
@@ -40,6 +43,7 @@ def answer_formats(config: AnswerConfig, template: str | None) -> AnswerFormats:
         _reasoning(config, template or ""),
         config.enable_auto_tool_choice,
         config.exclude_tools_when_tool_choice_none,
+        config.reasoning_field,
     )
 
 

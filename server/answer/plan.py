@@ -1,5 +1,7 @@
 """What the answers to one request may consist of."""
 
+from typing import Literal
+
 import msgspec
 
 from server.answer.reader import AnswerReader
@@ -18,6 +20,10 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
     begins_inside: bool = False
     """The answers begin inside the reasoning."""
     show_reasoning: bool = True
+    reasoning_field: Literal["both", "reasoning", "reasoning_content"] = "both"
+    """The name by which it is shown."""
+    echo: str = ""
+    """What each answer repeats before it begins."""
 
     def reader(self) -> AnswerReader | None:
         """Return a reader for one answer, or None if all of the answer is content."""

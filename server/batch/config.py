@@ -13,7 +13,8 @@ from engine.config import (
     SchedulerConfig,
     Section,
 )
-from server.config import AnswerConfig, SupervisorConfig
+from server.answer.config import AnswerConfig
+from server.config import SupervisorConfig
 
 
 class BatchConfig(Section, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ class Message(msgspec.Struct):
 
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[Any] | None = None
 
 
@@ -58,7 +59,7 @@ class Choice(msgspec.Struct):
         said = self.delta or self.message
         if said is None:
             return bool(self.text)
-        return bool(said.content or said.reasoning_content or said.tool_calls)
+        return bool(said.content or said.reasoning_content or said.reasoning or said.tool_calls)
 
 
 class Usage(msgspec.Struct):

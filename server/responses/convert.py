@@ -73,9 +73,14 @@ def as_chat(request: ResponsesRequest) -> Conversion:
         "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,
         "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
     }
+    if request.structured_outputs is not None:
+        # Only what was sent: an absent field is none of its constraints.
+        body["structured_outputs"] = request.structured_outputs.model_dump(
+            by_alias=True, exclude_unset=True
+        )
     if request.tools:
         body["tools"] = [_tool(tool, index) for index, tool in enumerate(request.tools)]
-    if request.tool_choice is not None:
+    if request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
         body["tool_choice"] = _tool_choice(request.tool_choice)
     if request.text is not None and request.text.format is not None:
         body["response_format"] = _response_format(request.text.format)

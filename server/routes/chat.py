@@ -1,6 +1,6 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from server.answer.parts import (
     CallArguments,
@@ -18,7 +18,7 @@ from server.checks import check_chat
 from server.encoded import encoded, encoded_each, encoded_list
 from server.generation import Answer, Delta, FinishReason, ScoredToken
 from server.preprocess import prepare_chat
-from server.prompt_scores import MIN_LOGPROB, prompt_scores
+from server.prompt_scores import MIN_LOGPROB, prompt_scores, token_names
 from server.routes.context import Context
 from server.routes.serve import chunk_frames, chunk_head, serve
 from server.schemas.chat import (
@@ -56,7 +56,7 @@ async def create_chat_completion(call: Call, context: Context) -> None:
     show_ids = bool(request.return_token_ids)
     writer = None
     if request.stream:
-        frames = chunk_frames(request, head)
+        frames = chunk_frames(request, head, spec, force_usage=context.force_usage)
         writer = ChatChunks(frames, context.table, spec, plan, show_ids=show_ids)
     whole = await serve(call, context, spec, writer)
     if whole is None:
@@ -102,6 +102,8 @@ def _choice(
     if reader is not None:
         parts = reader.push(answer.text, answer.token_ids) + reader.finish()
         message = _message(whole_message(parts), plan)
+    if plan.echo:
+        message.content = plan.echo + (message.content or "")
     return ChatChoice(
         index,
         message,
@@ -117,13 +119,20 @@ def _message(parts: Message, plan: AnswerPlan) -> AssistantMessage:
         content = ""
     message = AssistantMessage(content)
     if parts.reasoning is not None:
-        message.reasoning_content = parts.reasoning
+        _show_reasoning(message, parts.reasoning, plan)
     if parts.calls:
         message.tool_calls = [
             ToolCall(plan.new_call_id(), FunctionCall(call.name, call.arguments))
             for call in parts.calls
         ]
     return message
+
+
+def _show_reasoning(shown: AssistantMessage | ChatDelta, text: str, plan: AnswerPlan) -> None:
+    if plan.reasoning_field != "reasoning":
+        shown.reasoning_content = text
+    if plan.reasoning_field != "reasoning_content":
+        shown.reasoning = text
 
 
 def _finish_reason(
@@ -156,6 +165,7 @@ class ChatChunks:
 
     def write(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta; none if it has no text yet and nothing else to show."""
+        self._frames.count(index, delta)
         begin = b"" if index in self._readers else self._begin(index)
         reader = self._readers[index]
         if reader is None:
@@ -199,15 +209,20 @@ class ChatChunks:
     def _begin(self, index: int) -> bytes:
         self._readers[index] = self._plan.reader()
         choice = ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None)
-        if self._show_ids:
-            choice.prompt_token_ids = self._spec.prompts[0].token_ids
-        return self._frames.choice(choice)
+        prompt = self._spec.prompts[0].token_ids if self._show_ids else None
+        frames = self._frames.choice(choice, prompt)
+        if self._plan.echo:
+            repeated = ChatDelta(content=self._plan.echo)
+            frames += self._frames.choice(ChatChunkChoice(index, repeated, None, None))
+        return frames
 
 
 def _delta_of(part: Part, plan: AnswerPlan) -> ChatDelta:
     match part:
         case ReasoningText(text):
-            return ChatDelta(reasoning_content=text)
+            delta = ChatDelta()
+            _show_reasoning(delta, text, plan)
+            return delta
         case ContentText(text):
             return ChatDelta(content=text)
         case CallBegin(index, name):
@@ -226,7 +241,8 @@ def chat_logprobs(
     if tokens is None:
         return None
     shown = spec.sampling.logprobs or 0
-    return ChatLogprobs([_logprob(token, table, shown) for token in tokens])
+    name_of = token_names(table, ids=spec.names_ids)
+    return ChatLogprobs([_logprob(token, table, name_of, shown) for token in tokens])
 
 
 def _whole_logprobs(
@@ -236,20 +252,23 @@ def _whole_logprobs(
     if tokens is None:
         return None
     shown = spec.sampling.logprobs or 0
-    return ChatLogprobs(encoded_list(_logprob(token, table, shown) for token in tokens))
+    name_of = token_names(table, ids=spec.names_ids)
+    return ChatLogprobs(encoded_list(_logprob(token, table, name_of, shown) for token in tokens))
 
 
-def _logprob(token: ScoredToken, table: TokenTable, shown: int) -> ChatLogprob:
+def _logprob(
+    token: ScoredToken, table: TokenTable, name_of: Callable[[int], str], shown: int
+) -> ChatLogprob:
     scores = token.logprob
     assert scores is not None, "only a prompt's first token has no log probability"
     alternatives = zip(scores.top_ids[:shown], scores.top_logprobs[:shown], strict=True)
     return ChatLogprob(
-        table.name_of(token.token_id),
+        name_of(token.token_id),
         max(scores.logprob, MIN_LOGPROB),
         list(table.bytes_of(token.token_id)),
         [
             TopLogprob(
-                table.name_of(token_id),
+                name_of(token_id),
                 max(logprob, MIN_LOGPROB),
                 list(table.bytes_of(token_id)),
             )

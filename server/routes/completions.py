@@ -1,13 +1,13 @@
 """POST /v1/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from server.asgi import Call
 from server.checks import check_completion, num_prompts
 from server.encoded import encoded, encoded_each
 from server.generation import Answer, Delta, ScoredToken
 from server.preprocess import prepare_completion
-from server.prompt_scores import MIN_LOGPROB, prompt_scores
+from server.prompt_scores import MIN_LOGPROB, prompt_scores, token_names
 from server.routes.context import Context
 from server.routes.serve import chunk_frames, chunk_head, serve
 from server.schemas.common import UNSET
@@ -35,7 +35,7 @@ async def create_completion(call: Call, context: Context) -> None:
     show_ids = bool(request.return_token_ids)
     writer = None
     if request.stream:
-        frames = chunk_frames(request, head)
+        frames = chunk_frames(request, head, spec, force_usage=context.force_usage)
         writer = CompletionChunks(frames, context.table, spec, show_ids=show_ids)
     whole = await serve(call, context, spec, writer)
     if whole is None:
@@ -73,6 +73,7 @@ class CompletionChunks:
 
     def write(self, index: int, delta: Delta) -> bytes:
         """Return the frame of a delta; none if it has no text yet and nothing else to show."""
+        self._frames.count(index, delta)
         shown = delta.text or delta.logprobs or delta.finish_reason
         if not shown and not (self._show_ids and delta.token_ids):
             return b""
@@ -90,7 +91,9 @@ def _choice(
     choice = CompletionChoice(
         index,
         part.text,
-        None if part.logprobs is None else _logprobs(part.logprobs, table),
+        None
+        if part.logprobs is None
+        else _logprobs(part.logprobs, token_names(table, ids=spec.names_ids)),
         part.finish_reason,
         part.stop_reason,
     )
@@ -100,25 +103,25 @@ def _choice(
     return choice
 
 
-def _logprobs(tokens: Sequence[ScoredToken], table: TokenTable) -> CompletionLogprobs:
+def _logprobs(tokens: Sequence[ScoredToken], name_of: Callable[[int], str]) -> CompletionLogprobs:
     return CompletionLogprobs(
         text_offset=[token.text_offset for token in tokens],
         token_logprobs=[
             None if token.logprob is None else max(token.logprob.logprob, MIN_LOGPROB)
             for token in tokens
         ],
-        tokens=[table.name_of(token.token_id) for token in tokens],
-        top_logprobs=[_alternatives(token, table) for token in tokens],
+        tokens=[name_of(token.token_id) for token in tokens],
+        top_logprobs=[_alternatives(token, name_of) for token in tokens],
     )
 
 
-def _alternatives(token: ScoredToken, table: TokenTable) -> dict[str, float] | None:
+def _alternatives(token: ScoredToken, name_of: Callable[[int], str]) -> dict[str, float] | None:
     """Return the most likely tokens, best first, and the token itself if it is none of them."""
     scores = token.logprob
     if scores is None:
         return None
     found: dict[str, float] = {}
     for token_id, logprob in zip(scores.top_ids, scores.top_logprobs, strict=True):
-        found.setdefault(table.name_of(token_id), max(logprob, MIN_LOGPROB))
-    found.setdefault(table.name_of(token.token_id), max(scores.logprob, MIN_LOGPROB))
+        found.setdefault(name_of(token_id), max(logprob, MIN_LOGPROB))
+    found.setdefault(name_of(token.token_id), max(scores.logprob, MIN_LOGPROB))
     return found

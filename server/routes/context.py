@@ -36,6 +36,8 @@ class Context(msgspec.Struct, frozen=True):
     tracer: RequestTracer | None
     names: tuple[str, ...]
     max_logprobs: int
+    force_usage: bool
+    """Whether every stream ends with its usage."""
     formats: AnswerFormats
     grammars: GrammarCheck
     created: int
@@ -79,7 +81,12 @@ class Context(msgspec.Struct, frozen=True):
         Raises:
             NoEngineAvailable: no engine has joined yet.
         """
-        return Limits(self.client.max_model_len, self.max_logprobs, self.grammars)
+        return Limits(
+            self.client.max_model_len,
+            self.max_logprobs,
+            self.tokenizer.vocab_size,
+            self.grammars,
+        )
 
 
 def make_context(
@@ -114,6 +121,7 @@ def make_context(
         tracer=tracer,
         names=served_names(config.model),
         max_logprobs=config.http.max_logprobs,
+        force_usage=config.http.enable_force_include_usage,
         formats=answer_formats(config.answer, template.source if template is not None else None),
         grammars=GrammarCheck(tokenizer.special_tokens),
         created=created,

@@ -34,6 +34,10 @@ class MetaRoutes:
         """Say that this process lives."""
         return _json(HealthResponse("ok"))
 
+    async def ping(self) -> Response:
+        """Say whether at least one engine can serve, where hosts of models ask."""
+        return await self.ready()
+
     async def ready(self) -> Response:
         """Say whether at least one engine can serve."""
         if not self._context.client.ready:

@@ -12,7 +12,7 @@ from server.generation import Answer
 from server.observe.tracing import EndedRequest
 from server.routes.context import Context
 from server.schemas.common import SamplingFields, Usage
-from server.sse import ChunkFrames, ChunkHead, StreamWriter, send_stream
+from server.sse import ChunkFrames, ChunkHead, StreamWriter, UsageSoFar, send_stream
 from server.submission import GenerationSpec, Submission
 
 _LARGE = 2000
@@ -37,10 +37,16 @@ def chunk_head(prefix: str, kind: str, call: Call, model: str) -> ChunkHead:
     return ChunkHead(f"{prefix}-{call.request_id}", kind, int(time.time()), model)
 
 
-def chunk_frames(request: SamplingFields, head: ChunkHead) -> ChunkFrames:
+def chunk_frames(
+    request: SamplingFields, head: ChunkHead, spec: GenerationSpec, *, force_usage: bool
+) -> ChunkFrames:
     """Return the frames of a stream with the options of its request."""
     options = request.stream_options
-    return ChunkFrames(head, include_usage=options is not None and bool(options.include_usage))
+    include_usage = force_usage or (options is not None and bool(options.include_usage))
+    so_far = None
+    if options is not None and include_usage and options.continuous_usage_stats:
+        so_far = UsageSoFar([len(prompt.token_ids) for prompt in spec.prompts], spec.n)
+    return ChunkFrames(head, include_usage=include_usage, so_far=so_far)
 
 
 async def _answer(call: Call, submission: Submission, writer: StreamWriter | None) -> Whole | None:

@@ -12,6 +12,7 @@ from server.schemas.common import (
     JsonObject,
     OptionalTokenIds,
     PromptLogprobs,
+    ReasoningEffort,
     RequestBody,
     SamplingFields,
     StopReasonField,
@@ -74,7 +75,12 @@ class ChatCompletionRequest(SamplingFields):
     )
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS, description="Needs logprobs.")
+    top_logprobs: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="Needs logprobs; -1: all tokens."
+    )
+    echo: bool | None = Field(
+        False, description="Begin the answer with the last message, if an assistant said it."
+    )
     add_generation_prompt: bool | None = Field(
         None, description="Default: true unless continue_final_message."
     )
@@ -86,7 +92,7 @@ class ChatCompletionRequest(SamplingFields):
     )
     chat_template_kwargs: JsonObject | None = None
     documents: Annotated[list[JsonObject], Field(max_length=MAX_PARTS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(
         None, description="Default: auto if there are tools, else none."
     )
@@ -96,7 +102,7 @@ class ChatCompletionRequest(SamplingFields):
     include_reasoning: bool | None = Field(
         True, description="Whether the answer shows the reasoning; it is generated in any case."
     )
-    reasoning_effort: Name | None = Field(
+    reasoning_effort: ReasoningEffort | None = Field(
         None, description="Passed to the chat template under this name."
     )
     functions: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS)] | None = Field(
@@ -136,6 +142,8 @@ class AssistantMessage(msgspec.Struct):
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same: clients know it by either name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -169,6 +177,7 @@ class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
@@ -180,7 +189,6 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: StopReasonField = None
-    prompt_token_ids: OptionalTokenIds = UNSET
     token_ids: OptionalTokenIds = UNSET
 
 
@@ -193,3 +201,5 @@ class ChatCompletionChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | None
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    prompt_token_ids: OptionalTokenIds = UNSET
+    """With return_token_ids, in the first chunk of each choice."""

@@ -37,6 +37,10 @@ StopStrings = (
 )
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_LENGTH)]
 
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_NAMED_TOKENS)
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
 
 
@@ -44,6 +48,9 @@ class StreamOptions(RequestBody):
     """What a stream carries besides the tokens."""
 
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = Field(
+        False, description="With include_usage: each chunk tells the tokens of its choice so far."
+    )
 
 
 class SamplingFields(RequestBody):
@@ -65,10 +72,8 @@ class SamplingFields(RequestBody):
     )
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None,
-        max_length=MAX_NAMED_TOKENS,
-        description="Token id, as a string, to what is added to its logit.",
+    logit_bias: LogitBias | None = Field(
+        None, description="Token id, as a string, to what is added to its logit."
     )
     seed: int | None = Field(
         None,
@@ -102,9 +107,9 @@ class SamplingFields(RequestBody):
     )
     prompt_logprobs: int | None = Field(
         None,
-        ge=0,
+        ge=-1,
         le=MAX_TOKENS,
-        description="Alternatives reported beside each token of the prompt.",
+        description="Alternatives reported beside each token of the prompt; -1: all tokens.",
     )
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
@@ -122,13 +127,19 @@ class SamplingFields(RequestBody):
         description="The client's name for the request; default: header X-Request-Id, or random.",
     )
     return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = Field(
+        False, description="Log probabilities name each token as token_id:ID."
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
         le=MAX_TOKENS,
-        description="Keep only this many of the prompt's last tokens; -1: all that fit.",
+        description="Keep only this many of the prompt's tokens; -1: all that fit.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where the prompt is cut: left, the default, keeps its last tokens."
     )
 
 

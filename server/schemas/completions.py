@@ -43,7 +43,10 @@ class CompletionRequest(SamplingFields):
         description="Default: 16, or what fits. 0 only with echo: the prompt is scored, nothing "
         "is generated.",
     )
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="Another name for max_tokens, which wins."
+    )
+    logprobs: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="-1: all tokens.")
     echo: bool | None = False
     best_of: int | None = Field(
         None, ge=1, le=MAX_CHOICES, description="Sequences per prompt, of which the n best count."

@@ -15,7 +15,16 @@ from server.limits import (
     MIN_REPETITION_PENALTY,
 )
 from server.schemas.base import Name, part_type
-from server.schemas.common import CacheSalt, JsonObject, NamedTokenIds, RequestBody, StopStrings
+from server.schemas.common import (
+    CacheSalt,
+    JsonObject,
+    LogitBias,
+    NamedTokenIds,
+    ReasoningEffort,
+    RequestBody,
+    StopStrings,
+)
+from server.schemas.structured import StructuredOutputs
 
 
 class ContentPart(RequestBody):
@@ -143,7 +152,7 @@ class TextOptions(RequestBody):
 class ReasoningOptions(RequestBody):
     """How the model reasons."""
 
-    effort: Name | None = Field(
+    effort: ReasoningEffort | None = Field(
         None, description="Passed to the chat template as reasoning_effort."
     )
     summary: Name | None = Field(None, description="Accepted and not used: nothing is summarized.")
@@ -212,11 +221,16 @@ class ResponsesRequest(RequestBody):
     cache_salt: CacheSalt | None = None
     request_id: str | None = Field(None, min_length=1, max_length=256, pattern=r"^[!-~]+$")
     chat_template_kwargs: JsonObject | None = None
+    logit_bias: LogitBias | None = None
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="A constraint on the text; not together with a text.format."
+    )
 
 
 PASSED_ON = (
     "temperature", "top_p", "parallel_tool_calls", "user", "seed", "stop",
     "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens",
     "ignore_eos", "stop_token_ids", "priority", "cache_salt", "chat_template_kwargs",
+    "logit_bias",
 )  # fmt: skip
 """Fields that mean the same in a chat completion; a stream too keeps its whole answer."""

@@ -1,8 +1,8 @@
 """Token ids of a prompt, at the price of what a model can hold, however long its text is.
 
 Tokenizing takes some hundred bytes of memory per byte of text. Of a text that is far too long only
-the beginning is tokenized, in pieces, to know that it is; of one that is cut to its last tokens
-only the end.
+the beginning is tokenized, in pieces, to know that it is; of one that is cut to its first or last
+tokens only that end.
 """
 
 from server.text.tokenizer import ServedTokenizer
@@ -34,6 +34,7 @@ async def encode_prompt(
     add_special_tokens: bool,
     longest: int,
     keep: int | None,
+    keep_beginning: bool = False,
 ) -> tuple[list[int], bool]:
     """Return the token ids of a prompt, and whether they are all that it has.
 
@@ -43,6 +44,7 @@ async def encode_prompt(
         add_special_tokens: whether the tokenizer adds its own.
         longest: tokens that the model can hold; of a longer prompt an unknown number comes back.
         keep: how many of the last tokens to return; None for all.
+        keep_beginning: return so many of the first tokens instead.
 
     Raises:
         TextTooLong: the text is much longer than `longest`.
@@ -51,13 +53,13 @@ async def encode_prompt(
         if keep is None or keep > longest:
             await _refuse_too_long(tokenizer, text, longest)
         else:
-            tail = await _tail(tokenizer, text, add_special_tokens, keep)
-            if tail is not None:
-                return tail, False
+            found = await _end(tokenizer, text, add_special_tokens, keep, first=keep_beginning)
+            if found is not None:
+                return found, False
     token_ids = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
     if keep is None or len(token_ids) <= keep:
         return token_ids, True
-    return token_ids[-keep:], False
+    return (token_ids[:keep] if keep_beginning else token_ids[-keep:]), False
 
 
 async def _refuse_too_long(tokenizer: ServedTokenizer, text: str, longest: int) -> None:
@@ -71,14 +73,15 @@ async def _refuse_too_long(tokenizer: ServedTokenizer, text: str, longest: int) 
             raise TextTooLong(min(len(text), first + _PIECE), count)
 
 
-async def _tail(
-    tokenizer: ServedTokenizer, text: str, add_special_tokens: bool, keep: int
+async def _end(
+    tokenizer: ServedTokenizer, text: str, add_special_tokens: bool, keep: int, *, first: bool
 ) -> list[int] | None:
-    """Return the last tokens of a text from its end; None if that is most of it."""
+    """Return the first or last tokens of a text from that end; None if that is most of it."""
     size = _PIECE
     while size < len(text):
-        tail = await tokenizer.encode_async(text[-size:], add_special_tokens=add_special_tokens)
-        if len(tail) > keep + max(keep // 4, _SLACK):
-            return tail[-keep:]
+        part = text[:size] if first else text[-size:]
+        found = await tokenizer.encode_async(part, add_special_tokens=add_special_tokens)
+        if len(found) > keep + max(keep // 4, _SLACK):
+            return found[:keep] if first else found[-keep:]
         size *= 2
     return None

@@ -160,7 +160,9 @@ class ServedTokenizer:
             vocab_size=network.get("vocab_size"),
             eos_token_ids=_eos_token_ids(directory, network, backend, special_tokens),
             chat_template=template,
-            sampling_defaults=read_sampling_defaults(directory, model.generation_config),
+            sampling_defaults=read_sampling_defaults(
+                directory, model.generation_config, model.override_generation_config
+            ),
         )
 
 

@@ -78,7 +78,7 @@ def tool_use(
         ApiError: tools and choice do not fit each other, or the model has no format for calls.
     """
     if not tools:
-        if choice not in (None, "none", "auto"):
+        if choice not in (None, "none"):
             raise invalid("tool_choice: needs tools to choose from", "tool_choice")
         return ToolUse()
     functions = _checked(tools)

@@ -111,7 +111,7 @@ def test_max_completion_tokens_wins(http: Any, engines: Any) -> None:
 
 
 def test_plain_text_without_tools_may_be_asked_for(http: Any) -> None:
-    http.chat(response_format={"type": "text"}, tools=[], tool_choice="none")
+    http.chat(response_format={"type": "text"}, tools=None, tool_choice="none")
 
 
 @pytest.mark.parametrize(

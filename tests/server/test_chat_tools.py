@@ -9,8 +9,9 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer
 
 from engine.messages import LarkGrammar
+from server.answer.config import AnswerConfig
 from server.app import build_app
-from server.config import AnswerConfig, FrontEndConfig, ModelConfig
+from server.config import FrontEndConfig, ModelConfig
 from server.observe.metrics import FrontEndMetrics
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
@@ -131,6 +132,7 @@ def test_a_stream_adds_up_to_the_whole_message(http: Any, engines: Any, seed: in
     assert message == {
         "role": "assistant",
         "reasoning_content": "hm",
+        "reasoning": "hm",
         "content": "Let me see.",
         "tool_calls": [call["function"] for call in whole["message"]["tool_calls"]],
     }
@@ -283,6 +285,7 @@ def test_calls_and_their_results_are_rendered(http: Any, engines: Any) -> None:
         "role": "assistant",
         "content": None,
         "reasoning_content": "hm",
+        "reasoning": "hm",
         "tool_calls": [
             {
                 "id": "call_1",

@@ -118,7 +118,7 @@ def test_unknown_models_and_paths_are_not_found(http: Any) -> None:
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     error_of(http.get("/v1/models/gpt"), 404)
     error_of(http.get("/nowhere"), 404)
-    error_of(http.get("/v1/completions/"), 404)
+    error_of(http.get("/v1/completions/more"), 404)
 
 
 def test_a_wrong_method_names_the_right_one(http: Any) -> None:

@@ -10,7 +10,8 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.config import AnswerConfig, FrontEndConfig, ModelConfig
+from server.answer.config import AnswerConfig
+from server.config import FrontEndConfig, ModelConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 

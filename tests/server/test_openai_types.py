@@ -9,7 +9,8 @@ import pytest
 from fastapi import FastAPI
 from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
 
-from server.config import AnswerConfig, FrontEndConfig, ModelConfig
+from server.answer.config import AnswerConfig
+from server.config import FrontEndConfig, ModelConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 

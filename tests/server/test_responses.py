@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from server.config import AnswerConfig, FrontEndConfig, HttpConfig, ModelConfig
+from server.answer.config import AnswerConfig
+from server.config import FrontEndConfig, HttpConfig, ModelConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 

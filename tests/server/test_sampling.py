@@ -137,6 +137,18 @@ def test_defaults_are_read_from_the_model_unless_told_otherwise(model: Path) -> 
     assert load("vllm") == load("none") == SamplingDefaults()
 
 
+def test_overrides_win_over_the_file(model: Path) -> None:
+    def read(overrides: str) -> SamplingDefaults:
+        return read_sampling_defaults(model, "auto", overrides)
+
+    assert read('{"temperature": 0.2}') == SamplingDefaults(temperature=0.2, top_k=20)
+    neutral = read_sampling_defaults(model, "none", '{"max_new_tokens": 7}')
+    assert neutral == SamplingDefaults(max_new_tokens=7)
+    for wrong in ("{", "[]", "7", '{"temprature": 1}', '{"temperature": -1}', '{"top_p": "x"}'):
+        with pytest.raises(BadGenerationConfig, match="--override-generation-config"):
+            read(wrong)
+
+
 def test_files_that_cannot_be_used_are_named(model: Path, tmp_path_factory: Any) -> None:
     empty = tmp_path_factory.mktemp("empty")
     assert read_sampling_defaults(empty, "auto") == SamplingDefaults()

@@ -1,0 +1,201 @@
+"""What becomes of each field of a request that clients of such servers send: one table.
+
+Fields that are understood are honoured. Those that would change what a request means and are not
+served are refused by name (`server.refusals` reads that from here). The rest, which change nothing
+that a client could see in an answer, are ignored, as are fields that nobody has heard of.
+docs/compatibility.md is written from this table.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+State = Literal["same", "different", "refused", "ignored"]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A field; `why` tells what is different, or why it is refused or ignored."""
+
+    state: State
+    why: str = ""
+    neutral: tuple[Any, ...] = ()
+    """Values that ask for nothing, besides null: they are taken of a refused field."""
+    example: Any = True
+    """A value that is refused."""
+
+
+Rows = dict[str, Row]
+
+
+def _same(names: str) -> Rows:
+    return {name: Row("same") for name in names.split()}
+
+
+def _ignored(why: str, names: str) -> Rows:
+    return {name: Row("ignored", why) for name in names.split()}
+
+
+def _refused(why: str, names: str, *neutral: Any) -> Rows:
+    example = True not in [value for value in neutral if value is True]
+    return {name: Row("refused", why, neutral, example) for name in names.split()}
+
+
+_LABELS = _ignored(
+    "a label for the operator's books", "metadata safety_identifier session_id"
+) | _ignored(
+    "a hint for caches and queues of other servers; prompts are cached in any case",
+    "prompt_cache_key prompt_cache_retention prompt_cache_options service_tier",
+)
+_NO_MEDIA = _ignored(
+    "about images and sound, which messages cannot hold", "media_io_kwargs mm_processor_kwargs"
+)
+
+_UNSERVED: Rows = {
+    **_refused("beam search is not served", "use_beam_search early_stopping", False),
+    **_refused("beam search, to which it belongs, is not served", "length_penalty", 1, 0),
+    **_refused(
+        "reasoning has no budget of its own here; limit max_tokens", "thinking_token_budget", -1
+    ),
+    **_refused("log probabilities of chosen tokens are not served", "logprob_token_ids"),
+    **_refused("KV blocks are not handed between servers", "kv_transfer_params"),
+    **_refused("there are no encoder caches to hand over", "ec_transfer_params"),
+    **_refused("there are no extensions that could read it", "vllm_xargs", {}),
+    **_refused("repetition is not looked for", "repetition_detection"),
+    **_refused("answers are not marked", "watermarking", False),
+    **_refused("there are no custom logits processors", "logits_processors", []),
+    **_refused("routed experts are not shown", "routed_experts_prompt_start", 0),
+    **_refused(
+        "use structured_outputs",
+        "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern "
+        "structural_tag",
+    ),
+}
+
+_GENERATION: Rows = {
+    **_same(
+        "model temperature top_p n stream stream_options stop presence_penalty frequency_penalty "
+        "logit_bias seed top_k min_p repetition_penalty min_tokens ignore_eos stop_token_ids "
+        "allowed_token_ids bad_words skip_special_tokens include_stop_str_in_output cache_salt "
+        "request_id return_token_ids return_tokens_as_token_ids truncate_prompt_tokens "
+        "truncation_side add_special_tokens"
+    ),
+    "user": Row("different", "the operator may have requests limited and queued by it"),
+    "priority": Row("different", "refused unless the operator allows it"),
+    "prompt_logprobs": Row("different", "not in a stream; bounded by --max-logprobs"),
+    "response_format": Row("different", "`structural_tag` is refused"),
+    "structured_outputs": Row(
+        "different", "`structural_tag` and `disable_additional_properties` are refused"
+    ),
+    **_LABELS,
+    **_NO_MEDIA,
+    **_ignored(
+        "tokenizers here never add such spaces", "spaces_between_special_tokens"
+    ),
+    **_ignored("how many tokens a chunk has is the server's choice", "stream_interval"),
+    **_ignored("for endpoints that only render prompts", "return_token_offsets return_mm_kwargs"),
+    **_UNSERVED,
+    **_ignored("there is one way to enforce grammars", "guided_decoding_backend"),
+}  # fmt: skip
+
+COMPLETIONS: Rows = {
+    **_GENERATION,
+    **_same("prompt max_tokens echo"),
+    "logprobs": Row("different", "bounded by --max-logprobs"),
+    "best_of": Row("different", "must equal n in a stream"),
+    "suffix": Row("refused", "infilling is not supported", ("",), "end"),
+    **_refused("prompts are texts or token ids", "prompt_embeds"),
+    "max_completion_tokens": Row("different", "max_tokens wins; vLLM ignores it here"),
+    **_refused("use logprobs", "top_logprobs"),
+}
+
+CHAT: Rows = {
+    **_GENERATION,
+    **_same(
+        "messages max_tokens max_completion_tokens logprobs add_generation_prompt "
+        "continue_final_message chat_template_kwargs documents tool_choice parallel_tool_calls "
+        "include_reasoning reasoning_effort"
+    ),
+    "top_logprobs": Row("different", "bounded by --max-logprobs"),
+    "tools": Row("different", "functions only"),
+    "echo": Row("different", "only what an assistant said is repeated"),
+    "functions": Row("refused", "use tools instead", (), [{"name": "f"}]),
+    "function_call": Row("refused", "use tool_choice instead", (), "auto"),
+    **_refused("templates are the operator's: --chat-template", "chat_template"),
+    **_refused("the rendered prompt is not shown; /tokenize and /detokenize do",
+               "return_prompt_text", False),
+    **_refused("ask for n choices", "best_of", 1),
+    **_refused("answers are texts", "audio"),
+    **_refused("answers are texts", "modalities", ["text"]),
+    **_refused("the server does not search", "web_search_options"),
+    **_refused("nothing is moderated", "moderation"),
+    **_refused("answers are not kept", "store", False),
+    **_refused("use max_completion_tokens", "max_output_tokens"),
+    **_ignored("only makes answers come faster", "prediction"),
+    **_ignored("a hint that no template takes; give it in chat_template_kwargs", "verbosity"),
+}  # fmt: skip
+
+RESPONSES: Rows = {
+    **_same(
+        "model input instructions temperature top_p max_output_tokens tool_choice "
+        "parallel_tool_calls text stream stream_options include seed stop presence_penalty "
+        "frequency_penalty top_k min_p repetition_penalty min_tokens ignore_eos stop_token_ids "
+        "logit_bias cache_salt request_id chat_template_kwargs metadata"
+    ),
+    "structured_outputs": Row(
+        "different", "`structural_tag` and `disable_additional_properties` are refused"
+    ),
+    "top_logprobs": Row("different", "not together with tools or reasoning"),
+    "tools": Row("different", "functions only"),
+    "reasoning": Row("different", "nothing is summarized"),
+    "user": _GENERATION["user"],
+    "priority": _GENERATION["priority"],
+    "store": Row("refused", "responses are not kept", (False,)),
+    "previous_response_id": Row("refused", "nothing is kept between requests", (), "resp_1"),
+    "conversation": Row("refused", "nothing is kept between requests", (), "conv_1"),
+    "background": Row("refused", "a response is answered on its own connection only", (False,)),
+    "prompt": Row("refused", "there are no stored prompts", (), {"id": "pmpt_1"}),
+    "truncation": Row("refused", "'auto' is not served", ("disabled",), "auto"),
+    **{name: row for name, row in _LABELS.items() if name != "metadata"},
+    **_NO_MEDIA,
+    **_ignored("about tools that a server runs", "max_tool_calls"),
+    **_refused("input is not shortened", "context_management"),
+    **_refused("nothing is moderated", "moderation"),
+    **_refused("send the whole conversation as input",
+               "previous_input_messages previous_response"),
+    **_refused("the messages behind a response are not shown", "enable_response_messages", False),
+    **_refused("use text.format", "response_format"),
+    **_refused("use max_output_tokens", "max_tokens max_completion_tokens"),
+    **_refused("use reasoning.effort", "reasoning_effort"),
+    **_refused("use input", "messages"),
+    **_refused("use include", "logprobs", False),
+    **_refused("a response is one answer", "n best_of", 1),
+    **_refused("not served here; /v1/chat/completions has it",
+               "allowed_token_ids bad_words prompt_logprobs truncate_prompt_tokens"),
+    **_refused("not served here; /v1/chat/completions has it", "include_stop_str_in_output", False),
+    **_refused("not served here; /v1/chat/completions has it", "skip_special_tokens", True),
+    **_UNSERVED,
+    "chat_template": CHAT["chat_template"],
+}  # fmt: skip
+
+TOKENIZE: Rows = {
+    **_same(
+        "model prompt messages add_special_tokens add_generation_prompt continue_final_message "
+        "chat_template_kwargs tools return_token_strs"
+    ),
+    "chat_template": CHAT["chat_template"],
+    **_NO_MEDIA,
+}
+
+DETOKENIZE: Rows = {
+    **_same("tokens model"),
+    "skip_special_tokens": Row("different", "vLLM has no such field"),
+}
+
+TABLE: dict[str, Rows] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+}
+"""The rows of each endpoint."""
