@@ -280,6 +280,43 @@ def test_a_client_may_send_all_before_it_reads_an_early_answer(app: Any) -> None
     run(scenario)
 
 
+def test_a_client_that_sends_all_of_a_body_that_is_too_large_reads_why_it_was_refused(
+    app: Any,
+) -> None:
+    limit = FrontEndConfig().guards.max_body_bytes
+    body = b"x" * (8 * limit)
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            for sent in (head(len(body)) + body, CHUNKED + b"%x\r\n%s\r\n" % (len(body), body)):
+                reader, writer = await connect(port)
+                writer.write(sent)
+                await writer.drain()
+                answer = await reader.readuntil(b"}}")
+                assert answer.startswith(b"HTTP/1.1 413 ")
+                assert b"body_too_large" in answer
+                writer.close()
+
+    run(scenario)
+
+
+def test_the_answer_that_others_are_queued_behind_ends_when_the_client_hangs_up(
+    app: Any, engines: Any
+) -> None:
+    engines.script = lambda stream: []
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            _, writer = await connect(port)
+            writer.write((HEAD + BODY) * 3)
+            await engines.submitted.wait()
+            writer.close()
+            await engines.streams[0].closed.wait()
+            assert len(engines.streams) == 1
+
+    run(scenario)
+
+
 def test_requests_that_wait_on_one_connection_are_counted(app: Any) -> None:
     async def scenario() -> None:
         async with served(app, GuardConfig()) as port:
