@@ -203,7 +203,6 @@ class Call:
                 413,
                 f"The body is larger than {self._limits.max_bytes} bytes.",
                 code="body_too_large",
-                headers=(("connection", "close"),),
             )
 
     async def start(self, status: int, headers: list[_Header]) -> None:

@@ -1,13 +1,11 @@
 """The front-end process: HTTP server, tokenizer and engine client on one event loop."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -29,6 +27,7 @@ from engine.transport import InsecureCluster, Transport, advertised_host, bound_
 from server.access.admission_table import AdmissionTable
 from server.access.guards import BadGuards, tls_options
 from server.access.http_protocol import limited_protocol
+from server.access.http_server import HttpServer
 from server.answer.formats import BadFormats
 from server.app import build_app
 from server.cluster.engine_client import EngineClient
@@ -73,14 +72,6 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     """Path of the table in which the front ends of this node see each other's sends."""
     admission_table: str | None = None
     """Directory of the table in which they count what the node has taken on."""
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn below a process that handles signals itself."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class FrontEnd:
@@ -202,7 +193,7 @@ class FrontEnd:
 
     async def _serve_http(self, app: FastAPI, link: ClusterLink, client: EngineClient) -> None:
         http, guards = self._config.http, self._config.guards
-        server = _HttpServer(
+        server = HttpServer(
             uvicorn.Config(
                 app,
                 host=http.host,
@@ -219,7 +210,8 @@ class FrontEnd:
                 backlog=2048,
                 timeout_graceful_shutdown=GRACEFUL_SECONDS,
                 **tls_options(guards),
-            )
+            ),
+            guards.receive_timeout,
         )
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()

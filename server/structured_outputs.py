@@ -24,7 +24,8 @@ from engine.messages import (
     LarkGrammar,
     RegexGrammar,
 )
-from server.errors import invalid
+from server.access.json_price import TooCostly, price
+from server.errors import invalid, too_complex
 from server.schemas.common import SamplingFields
 from server.schemas.structured import ResponseFormat, StructuredOutputs
 
@@ -142,7 +143,7 @@ async def _of_constraints(
     param = f"structured_outputs.{_KINDS[given[0]]}"
     if wanted.json_schema is not None:
         schema = wanted.json_schema
-        text = schema if isinstance(schema, str) else _json_text(schema)
+        text = _checked(schema, param) if isinstance(schema, str) else _json_text(schema)
         return JsonSchemaGrammar(text, whitespace), param
     if wanted.regex is not None:
         return RegexGrammar(wanted.regex), param
@@ -161,6 +162,15 @@ _KINDS = {
     "grammar": "grammar",
 }
 """Attribute to the name that clients write."""
+
+
+def _checked(text: str, param: str) -> str:
+    """Return JSON that was sent as a text: its price was not in that of the body."""
+    try:
+        price(text.encode("utf-8", "replace")).check()
+    except TooCostly as error:
+        raise too_complex(error, param) from error
+    return text
 
 
 def _json_text(schema: dict[str, Any]) -> str:

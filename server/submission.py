@@ -45,6 +45,8 @@ def _seed(base: int, index: int) -> int:
     return seed if seed <= INT64_MAX else seed - 2**64
 
 
+_SLICE = 32
+"""Sequences that are handed over without a break: each takes some forty microseconds."""
 _READER_CHECK = 0.5
 """Seconds between looks at whether a reader of very much goes on."""
 
@@ -66,14 +68,16 @@ class Submission:
         cache_root: bytes = b"",
         show_cached: bool = True,
     ) -> None:
-        """Hand every sequence to an engine, the pinned one if there is one.
+        """Nothing runs before `start`.
 
         `tenant` and `cache_root` are what engines are told (`engine.messages.AddRequest`).
         `arrived` is when the request came, in monotonic seconds.
-
-        Raises:
-            NoEngineAvailable: nothing was left running.
         """
+        self._client = client
+        self._table = table
+        self._metrics = metrics
+        self._arrived = arrived
+        self._unfinished = len(spec.prompts) * spec.best_of
         self._spec = spec
         self._show_cached = show_cached
         self._pinned_rank = pinned_rank
@@ -92,24 +96,31 @@ class Submission:
         self._taken = asyncio.Event()
         self._reading = False
         """Whether `next` is under way: what is unread then waits for nobody but this process."""
-        try:
-            for prompt in spec.prompts:
-                echo = PromptEcho(table, prompt)
-                params = PromptParams(
-                    prompt_tokens=len(prompt.token_ids),
-                    max_tokens=spec.sampling.max_tokens,
-                    n=spec.n,
-                    sequences=spec.best_of,
-                )
-                for _ in range(spec.best_of):
-                    stream = self._submit(client, prompt)
-                    self._folds.append(ChoiceFold(table, prompt, spec.fold, echo))
-                    self._timers.append(metrics.sequence(arrived, params, stream.times))
-        except BaseException:
-            self.close("error")
-            raise
-        metrics.submitted(arrived)
-        self._unfinished = len(self._streams)
+
+    async def start(self) -> None:
+        """Hand every sequence to an engine, the pinned one if there is one.
+
+        Others get their turn in between: a request may have thousands of sequences.
+
+        Raises:
+            NoEngineAvailable: `close` ends those that run already.
+        """
+        spec = self._spec
+        for prompt in spec.prompts:
+            echo = PromptEcho(self._table, prompt)
+            params = PromptParams(
+                prompt_tokens=len(prompt.token_ids),
+                max_tokens=spec.sampling.max_tokens,
+                n=spec.n,
+                sequences=spec.best_of,
+            )
+            for _ in range(spec.best_of):
+                if self._streams and len(self._streams) % _SLICE == 0:
+                    await asyncio.sleep(0)
+                stream = self._submit(self._client, prompt)
+                self._folds.append(ChoiceFold(self._table, prompt, spec.fold, echo))
+                self._timers.append(self._metrics.sequence(self._arrived, params, stream.times))
+        self._metrics.submitted(self._arrived)
 
     def _submit(self, client: GenerationClient, prompt: Prompt) -> TokenStream:
         spec, index = self._spec, len(self._streams)

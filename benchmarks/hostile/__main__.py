@@ -8,13 +8,14 @@ Ends with status 1 if a bound was exceeded. What follows `--` are flags of the s
 """
 
 import argparse
+import functools
 import sys
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
+from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, RIGHT, STALL_BOUND, Trial
 
 
 def table(trial: Trial) -> Table:
@@ -37,9 +38,10 @@ def table(trial: Trial) -> Table:
 def main() -> None:
     """Parse the arguments, attack, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = ("fields", "costly", "connections")
+    kinds = ("fields", "costly", "large", "shown", "connections")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--share", type=float, default=1.0, help="of the values of fields, 0 to 1")
+    parser.add_argument("--paths", nargs="+", choices=RIGHT, default=RIGHT, help="of the fields")
     parser.add_argument("--key", help="API key of the server; default: none is asked for")
     parser.add_argument("--without-key", action="store_true", help="attack without the key")
     parser.add_argument("server", nargs="*", help="flags of the server, after --")
@@ -49,8 +51,14 @@ def main() -> None:
     with trial, Progress(console=console) as progress:
         for kind in arguments.only:
             task = progress.add_task(kind, total=None)
-            steps = trial.fields(arguments.share) if kind == "fields" else getattr(trial, kind)()
-            for name in steps:
+            steps = {
+                "fields": functools.partial(trial.fields, arguments.share, arguments.paths),
+                "costly": trial.costly,
+                "large": trial.large,
+                "shown": trial.shown,
+                "connections": trial.connections,
+            }
+            for name in steps[kind]():
                 progress.update(task, description=f"{kind}: {name}", advance=1)
             progress.update(task, total=1, completed=1)
     console.print(table(trial))

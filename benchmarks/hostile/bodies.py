@@ -4,6 +4,7 @@ Every field of every operation gets values at its bounds, beyond them, and of th
 field at a time in a body that is right otherwise; a new field or endpoint needs nothing here.
 """
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -89,6 +90,7 @@ def _values(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str
             yield from _objects(schema, document, levels)
 
 
+@functools.cache
 def _wrong() -> list[str]:
     """Values that few fields take: of each kind one, and three that are too much of one."""
     many = LARGE // 2
@@ -116,15 +118,22 @@ def _bounds(schema: Schema) -> list[str]:
 
 def _strings(schema: Schema) -> Iterator[str]:
     longest = schema.get("maxLength")
-    if longest is not None:
+    if longest is not None and longest <= LARGE:  # no body is longer
         yield json.dumps("a" * longest)
         yield json.dumps("a" * (longest + 1))
-    yield json.dumps("a" * LARGE)
-    yield '"' + "\\u0000" * (LARGE // 6) + '"'
-    yield json.dumps("[" * (LARGE // 4))
-    yield json.dumps("a " * 20_000)
-    yield '"\\ud800"'
-    yield '"\U0001f3ad"'
+    yield from _large_strings()
+
+
+@functools.cache
+def _large_strings() -> list[str]:
+    return [
+        json.dumps("a" * LARGE),
+        '"' + "\\u0000" * (LARGE // 6) + '"',
+        json.dumps("[" * (LARGE // 4)),
+        json.dumps("a " * 20_000),
+        '"\\ud800"',
+        '"\U0001f3ad"',
+    ]
 
 
 def _arrays(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, str]]:
@@ -143,9 +152,7 @@ def _arrays(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str
 
 
 def _objects(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, str]]:
-    number = LARGE // 14
-    yield "", "{" + ",".join(f'"k{index:06}":0' for index in range(number)) + "}"
-    yield "", json.dumps({"k" * (LARGE // 2): 0})
+    yield from (("", text) for text in _large_objects())
     values = schema.get("additionalProperties")
     if isinstance(values, dict) and levels:
         for path, text in _values(values, document, levels - 1):
@@ -158,6 +165,15 @@ def _objects(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[st
         others = [f"{json.dumps(key)}: {text}" for key, text in right.items() if key != name]
         for path, text in _values(of_field, document, levels - 1):
             yield f".{name}{path}", "{" + ", ".join([*others, f"{json.dumps(name)}: {text}"]) + "}"
+
+
+@functools.cache
+def _large_objects() -> list[str]:
+    number = LARGE // 14
+    return [
+        "{" + ",".join(f'"k{index:06}":0' for index in range(number)) + "}",
+        json.dumps({"k" * (LARGE // 2): 0}),
+    ]
 
 
 def _simple(schema: Schema, document: Schema) -> str:

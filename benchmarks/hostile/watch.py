@@ -1,15 +1,26 @@
-"""What a request costs the front end that gets it: memory, and time on its event loop."""
+"""What a request costs the front end that gets it: memory, and time in which its loop stands still.
+
+A process of its own watches, so that the attacker's work does not show in the figures:
+`python -m benchmarks.hostile.watch PID HOST PORT` says `ready`, and answers each line on its input,
+`begin` or `cost`, with a line of JSON.
+"""
 
 import contextlib
+import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
-from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-_PAGE = 4096
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _INTERVAL = 0.004
+"""Seconds between two looks at the memory, and between two probes of the loop."""
+_PATIENCE = 30.0
 _PROBE = b"GET /health HTTP/1.1\r\nHost: swell\r\n\r\n"
 
 
@@ -19,14 +30,14 @@ class Cost(NamedTuple):
     memory: int
     """Bytes by which the process grew, over what it had before."""
     stall: float
-    """Seconds of processor time that the event loop's thread spent without answering a probe. Time
-    that other processes took from it does not count."""
+    """Seconds that the slowest probe took, less what the loop's thread and the probe waited for a
+    processor that others had."""
     silence: float
     """Seconds that the slowest probe took, others' time on the processor included."""
 
 
 class Watch:
-    """Looks at one front-end process from a thread, through a connection of its own.
+    """Looks at one front-end process from another process, through a connection of its own.
 
     Every few milliseconds it reads the process's resident memory and asks `/health`, whose answer
     needs nothing but the event loop. The server must have only this one front end.
@@ -34,74 +45,122 @@ class Watch:
 
     def __init__(self, url: str, pid: int) -> None:
         address = urlsplit(url)
-        self._address = (address.hostname or "127.0.0.1", address.port or 80)
-        self._statm = Path(f"/proc/{pid}/statm")
-        self._thread_time = Path(f"/proc/{pid}/task/{pid}/schedstat")
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._before = self._peak = 0
-        self._stall = self._silence = 0.0
-        self._threads = [
-            threading.Thread(target=target, daemon=True)
-            for target in (self._watch_memory, self._watch_loop)
-        ]
+        place = (address.hostname or "127.0.0.1", str(address.port or 80))
+        self._command = [sys.executable, "-m", "benchmarks.hostile.watch", str(pid), *place]
 
     def __enter__(self) -> "Watch":
-        for thread in self._threads:
-            thread.start()
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._heard()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join(10)
-
-    def resident(self) -> int:
-        """Return the process's resident memory in bytes."""
-        return int(self._statm.read_text().split()[1]) * _PAGE
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.communicate(timeout=_PATIENCE)
 
     def begin(self) -> None:
         """Forget what was seen; growth counts from here."""
-        with self._lock:
-            self._before = self._peak = self.resident()
+        self._ask("begin")
+
+    def cost(self) -> Cost:
+        """Return the most that was seen since `begin`, what was sent last included."""
+        return Cost(*json.loads(self._ask("cost")))
+
+    def _ask(self, what: str) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        return self._heard()
+
+    def _heard(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ChildProcessError("the process that watches has ended")
+        return line
+
+
+# -- the process that watches ----------------------------------------------------------------------
+
+
+class _Watcher:
+    """Two threads that look until `over`, and what they saw."""
+
+    def __init__(self, pid: int, address: tuple[str, int]) -> None:
+        self._pid, self._address = pid, address
+        self._changed = threading.Condition()
+        self._probes = 0
+        self._before = self._peak = self._resident()
+        self._stall = self._silence = 0.0
+        for target in (self._watch_memory, self._watch_loop):
+            threading.Thread(target=target, daemon=True).start()
+
+    def begin(self) -> None:
+        self._after_two_probes()
+        with self._changed:
+            self._before = self._peak = self._resident()
             self._stall = self._silence = 0.0
 
     def cost(self) -> Cost:
-        """Return the most that was seen since `begin`."""
-        with self._lock:
-            self._peak = max(self._peak, self.resident())
+        self._after_two_probes()
+        with self._changed:
             return Cost(self._peak - self._before, self._stall, self._silence)
 
+    def _after_two_probes(self) -> None:
+        """Wait for a probe that begins after this: what came before has been worked through."""
+        with self._changed:
+            due = self._probes + 2
+            self._changed.wait_for(lambda: self._probes >= due, _PATIENCE)
+
+    def _resident(self) -> int:
+        try:
+            with open(f"/proc/{self._pid}/statm", encoding="ascii") as file:
+                return int(file.read().split()[1]) * _PAGE
+        except OSError:
+            return 0
+
     def _watch_memory(self) -> None:
-        while not self._stopping.wait(_INTERVAL):
-            with self._lock, contextlib.suppress(OSError):
-                self._peak = max(self._peak, self.resident())
+        while True:
+            with self._changed:
+                self._peak = max(self._peak, self._resident())
+            time.sleep(_INTERVAL)
 
     def _watch_loop(self) -> None:
-        connection = None
-        while not self._stopping.wait(_INTERVAL):
-            began, used = time.monotonic(), self._processor_time()
-            try:
-                if connection is None:
-                    connection = socket.create_connection(self._address, 30)
+        connection: socket.socket | None = None
+        while True:
+            began, waited = time.monotonic(), self._processor_waits()
+            alive = False
+            with contextlib.suppress(OSError):
+                connection = connection or socket.create_connection(self._address, _PATIENCE)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.sendall(_PROBE)
                 alive = _read_answer(connection)
-            except OSError:
-                alive = False
             if not alive and connection is not None:
                 connection.close()
                 connection = None
-            with self._lock:
-                self._silence = max(self._silence, time.monotonic() - began)
-                self._stall = max(self._stall, self._processor_time() - used)
-        if connection is not None:
-            connection.close()
+            took, waited = time.monotonic() - began, self._processor_waits() - waited
+            with self._changed:
+                self._probes += 1
+                self._silence = max(self._silence, took)
+                self._stall = max(self._stall, took - waited)
+                self._changed.notify_all()
+            time.sleep(_INTERVAL)
 
-    def _processor_time(self) -> float:
-        try:
-            return int(self._thread_time.read_text().split()[0]) / 1e9
-        except OSError:
-            return 0.0
+    def _processor_waits(self) -> float:
+        """Return the seconds that the loop's thread and this one waited for a processor."""
+        waited = 0
+        for thread in (f"{self._pid}/task/{self._pid}", "thread-self"):
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{thread}/schedstat", encoding="ascii") as file,
+            ):
+                waited += int(file.read().split()[1])
+        return waited / 1e9
 
 
 def _read_answer(connection: socket.socket) -> bool:
@@ -123,3 +182,18 @@ def _read_answer(connection: socket.socket) -> bool:
             return False
         body += piece
     return b"connection: close" not in head.lower()
+
+
+def _main(pid: int, host: str, port: int) -> None:
+    watcher = _Watcher(pid, (host, port))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if line == "begin\n":
+            watcher.begin()
+            print("begun", flush=True)
+        else:
+            print(json.dumps(watcher.cost()), flush=True)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -7,7 +7,12 @@ import struct
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from server.access.connection_book import ConnectionBook, TooManyConnections, client_of
 from server.access.request_meter import Excess, MeterLimits, Phase, RequestMeter
@@ -36,6 +41,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     book: ConnectionBook["LimitedHttpProtocol"]
 
     _address: str | None = None
+    _answering: RequestResponseCycle | None = None
+    """The request that is being answered; `cycle` is the newest, which may wait for its turn."""
     _excess: Excess | None = None
     _wait_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -64,6 +71,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._address = None
         self._stop_waiting()
         self._cancel_stall_timer()
+        if self._answering is not None:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -133,6 +144,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             self._stop_waiting()
             self._keep_alive()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         pipelined = bool(self.pipeline)

@@ -6,6 +6,10 @@ from typing import NamedTuple
 FRAMING = 8
 """Bytes that may be received per byte of body: chunks of one byte take six."""
 
+UNREAD = 16
+"""Bytes per byte of the largest body that may come of a request that is answered already: who sends
+all before reading learns why it was refused, as long as that does not take too long."""
+
 MAX_PIPELINED = 64
 """Requests of a connection that wait for the answers to those before them."""
 
@@ -99,9 +103,7 @@ class RequestMeter:
             self._framing = 0 if progress else self._framing + size
             if self._framing > self._limits.head:
                 raise _FRAMING_TOO_LARGE
-            # Nobody reads the rest of what is answered: it is only let in for the sake of clients
-            # that read the answer when they have sent all.
-            factor = 1 if self._answered else FRAMING
+            factor = UNREAD if self._answered else FRAMING
             if self._message > self._limits.head + factor * self._limits.body:
                 raise _BODY_TOO_LARGE
 

@@ -50,6 +50,7 @@ def chunk_frames(
 
 
 async def _answer(call: Call, submission: Submission, writer: StreamWriter | None) -> Whole | None:
+    await submission.start()
     if writer is not None:
         await send_stream(call, submission, writer)
         return None

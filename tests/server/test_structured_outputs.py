@@ -12,6 +12,7 @@ from engine.messages import (
     RegexGrammar,
     RequestOutput,
 )
+from server.limits import MAX_JSON_CONTAINERS
 
 
 def grammar_of(http: Any, engines: Any, **fields: Any) -> Any:
@@ -96,3 +97,12 @@ def test_a_schema_or_grammar_that_is_nested_deeply_is_a_400(http: Any, deep: str
         response = http.post("/v1/completions", {"prompt": "a", "structured_outputs": form})
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"].startswith("structured_outputs")
+
+
+def test_a_schema_that_is_sent_as_a_text_has_the_price_of_the_objects_in_it(http: Any) -> None:
+    text = "[" + "{}," * MAX_JSON_CONTAINERS + "{}]"
+    body = {"prompt": "a", "structured_outputs": {"json": text}}
+    response = http.post("/v1/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "body_too_complex"
+    assert response.json()["error"]["param"] == "structured_outputs.json"

@@ -18,6 +18,7 @@ import uvloop
 from engine.messages import AddRequest, RequestOutput, SamplingParams
 from server.access.guards import tls_options
 from server.access.http_protocol import limited_protocol
+from server.access.http_server import HttpServer
 from server.access.request_meter import MAX_PIPELINED
 from server.cluster.token_stream import MAX_BACKLOG, RequestStream
 from server.config import FrontEndConfig, GuardConfig
@@ -39,7 +40,7 @@ HEAD = head(len(BODY))
 @contextlib.asynccontextmanager
 async def served(app: Any, guards: GuardConfig) -> AsyncIterator[int]:
     """Serve an app on a free port of this process, as a front end does."""
-    server = uvicorn.Server(
+    server = HttpServer(
         uvicorn.Config(
             app,
             http=limited_protocol(guards),
@@ -48,7 +49,8 @@ async def served(app: Any, guards: GuardConfig) -> AsyncIterator[int]:
             ws="none",
             timeout_keep_alive=guards.keep_alive_timeout,
             **tls_options(guards),
-        )
+        ),
+        guards.receive_timeout,
     )
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -280,6 +282,43 @@ def test_a_client_may_send_all_before_it_reads_an_early_answer(app: Any) -> None
     run(scenario)
 
 
+def test_a_client_that_sends_all_of_a_body_that_is_too_large_reads_why_it_was_refused(
+    app: Any,
+) -> None:
+    limit = FrontEndConfig().guards.max_body_bytes
+    body = b"x" * (8 * limit)
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            for sent in (head(len(body)) + body, CHUNKED + b"%x\r\n%s\r\n" % (len(body), body)):
+                reader, writer = await connect(port)
+                writer.write(sent)
+                await writer.drain()
+                answer = await reader.readuntil(b"}}")
+                assert answer.startswith(b"HTTP/1.1 413 ")
+                assert b"body_too_large" in answer
+                writer.close()
+
+    run(scenario)
+
+
+def test_the_answer_that_others_are_queued_behind_ends_when_the_client_hangs_up(
+    app: Any, engines: Any
+) -> None:
+    engines.script = lambda stream: []
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            _, writer = await connect(port)
+            writer.write((HEAD + BODY) * 3)
+            await engines.submitted.wait()
+            writer.close()
+            await engines.streams[0].closed.wait()
+            assert len(engines.streams) == 1
+
+    run(scenario)
+
+
 def test_requests_that_wait_on_one_connection_are_counted(app: Any) -> None:
     async def scenario() -> None:
         async with served(app, GuardConfig()) as port:
@@ -432,7 +471,8 @@ class TestReaders:
         run(scenario)
 
 
-def test_https_is_served_with_a_certificate(app: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def certified(tmp_path: Path) -> GuardConfig:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
@@ -440,17 +480,34 @@ def test_https_is_served_with_a_certificate(app: Any, tmp_path: Path) -> None:
          "-keyout", str(key), "-out", str(certificate)],
         check=True, capture_output=True,
     )  # fmt: skip
-    guards = GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    return GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
 
+
+def test_https_is_served_with_a_certificate(app: Any, certified: GuardConfig) -> None:
     async def scenario() -> None:
         import ssl
 
-        trusting = ssl.create_default_context(cafile=str(certificate))
-        async with served(app, guards) as port, httpx.AsyncClient(verify=trusting) as client:
+        trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
+        async with served(app, certified) as port, httpx.AsyncClient(verify=trusting) as client:
             answer = await client.get(f"https://127.0.0.1:{port}/health")
             assert answer.status_code == 200
             body = {"prompt": "x", "stream": True}
             url = f"https://127.0.0.1:{port}/v1/completions"
             assert (await client.post(url, json=body)).text.endswith("data: [DONE]\n\n")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
+def test_a_handshake_that_is_never_complete_is_not_waited_for(
+    app: Any, certified: GuardConfig, sent: bytes
+) -> None:
+    async def scenario() -> None:
+        async with served(app, msgspec.structs.replace(certified, receive_timeout=0.1)) as port:
+            reader, writer = await connect(port)
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
 
     run(scenario)

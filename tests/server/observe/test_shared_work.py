@@ -1,9 +1,10 @@
 import asyncio
 import threading
+import time
 
 import pytest
 
-from server.observe.shared_work import SharedWork
+from server.observe.shared_work import SHARE, SharedWork
 
 
 def test_a_slow_scrape_does_not_stop_the_event_loop_and_is_done_once_for_all() -> None:
@@ -47,3 +48,14 @@ def test_who_waits_for_work_that_fails_is_told_and_the_next_try_is_another() -> 
         return await shared.result()
 
     assert asyncio.run(ask()) == 7
+
+
+def test_who_scrapes_without_pause_takes_a_share_of_a_processor_only() -> None:
+    async def ask() -> float:
+        shared = SharedWork(lambda: lambda: time.sleep(0.01))
+        began = time.monotonic()
+        for _ in range(4):
+            await shared.result()
+        return time.monotonic() - began
+
+    assert asyncio.run(ask()) > 0.01 + 3 * 0.01 / SHARE - 0.002
