@@ -12,7 +12,7 @@ class PublishConfig(Section, frozen=True, kw_only=True):
 
     publish_interval: Annotated[
         float,
-        Meta(gt=0, description="Least seconds between two publications of changed stats."),
+        Meta(gt=0, description="Minimum seconds between two publications of changed stats."),
     ] = 0.1
     publish_idle_interval: Annotated[
         float, Meta(gt=0, description="Seconds between publications while nothing changes.")

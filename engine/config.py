@@ -114,7 +114,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Scheduling"""
 
     max_num_seqs: Annotated[
-        int, Meta(ge=1, le=4096, description="Most sequences that run at once in one engine.")
+        int, Meta(ge=1, le=4096, description="Maximum sequences that run at once in one engine.")
     ] = 128
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="Token budget of one step.")] = (
         2048
@@ -128,13 +128,13 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = "fcfs"
     long_prefill_token_threshold: Annotated[
         int,
-        Meta(ge=0, description="Most prompt tokens of one request in one step; 0 is no limit."),
+        Meta(ge=0, description="Maximum prompt tokens of one request in one step; 0 is no limit."),
     ] = 0
     max_tenant_prefill_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Most prompt tokens of one tenant (API key) in one step while others use "
-            "the engine: less keeps their tokens flowing, more computes long prompts faster; "
+            description="Maximum prompt tokens of one tenant (API key) in one step while others "
+            "use the engine: less keeps their tokens flowing, more computes long prompts faster; "
             "default: a quarter of --max-num-batched-tokens."
         ),
     ] = None
@@ -146,17 +146,17 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=64,
-            description="Most tokens per step and request that are guessed from what followed the "
-            "same tokens earlier in it, and kept if the model draws them too; 0 guesses none.",
+            description="Speculative decoding: maximum draft tokens per step and sequence, taken "
+            "from n-grams of the sequence itself and kept if the model draws them too; 0: none.",
         ),
     ] = 0
     prompt_lookup_min: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        Meta(description="Guess only after so many tokens that occurred before; default: 2."),
+        Meta(description="Minimum length of the n-grams that drafts follow; default: 2."),
     ] = None
     prompt_lookup_max: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        Meta(description="Of several places, prefer what agrees so far back; default: 4."),
+        Meta(description="Maximum length of the n-grams that are looked up; default: 4."),
     ] = None
     admission_policy: Annotated[
         Literal["none", "balance", "cadence", "level"] | None,
@@ -195,7 +195,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
 
     @property
     def steps_overlap(self) -> bool:
-        """Whether a step is planned while the one before runs; guessing needs its tokens first."""
+        """Whether a step is planned while the one before runs; drafts need its tokens first."""
         return self.async_scheduling and not self.speculative_ngram
 
 
@@ -419,7 +419,8 @@ class LogConfig(Section, frozen=True, kw_only=True):
     """Logging"""
 
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe level shown.")
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Minimum level of the log lines shown."),
     ] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="Lines for people, or one JSON object each.")

@@ -31,7 +31,7 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=-1,
-            description="Most alternatives that a request may ask for per token; -1: all of the "
+            description="Maximum alternatives that a request may ask for per token; -1: all of the "
             "vocabulary.",
         ),
     ] = 20
@@ -143,8 +143,8 @@ class GuardConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="Most bytes of unfinished request bodies that this node holds; what does "
-            "not fit is answered with 503.",
+            description="Maximum bytes of unfinished request bodies that this node holds; what "
+            "does not fit is answered with 503.",
         ),
     ] = 128 * 2**20
     max_header_bytes: Annotated[
@@ -154,7 +154,7 @@ class GuardConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="Most connections per API-server process, as far as descriptors allow; "
+            description="Maximum connections per API-server process, as far as descriptors allow; "
             "beyond it the longest idle one of whoever has most gives way, else 503.",
         ),
     ] = 8192
@@ -198,14 +198,14 @@ class OverloadConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="Most sequences that wait on this node beyond those that the engines can "
-            "run; more are answered with 429.",
+            description="Maximum sequences that wait on this node beyond those that the engines "
+            "can run; more are answered with 429.",
         ),
     ] = 2048
     max_queue_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Most prompt tokens that wait on this node to be computed; more are "
+            description="Maximum prompt tokens that wait on this node to be computed; more are "
             "answered with 429; default: no limit."
         ),
     ] = None
@@ -225,14 +225,14 @@ class TenantConfig(Section, frozen=True, kw_only=True):
     max_sequences_per_key: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Most sequences of one key (or user, see --tenant-by) on this node at "
+            description="Maximum sequences of one key (or user, see --tenant-by) on this node at "
             "once; more are answered with 429; default: as many as are left free to others."
         ),
     ] = None
     max_queue_tokens_per_key: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Most prompt tokens of one key (or user) that wait on this node to be "
+            description="Maximum prompt tokens of one key (or user) that wait on this node to be "
             "computed; more are answered with 429; default: with --max-queue-tokens as many as "
             "are left free to others, else no limit."
         ),

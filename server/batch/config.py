@@ -36,7 +36,7 @@ class BatchConfig(Section, frozen=True, kw_only=True):
     ] = None
     api_key: Annotated[str | None, Meta(description="Key sent as bearer token, with --url.")] = None
     max_concurrency: Annotated[
-        int, Meta(ge=1, le=10_000, description="Most requests that are under way at once.")
+        int, Meta(ge=1, le=10_000, description="Maximum requests that are under way at once.")
     ] = 256
     request_timeout: Annotated[
         float, Meta(gt=0, description="Seconds after which one request is given up.")

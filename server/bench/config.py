@@ -118,7 +118,7 @@ class TrafficConfig(Section, frozen=True, kw_only=True):
     ] = 1.0
     max_concurrency: Annotated[
         Annotated[int, Meta(ge=1, le=65536)] | None,
-        Meta(description="Most requests in flight; default: no limit."),
+        Meta(description="Maximum requests in flight; default: no limit."),
     ] = None
     processes: Annotated[int, Meta(ge=1, le=256, description="Processes that send requests.")] = 1
     time_limit: Annotated[
