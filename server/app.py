@@ -27,6 +27,7 @@ from server.observe.tracing import RequestTracer
 from server.openapi import (
     REQUEST_HEADERS,
     Responses,
+    any_of,
     document,
     event_responses,
     json_responses,
@@ -113,7 +114,7 @@ def build_app(
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
         _post("/v1/responses", create_response, ResponsesRequest, response, context),
-        _post("/invocations", invoke, AnyRequest, chat, context),
+        _post("/invocations", invoke, AnyRequest, any_of(chat, completion, response), context),
         _post(
             "/tokenize",
             tokenize,

@@ -113,6 +113,14 @@ def event_responses(
     return responses
 
 
+def any_of(*answers: Responses) -> Responses:
+    """Return the documentation of an endpoint that answers as one of several others do."""
+    first, contents = answers[0], [answer[200]["content"] for answer in answers]
+    bodies = [content["application/json"]["schema"] for content in contents]
+    content = {**contents[0], "application/json": {"schema": {"anyOf": bodies}}}
+    return {**first, 200: {**first[200], "content": content}}
+
+
 def text_responses(*errors: int) -> Responses:
     """Return the documentation of an endpoint that answers with Prometheus text."""
     content = {CONTENT_TYPE: {"schema": {"type": "string"}}}

@@ -129,11 +129,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._meter.body()
+        self._meter.body(len(body))
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        self._meter.body()
+        try:
+            self._meter.chunk()
+        except Excess as excess:
+            self._excess = excess
+            raise
 
     def on_message_complete(self) -> None:
         self._meter.end()

@@ -10,6 +10,11 @@ UNREAD = 16
 """Bytes per byte of the largest body that may come of a request that is answered already: who sends
 all before reading learns why it was refused, as long as that does not take too long."""
 
+FREE_CHUNKS = 2048
+BYTES_PER_CHUNK = 64
+"""A body may come in so many chunks, and in one more for each so many bytes: every chunk takes the
+parser microseconds, whatever is in it."""
+
 MAX_PIPELINED = 64
 """Requests of a connection that wait for the answers to those before them."""
 
@@ -55,6 +60,7 @@ class RequestMeter:
         self._fields = 0
         self._message = 0
         self._framing = 0
+        self._chunks = self._body = 0
         self._progress = False
         self._answered = False
 
@@ -62,6 +68,7 @@ class RequestMeter:
         """A request begins."""
         self.phase = Phase.HEAD
         self._head = self._fields = self._message = self._framing = 0
+        self._chunks = self._body = 0
         self._answered = False
 
     def field(self, size: int) -> bool:
@@ -78,9 +85,17 @@ class RequestMeter:
         if queued >= MAX_PIPELINED:
             raise _TOO_MANY
 
-    def body(self) -> None:
-        """A piece of the body, or a complete chunk size."""
+    def body(self, size: int) -> None:
+        """So many bytes of the body."""
         self._progress = True
+        self._body += size
+
+    def chunk(self) -> None:
+        """A complete chunk size."""
+        self._progress = True
+        self._chunks += 1
+        if self._chunks > FREE_CHUNKS + self._body // BYTES_PER_CHUNK:
+            raise _TOO_MANY_CHUNKS
 
     def end(self) -> None:
         """The request is complete."""
@@ -111,4 +126,5 @@ class RequestMeter:
 _HEAD_TOO_LARGE = Excess(431, "The head of the request is too large.")
 _FRAMING_TOO_LARGE = Excess(431, "Chunk extensions or trailers are too large.")
 _BODY_TOO_LARGE = Excess(413, "The request is too large.")
+_TOO_MANY_CHUNKS = Excess(413, "The body comes in too many small chunks.")
 _TOO_MANY = Excess(429, "Too many requests wait on one connection.")

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from server.access.request_meter import (
+    BYTES_PER_CHUNK,
     FRAMING,
+    FREE_CHUNKS,
     MAX_PIPELINED,
     UNREAD,
     Excess,
@@ -54,12 +56,28 @@ def test_trailers_and_chunk_extensions_have_an_end(size: int) -> None:
     assert fed <= LIMITS.head
 
 
-def test_chunks_of_one_byte_are_taken_up_to_the_largest_body() -> None:
+def test_pieces_of_one_byte_are_taken_up_to_the_largest_body() -> None:
     meter = meter_at(Phase.BODY)
-    status, fed = refused_after(meter, 6, meter.body)
+    status, fed = refused_after(meter, 6, lambda: meter.body(1))
     assert status == 413
     assert fed >= 6 * LIMITS.body
     assert fed <= FRAMING * LIMITS.body + LIMITS.head
+
+
+def test_a_body_in_tiny_chunks_does_not_keep_the_parser_busy() -> None:
+    meter = meter_at(Phase.BODY)
+    for _ in range(FREE_CHUNKS):
+        meter.chunk()
+    with pytest.raises(Excess) as raised:
+        meter.chunk()
+    assert raised.value.status == 413
+
+
+def test_a_body_in_chunks_of_some_size_is_taken() -> None:
+    meter = meter_at(Phase.BODY)
+    for _ in range(100 * FREE_CHUNKS):
+        meter.chunk()
+        meter.body(BYTES_PER_CHUNK)
 
 
 def test_trailers_are_not_kept_and_have_an_end_within_one_read() -> None:
@@ -74,7 +92,7 @@ def test_trailers_are_not_kept_and_have_an_end_within_one_read() -> None:
 def test_the_rest_of_what_is_answered_has_an_end() -> None:
     meter = meter_at(Phase.BODY)
     assert meter.answered()
-    status, fed = refused_after(meter, 100, meter.body)
+    status, fed = refused_after(meter, 100, lambda: meter.body(100))
     assert status == 413
     assert fed <= LIMITS.head + UNREAD * LIMITS.body
 
