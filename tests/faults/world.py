@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from engine.messages import AddRequest, ClusterView, EngineStats, Goodbye, MemberMessage
 from server.cluster.probation import MOST_TRIES
-from server.processes.restarts import Restarts
+from server.processes.restarts import LONGEST_BACKOFF, Restarts
 from tests.faults.client import Client
 from tests.faults.engine import Engine
 from tests.faults.front import Front
@@ -26,8 +26,9 @@ LONGEST = 80.0
 """Seconds within which every request has to be answered."""
 LONGEST_WAIT = 60.0
 """Seconds more that they may take where engines keep dying and are started ever later."""
-RECOVERY = 30.0
-"""Seconds within which everybody is there again and known to everybody."""
+RECOVERY = LONGEST_BACKOFF + 10.0
+"""Seconds within which everybody is there again and known to everybody, also an engine that has
+died so often that it is started again as late as can be."""
 QUIET = 3.0
 """Seconds that pass before it is looked at."""
 
@@ -94,6 +95,8 @@ class World:
             over = max(fault.at + fault.seconds for fault in self.plan.faults) + 0.2
             self.clock.run(over)
             longest = LONGEST + (LONGEST_WAIT if any(a.is_poison for a in self.plan.asks) else 0)
+            if any(ask.pinned_rank is not None for ask in self.plan.asks):
+                longest = max(longest, over + LONGEST_WAIT)  # its engine may be cut off till then
             self.clock.run(longest, lambda: all(client.done for client in self.clients))
             self._check_answers()
             self.clock.run(self.clock.now + RECOVERY, self._is_whole)
@@ -348,7 +351,11 @@ class World:
         # An engine that could not be reached may wake up with a request before it hears better.
         unheard = sum(fault.kind in UNHEARD for fault in self.plan.faults)
         attempts = sum(client.attempts for client in self.clients if client.ask.is_poison)
-        most = (self.plan.max_resumes + 2) * attempts + unheard
+        poisons = sum(ask.is_poison for ask in self.plan.asks)
+        # One that is convicted explains deaths that another caused as well: these do not count
+        # for the other any more.
+        explained = (poisons - 1) * (self.plan.max_resumes + 1) if poisons else 0
+        most = (self.plan.max_resumes + 2) * attempts + unheard + explained
         assert self._poisoned <= most, f"poison killed {self._poisoned} engines, not {most}"
         for client in self.clients:
             name = client.ask.name
