@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_VALUES
+from server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_KEYS
 
 _STRUCTURE = b",:[]{}"
 _TEXT = bytes(set(range(256)) - set(_STRUCTURE))
@@ -74,8 +74,10 @@ def check_price(text: bytes) -> None:
 def costly_field(text: bytes) -> str | None:
     """Return the first field of an object that is too costly by itself.
 
-    None if no single one is, or if the text is no object or too deep for that to be found out.
+    None if no single one is, or if it would take long to find out.
     """
+    if text.count(b":") > MAX_KEYS:
+        return None
     try:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError):

@@ -177,7 +177,7 @@ def _text(content: str | Sequence[ContentPart | RefusalContent]) -> str:
 
 
 def _refuse_refusals(content: str | list[MessageContent], index: int) -> None:
-    for place, part in enumerate(content):
+    for place, part in enumerate([] if isinstance(content, str) else content):
         if isinstance(part, RefusalContent):
             field = f"input[{index}].content[{place}]"
             raise invalid(f"{field}: only assistants refuse", field)

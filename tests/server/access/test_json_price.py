@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.access import json_price
-from server.access.json_price import Price, TooCostly, price
-from server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_VALUES
+from server.access.json_price import Price, TooCostly, costly_field, price
+from server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_KEYS
 
 texts = st.text(alphabet='ab"\\,:[]{}\n é', max_size=12)
 documents = st.recursive(
@@ -85,3 +85,10 @@ def test_the_largest_legal_prompts_pass() -> None:
 def test_no_text_is_looked_at_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_price, "accumulate", None)
     assert price(b"[" * 2**20).containers == 2**20
+
+
+def test_whose_field_is_too_costly_is_not_asked_of_objects_of_many_keys() -> None:
+    deep = b"[" * 200 + b"]" * 200
+    assert costly_field(b'{"a": 1, "tools": %s}' % deep) == "tools"
+    many = b",".join(b'"k%d":0' % number for number in range(MAX_KEYS + 1))
+    assert costly_field(b'{%s, "tools": %s}' % (many, deep)) is None
