@@ -18,44 +18,12 @@ _INLINE_PIECES = 128
 work through each of them, and go over texts fast."""
 
 
-async def render_chat_async(
-    tokenizer: ServedTokenizer,
-    messages: Sequence[ChatMessage],
-    *,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
-    tools: list[JsonObject] | None = None,
-    documents: list[JsonObject] | None = None,
-    arguments: JsonObject | None = None,
-) -> str:
-    """The same as `render_chat` without holding up other requests when there is much to render.
-
-    Raises:
-        ApiError: there is no template, or it does not accept the conversation.
-    """
-
-    def render() -> str:
-        return render_chat(
-            tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            documents=documents,
-            arguments=arguments,
-        )
-
-    if sum(map(_pieces, messages)) + len(documents or ()) <= _INLINE_PIECES:
-        return render()
-    return await asyncio.to_thread(render)
-
-
 def _pieces(message: ChatMessage) -> int:
     parts = len(message.content) if isinstance(message.content, list) else 0
     return 1 + parts + 4 * len(message.tool_calls or ())
 
 
-def render_chat(
+async def render_chat(
     tokenizer: ServedTokenizer,
     messages: Sequence[ChatMessage],
     *,
@@ -65,7 +33,7 @@ def render_chat(
     documents: list[JsonObject] | None = None,
     arguments: JsonObject | None = None,
 ) -> str:
-    """Return the text of a conversation.
+    """Return the text of a conversation; much of it is rendered beside the event loop.
 
     Raises:
         ApiError: there is no template, or it does not accept the conversation.
@@ -88,20 +56,27 @@ def render_chat(
         raise invalid(
             f"chat_template_kwargs.{name}: is a field of the request", "chat_template_kwargs"
         )
-    if add_generation_prompt is None:
-        add_generation_prompt = not continue_final_message
-    _check_arguments(messages)
-    try:
-        return template.render(
-            [_turn(message, index) for index, message in enumerate(messages)],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools or None,
-            documents=documents,
-            arguments=arguments,
-        )
-    except TemplateFailed as error:
-        raise invalid(f"messages: {error}", "messages") from error
+    begins_turn = add_generation_prompt
+    if begins_turn is None:
+        begins_turn = not continue_final_message
+
+    def render() -> str:
+        _check_arguments(messages)
+        try:
+            return template.render(
+                [_turn(message, index) for index, message in enumerate(messages)],
+                add_generation_prompt=begins_turn,
+                continue_final_message=continue_final_message,
+                tools=tools or None,
+                documents=documents,
+                arguments=arguments,
+            )
+        except TemplateFailed as error:
+            raise invalid(f"messages: {error}", "messages") from error
+
+    if sum(map(_pieces, messages)) + len(documents or ()) <= _INLINE_PIECES:
+        return render()
+    return await asyncio.to_thread(render)
 
 
 def echoed_text(messages: Sequence[ChatMessage], copies: int) -> str:

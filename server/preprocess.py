@@ -10,7 +10,7 @@ from server.answer.plan import AnswerPlan
 from server.answer.reasoning import ReasoningTags
 from server.budget import AnswerSize, room_for_output
 from server.checks import Limits, chat_size, completion_size, stop_strings
-from server.conversation import echoed_text, render_chat_async
+from server.conversation import echoed_text, render_chat
 from server.errors import context_length_exceeded, invalid
 from server.generation import FoldOptions, Prompt
 from server.prompts import completion_prompts, text_prompt
@@ -96,7 +96,7 @@ async def prepare_chat(
         parallel=request.parallel_tool_calls is not False,
     )
     grammar, any_text = await _chat_grammar(request, tools, tokenizer, limits)
-    text = await render_chat_async(
+    text = await render_chat(
         tokenizer,
         request.messages,
         add_generation_prompt=request.add_generation_prompt,

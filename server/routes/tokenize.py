@@ -2,7 +2,7 @@
 
 from server.asgi import Call
 from server.cluster.generation_client import NoEngineAvailable
-from server.conversation import render_chat_async
+from server.conversation import render_chat
 from server.errors import invalid
 from server.limits import MAX_COUNTED_TOKENS
 from server.routes.context import Context
@@ -33,7 +33,7 @@ async def tokenize(call: Call, context: Context) -> None:
     if request.messages is None:
         text, add_special_tokens = request.prompt or "", request.add_special_tokens is not False
     else:
-        text = await render_chat_async(
+        text = await render_chat(
             context.tokenizer,
             request.messages,
             add_generation_prompt=request.add_generation_prompt,

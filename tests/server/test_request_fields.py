@@ -1,5 +1,6 @@
 """Fields that change what is generated or shown are honoured, as the references have them."""
 
+import asyncio
 import string
 from typing import Any
 
@@ -212,7 +213,9 @@ def test_templates_read_reasoning_by_either_name(sent: str, read: str, tokenizer
     said = ChatMessage.model_validate({"role": "assistant", "content": "x", sent: "hm"})
     template = ChatTemplate("{% for m in messages %}{{ m." + read + " }}{% endfor %}", {})
     reads = ServedTokenizer(tokenizer.backend, eos_token_ids=[0], chat_template=template)
-    text = render_chat(reads, [said], add_generation_prompt=False, continue_final_message=False)
+    text = asyncio.run(
+        render_chat(reads, [said], add_generation_prompt=False, continue_final_message=False)
+    )
     assert text == "hm"
 
 

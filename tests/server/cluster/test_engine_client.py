@@ -20,13 +20,11 @@ from engine.messages import (
     EngineEntry,
     EngineGreeting,
     EngineInput,
-    EngineSetup,
     EngineStats,
     FrontEndNotice,
     RequestOutput,
     RequestTiming,
     RouteTaken,
-    SamplingParams,
     StepOutputs,
     UtilityCall,
     UtilityResult,
@@ -39,9 +37,8 @@ from server.cluster.engine_client import EngineClient
 from server.cluster.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
 from server.cluster.routing import LeastLoaded
 from server.cluster.state import ClusterState
+from tests.server.cluster.played_cluster import GREEDY, SETUP
 
-GREEDY = SamplingParams(max_tokens=100, seed=1, temperature=0.0)
-SETUP = EngineSetup(num_kv_blocks=9, block_size=16, max_model_len=64, model_fingerprint="f")
 GUARD = 10.0
 
 
