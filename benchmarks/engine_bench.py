@@ -29,9 +29,15 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from engine.executor.environment import settle_environment
-from engine.writable import writable_file
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.writable import writable_file
 
 PARTS = ("schedule", "prepare", "execute", "sample", "emit")
 _WARM_UP_STEPS = 8
@@ -117,7 +123,7 @@ def run_load(core: Any, clock: Clock, load: Load, greedy: bool, vocab_size: int)
     """Take all sequences through the core, and every step to the clock."""
     import random
 
-    from engine.messages import AddRequest, SamplingParams, StepOutputs, encode
+    from engine.shared.messages import AddRequest, SamplingParams, StepOutputs, encode
 
     draw = random.Random(load.rows)
     for id_ in range(load.rows):
@@ -159,7 +165,7 @@ def median_parts(steps: list[dict[str, float]]) -> dict[str, float]:
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
     """Return the parts of all steps and of the fastest ones, by load."""
-    from engine.core import EngineCore
+    from engine.core.engine_core import EngineCore
     from engine.executor.in_process import InProcessExecutor
 
     config = engine_config(options)

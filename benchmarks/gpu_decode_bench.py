@@ -19,11 +19,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.messages import AddRequest, SamplingParams
 from engine.models.hf_config import ModelSpec, read_spec
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AddRequest, SamplingParams
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from engine.config import BUNDLED_MODEL
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarTable, TokenMasks
-from engine.messages import GrammarSpec, JsonObjectGrammar, JsonSchemaGrammar, SamplingParams
 from engine.runner.penalties import forbid_others
 from engine.scheduler.batch import SlotStart
+from engine.shared.config import BUNDLED_MODEL
+from engine.shared.messages import GrammarSpec, JsonObjectGrammar, JsonSchemaGrammar, SamplingParams
 
 SCHEMA = """{"type": "object", "additionalProperties": false,
  "properties": {

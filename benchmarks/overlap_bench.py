@@ -24,15 +24,21 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.executor.environment import settle_environment
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import Executor, PendingResult
-from engine.messages import AddRequest, SamplingParams
+from engine.process.sender import ConnectFrontEnd, Sender, StepDone
 from engine.scheduler.batch import BatchPlan
-from engine.sender import ConnectFrontEnd, Sender, StepDone
-from engine.transport import Transport
+from engine.shared.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AddRequest, SamplingParams
+from engine.shared.transport import Transport
 
 MODES = {"off": False, "on": True}
 

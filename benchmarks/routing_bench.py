@@ -20,13 +20,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
-from engine.core import CoreStep, EngineCore
+from engine.core.engine_core import CoreStep, EngineCore
 from engine.executor.simulated import SimulatedExecutor
-from engine.messages import AddRequest, ClusterView, EngineEntry, EngineStats, SamplingParams
-from server.cluster.load_table import LoadTable, create_load_table
-from server.cluster.routing import POLICIES, RoutingPolicy
-from server.cluster.state import ClusterState
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AddRequest, ClusterView, EngineEntry, EngineStats, SamplingParams
+from server.router.load_table import LoadTable, create_load_table
+from server.router.routing import POLICIES, RoutingPolicy
+from server.router.state import ClusterState
 
 HOP = 0.0002
 """Seconds from a front end to an engine."""

@@ -39,7 +39,7 @@ from benchmarks.versus.servers import (
     peer_command,
     swell_command,
 )
-from engine.writable import writable_directory, writable_file
+from engine.shared.writable import writable_directory, writable_file
 
 PEER = "vLLM"
 SWELL = "Swell"

@@ -54,9 +54,9 @@ from benchmarks.simulation.workload import (
     poisson,
     read_trace,
 )
-from engine.config import SchedulerConfig
-from engine.writable import writable_directory, writable_file
-from server.cluster.routing import POLICIES as ROUTING_POLICIES
+from engine.shared.config import SchedulerConfig
+from engine.shared.writable import writable_directory, writable_file
+from server.router.routing import POLICIES as ROUTING_POLICIES
 
 DOCS = Path(__file__).parent.parent / "docs"
 TIMELINE_POINTS = 400

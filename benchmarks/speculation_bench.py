@@ -14,10 +14,16 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.config import BUNDLED_MODEL, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.executor.environment import settle_environment
-from engine.messages import AddRequest, SamplingParams
+from engine.shared.config import (
+    BUNDLED_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AddRequest, SamplingParams
 
 
 class Run(NamedTuple):

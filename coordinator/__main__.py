@@ -4,7 +4,7 @@ import sys
 
 from coordinator.config import CoordinatorConfig
 from coordinator.process import run
-from engine.lifeline import Lifeline
+from engine.shared.lifeline import Lifeline
 
 lifeline = Lifeline.from_environment()
 sys.exit(run(lifeline.read_launch(CoordinatorConfig), lifeline))

@@ -8,9 +8,9 @@ away: they keep asking, and are let in again when engines of their model are bac
 
 from collections.abc import Mapping
 
-from engine.group_config import MODEL_KEYS
-from engine.messages import EngineSetup, Hello, Refused
-from engine.version import PROTOCOL_VERSION, swell_version
+from engine.shared.group_config import MODEL_KEYS
+from engine.shared.messages import EngineSetup, Hello, Refused
+from engine.shared.version import PROTOCOL_VERSION, swell_version
 
 SIZE_KEY = "data_parallel_size"
 

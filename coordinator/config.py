@@ -1,10 +1,10 @@
-"""Settings of the coordinator; see `engine.config` for the conventions."""
+"""Settings of the coordinator; see `engine.shared.config` for the conventions."""
 
 from typing import Annotated
 
 from msgspec import Meta
 
-from engine.config import ClusterConfig, HealthConfig, LogConfig, Section
+from engine.shared.config import ClusterConfig, HealthConfig, LogConfig, Section
 
 
 class PublishConfig(Section, frozen=True, kw_only=True):

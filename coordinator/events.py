@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.messages import (
+from engine.shared.messages import (
     ClusterView,
     CoordinatorReply,
     EngineReport,

@@ -11,7 +11,7 @@ that has just been started learns from the seats what its predecessor did.
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from engine.messages import FormGroup, GroupMember, Seat
+from engine.shared.messages import FormGroup, GroupMember, Seat
 
 REPEAT_INTERVAL = 0.1
 """Seconds after which a plan that not every member is known to follow is published again."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from coordinator.agreement import refused_by_protocol
 from coordinator.events import Action, Notice, Reply
-from engine.messages import Assignment, NodeEngines, NodeOrder, NodeReport, ScaleWish
+from engine.shared.messages import Assignment, NodeEngines, NodeOrder, NodeReport, ScaleWish
 
 
 class Share(NamedTuple):

@@ -23,12 +23,12 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.state import CoordinatorParameters, CoordinatorState
-from engine.health import Health, serve_health
-from engine.heap import settle_heap
-from engine.lifeline import CANNOT_START, Lifeline
-from engine.logs import name_process
-from engine.messages import EngineReport, FrontEndNotice, MemberMessage, NodeReport, encode
-from engine.transport import (
+from engine.shared.health import Health, serve_health
+from engine.shared.heap import settle_heap
+from engine.shared.lifeline import CANNOT_START, Lifeline
+from engine.shared.logs import name_process
+from engine.shared.messages import EngineReport, FrontEndNotice, MemberMessage, NodeReport, encode
+from engine.shared.transport import (
     Inbox,
     InsecureCluster,
     Transport,

@@ -30,7 +30,7 @@ from coordinator.events import (
 from coordinator.formation import GroupFormation, Standing
 from coordinator.placement import Placement
 from coordinator.wave import NEVER, GroupWave, IndependentWave, LockstepWave
-from engine.messages import (
+from engine.shared.messages import (
     ClusterView,
     Draining,
     EngineEntry,
@@ -53,8 +53,8 @@ from engine.messages import (
     WaveComplete,
     Welcome,
 )
-from engine.reach import EVERYTHING, Reach
-from engine.version import PROTOCOL_VERSION, swell_version
+from engine.shared.scope import EVERYTHING, Reach
+from engine.shared.version import PROTOCOL_VERSION, swell_version
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ restart of the coordinator is believed.
 
 from typing import NamedTuple, Protocol
 
-from engine.messages import EngineStats, StartDpWave, StartWave, WakeUp, WaveComplete
+from engine.shared.messages import EngineStats, StartDpWave, StartWave, WakeUp, WaveComplete
 
 ORDER_INTERVAL = 0.025
 """Seconds after which an order that not every engine is known to have followed is repeated."""

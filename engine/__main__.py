@@ -4,9 +4,9 @@ import logging
 import os
 import sys
 
-from engine.config import EngineLaunch
-from engine.lifeline import Lifeline
-from engine.process import run
+from engine.process.main import run
+from engine.shared.config import EngineLaunch
+from engine.shared.lifeline import Lifeline
 
 lifeline = Lifeline.from_environment()
 launch = lifeline.read_launch(EngineLaunch)

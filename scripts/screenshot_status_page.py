@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.headless_chromium import Browser, find
 from benchmarks.running_stack import RunningStack
-from engine.writable import writable_file
+from engine.shared.writable import writable_file
 
 TARGET = Path(__file__).parent.parent / "docs" / "status-page.png"
 SWELL = str(Path(sys.executable).with_name("swell"))

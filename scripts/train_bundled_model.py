@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bundled_training.export import export
 from bundled_training.trainer import Trainer
 
-from engine.writable import writable_directory
+from engine.shared.writable import writable_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 

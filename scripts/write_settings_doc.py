@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from engine.config import HealthConfig, Section
-from engine.settings import markdown_table
+from engine.shared.config import HealthConfig, Section
+from engine.shared.settings import markdown_table
 from server.config import ServeConfig
 
 TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 
 HEADER = """# Settings
 
-Written by `make docs` from the definitions in `engine/config.py`, `server/config.py` and
+Written by `make docs` from the definitions in `engine/shared/config.py`, `server/config.py` and
 `coordinator/config.py`. Every setting is a flag, an environment variable and a key of the YAML
 file given by `--config` (the flag's name without the dashes in front). A flag wins over a
 variable, a variable over the file. `swell serve --help` shows the same; the section Health is for

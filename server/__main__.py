@@ -2,7 +2,7 @@
 
 import sys
 
-from engine.lifeline import Lifeline
+from engine.shared.lifeline import Lifeline
 from server.front_end import FrontEndLaunch, run
 
 lifeline = Lifeline.from_environment()

@@ -14,17 +14,14 @@ from starlette.exceptions import HTTPException
 
 from server.access.admission import Admission
 from server.access.admission_table import AdmissionTable
-from server.access.doorstep import Doorstep
 from server.access.guards import admin_keys, api_keys, install
 from server.access.tenants import Tenancy
-from server.asgi import Call, foreseen, raw_endpoint
-from server.cluster.generation_client import GenerationClient, NoEngineAvailable
 from server.config import FrontEndConfig
-from server.errors import ApiError
-from server.observe.access_log import AccessLog
-from server.observe.metrics import FrontEndMetrics
-from server.observe.tracing import RequestTracer
-from server.openapi import (
+from server.fleet.control import SupervisorControl
+from server.http.call import Call, foreseen, raw_endpoint
+from server.http.doorstep import Doorstep
+from server.http.errors import ApiError
+from server.http.openapi import (
     REQUEST_HEADERS,
     Responses,
     any_of,
@@ -34,7 +31,10 @@ from server.openapi import (
     stream_responses,
     text_responses,
 )
-from server.processes.control import SupervisorControl
+from server.observe.access_log import AccessLog
+from server.observe.metrics import FrontEndMetrics
+from server.observe.tracing import RequestTracer
+from server.router.generation_client import GenerationClient, NoEngineAvailable
 from server.routes.admin import AdminRoutes, call_utility
 from server.routes.chat import create_chat_completion
 from server.routes.completions import create_completion

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from coordinator.config import CoordinatorConfig
-from engine import settings
-from engine.config import DEFAULT_COORDINATOR, EngineConfig, Section
-from engine.log_stream import open_standard_descriptors
+from engine.shared import settings
+from engine.shared.config import DEFAULT_COORDINATOR, EngineConfig, Section
+from engine.shared.log_stream import open_standard_descriptors
 from server.batch.config import RunBatchConfig
 from server.bench.config import BenchConfig
 from server.config import ApiServerConfig, ServeConfig
-from server.scale_command import ScaleConfig, scale
+from server.fleet.scale_command import ScaleConfig, scale
 
 
 class Command(NamedTuple):
@@ -42,8 +42,8 @@ class Command(NamedTuple):
 
 
 def _serve(config: ServeConfig) -> int:
-    from engine.logs import name_process
-    from server.processes import supervisor
+    from engine.shared.logs import name_process
+    from server.fleet import supervisor
 
     name_process("supervisor", config.log.log_level, config.log.log_format)
     return supervisor.run(config)
@@ -51,14 +51,14 @@ def _serve(config: ServeConfig) -> int:
 
 def _coordinator(config: CoordinatorConfig) -> int:
     from coordinator import process
-    from engine.lifeline import Lifeline
+    from engine.shared.lifeline import Lifeline
 
     return process.run(config, Lifeline(None))
 
 
 def _engine(config: EngineConfig) -> int:
-    from engine import process
-    from engine.lifeline import Lifeline
+    from engine.process import main as process
+    from engine.shared.lifeline import Lifeline
 
     if config.parallel.data_parallel_size_local is None:
         parallel = msgspec.structs.replace(config.parallel, data_parallel_size_local=1)

@@ -1,4 +1,4 @@
-"""Settings of the front ends and of the supervisor; see `engine.config` for the conventions."""
+"""Settings of the front ends and the supervisor; conventions: `engine.shared.config`."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.config import CoordinatorConfig, PublishConfig
-from engine.config import (
+from engine.shared.config import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,

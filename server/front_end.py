@@ -14,34 +14,34 @@ import uvloop
 import zmq
 from fastapi import FastAPI
 
-from engine.group_config import model_identity
-from engine.heap import settle_heap
-from engine.lifeline import CANNOT_START, Lifeline
-from engine.logs import name_process
-from engine.membership import Identity
-from engine.messages import FrontEndAddresses
-from engine.model_files import ModelNotFound, model_directory
-from engine.node_directory import NodeDirectory
-from engine.reach import MissingRank, front_end_reach, node_name
-from engine.transport import InsecureCluster, Transport, advertised_host, bound_address
+from engine.shared.group_config import model_identity
+from engine.shared.heap import settle_heap
+from engine.shared.lifeline import CANNOT_START, Lifeline
+from engine.shared.logs import name_process
+from engine.shared.membership import Identity
+from engine.shared.messages import FrontEndAddresses
+from engine.shared.model_files import ModelNotFound, model_directory
+from engine.shared.node_directory import NodeDirectory
+from engine.shared.scope import MissingRank, front_end_reach, node_name
+from engine.shared.transport import InsecureCluster, Transport, advertised_host, bound_address
 from server.access.admission_table import AdmissionTable
 from server.access.guards import BadGuards, tls_options
-from server.access.http_protocol import limited_protocol
-from server.access.http_server import HttpServer
 from server.answer.formats import BadFormats
 from server.app import build_app
-from server.cluster.engine_client import EngineClient
-from server.cluster.link import ClusterLink, JoinRefused
-from server.cluster.load_table import LoadTable
-from server.cluster.routing import POLICIES
-from server.cluster.state import ClusterState
 from server.config import FrontEndConfig
-from server.descriptors import make_room_for_descriptors
+from server.fleet.control import SupervisorControl
+from server.generate.sampling_defaults import BadGenerationConfig
+from server.http.descriptors import make_room_for_descriptors
+from server.http.listener import HttpServer
+from server.http.protocol import limited_protocol
 from server.observe.metrics import FrontEndMetrics
 from server.observe.stats_log import log_stats
 from server.observe.tracing import TracingUnavailable, request_tracer
-from server.processes.control import SupervisorControl
-from server.sampling_defaults import BadGenerationConfig
+from server.router.engine_client import EngineClient
+from server.router.link import ClusterLink, JoinRefused
+from server.router.load_table import LoadTable
+from server.router.routing import POLICIES
+from server.router.state import ClusterState
 from server.text.tokenizer import ServedTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from engine.config import BUNDLED_MODEL
+from engine.shared.config import BUNDLED_MODEL
 from tests.test_nodes_stack import SWELL, engines_of, four_free_ports, served_by, wait_until
 from tests.test_scaling_stack import ADMIN_KEY, FLAGS, Load, call
 
@@ -134,7 +134,7 @@ def test_a_front_end_of_another_tokenizer_is_refused_by_name(nodes: Nodes, tmp_p
 
 def test_a_process_of_another_protocol_is_refused_by_name(nodes: Nodes) -> None:
     program = (
-        "import engine.version; engine.version.PROTOCOL_VERSION = 99; "
+        "import engine.shared.version; engine.shared.version.PROTOCOL_VERSION = 99; "
         "import sys; from server.cli import main; sys.exit(main())"
     )
     refused = nodes.run(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from engine.config import BUNDLED_MODEL
+from engine.shared.config import BUNDLED_MODEL
 from tests.test_nodes_stack import MODEL, SWELL, complete, engines_of, four_free_ports, wait_until
 
 pytestmark = pytest.mark.stack

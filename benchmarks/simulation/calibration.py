@@ -23,8 +23,8 @@ from benchmarks.simulation.workload import (
     draw_requests,
     poisson,
 )
-from engine.config import SchedulerConfig
-from server.cluster.routing import LeastLoaded
+from engine.shared.config import SchedulerConfig
+from server.router.routing import LeastLoaded
 
 COSTS = CostModel(step_ns=20_000_000, decode_ns=300_000, kv_token_ns=70, prefill_token_ns=315_000)
 """20 ms per step, 0.3 ms per sequence, 0.07 us per token attended to, 315 us per prefill token."""

@@ -16,7 +16,11 @@ from benchmarks.simulation.replica import EngineShape, Replica, message
 from benchmarks.simulation.workload import NS, Workload, first_arrivals
 from coordinator.events import Action, FromMember, PublishView, Tick
 from coordinator.state import CoordinatorParameters, CoordinatorState
-from engine.messages import (
+from engine.process.sender import STATS_INTERVAL, StatsThrottle
+from engine.scheduler.admission import UNLIMITED, AdmitAll
+from engine.scheduler.outputs import Outputs
+from engine.scheduler.policies import build_admission_policy
+from engine.shared.messages import (
     AddRequest,
     ClusterView,
     EngineStats,
@@ -25,13 +29,9 @@ from engine.messages import (
     Ready,
     Received,
 )
-from engine.scheduler.admission import UNLIMITED, AdmitAll
-from engine.scheduler.outputs import Outputs
-from engine.scheduler.policies import build_admission_policy
-from engine.sender import STATS_INTERVAL, StatsThrottle
-from engine.version import PROTOCOL_VERSION
-from server.cluster.routing import POLICIES, RoutingPolicy
-from server.cluster.state import ClusterState
+from engine.shared.version import PROTOCOL_VERSION
+from server.router.routing import POLICIES, RoutingPolicy
+from server.router.state import ClusterState
 
 Progress = Callable[[int], None]
 

@@ -11,7 +11,7 @@ from benchmarks.simulation.replica import EngineShape, Replica, message
 from benchmarks.simulation.workload import NS, Workload, first_arrivals
 from engine.scheduler.admission import AdmissionPolicy, Grant, RankState
 from engine.scheduler.policies import build_admission_policy
-from server.cluster.routing import EngineLoad, RoutingPolicy
+from server.router.routing import EngineLoad, RoutingPolicy
 
 Progress = Callable[[int], None]
 """Told now and then how many requests are complete."""

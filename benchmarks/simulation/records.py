@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.simulation.workload import NS, RequestSpec
-from engine.messages import RequestOutput
+from engine.shared.messages import RequestOutput
 
 
 class Record:

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 from benchmarks.simulation.costs import CostModel, StepCost
 from benchmarks.simulation.workload import RequestSpec
-from engine.config import CacheConfig, SchedulerConfig
 from engine.executor.interface import ExecutorInfo
-from engine.messages import AddRequest, SamplingParams
 from engine.scheduler.admission import UNLIMITED, Grant, RankState
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.scheduler.outputs import Outputs
 from engine.scheduler.scheduler import Scheduler
+from engine.shared.config import CacheConfig, SchedulerConfig
+from engine.shared.messages import AddRequest, SamplingParams
 
 
 class EngineShape(NamedTuple):

@@ -10,12 +10,10 @@ from typing import Protocol
 import msgspec
 import torch
 
-from engine.config import CacheConfig, EngineConfig
 from engine.distributed.group import Group
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.loading import device_for, load_model, most_head_threads, set_threads
 from engine.grammar.masks import GrammarTable, grammar_table
-from engine.model_files import model_directory
 from engine.models.decoder import Decoder, Followers
 from engine.models.expert_parallel import MirrorGroup
 from engine.models.loader import GroupPlace, Shard, model_length
@@ -25,6 +23,8 @@ from engine.runner.memory_profile import profiled_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.profiling import StepProfiler
 from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.config import CacheConfig, EngineConfig
+from engine.shared.model_files import model_directory
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from engine.config import EngineConfig, ParallelConfig
 from engine.executor.environment import num_cores
-from engine.model_files import model_directory
 from engine.models.decoder import Decoder
 from engine.models.fingerprint import computed_fingerprint
 from engine.models.hf_config import ModelSpec, read_spec
@@ -21,6 +19,8 @@ from engine.models.loader import (
     model_length,
     open_checkpoint,
 )
+from engine.shared.config import EngineConfig, ParallelConfig
+from engine.shared.model_files import model_directory
 
 logger = logging.getLogger(__name__)
 

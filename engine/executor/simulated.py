@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from engine.config import EngineConfig
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
-from engine.messages import SamplingParams, TokenLogprob
 from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.config import EngineConfig
+from engine.shared.messages import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:  # torch is for groups and numpy for grammars only
     import torch

@@ -12,12 +12,12 @@ from queue import SimpleQueue
 
 import msgspec
 
-from engine.config import EngineConfig
 from engine.distributed.spec import listener_address, open_listener
 from engine.executor.environment import settle_environment
 from engine.executor.team_messages import Answer, Command, WorkerLaunch
-from engine.lifeline import LIFELINE_VARIABLE, FrameReader, pack_frame
-from engine.messages import ChildFailed, ChildStatus
+from engine.shared.config import EngineConfig
+from engine.shared.lifeline import LIFELINE_VARIABLE, FrameReader, pack_frame
+from engine.shared.messages import ChildFailed, ChildStatus
 
 logger = logging.getLogger(__name__)
 

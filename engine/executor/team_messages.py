@@ -6,7 +6,7 @@ tokens: it tells the others before each part of a step what to compute, as plain
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.shared.config import EngineConfig
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.distributed.group import Group, join_group
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.in_process import InProcessExecutor
@@ -28,6 +27,7 @@ from engine.executor.worker import GROUP_TIMEOUT
 from engine.grammar.masks import GrammarTable
 from engine.models.decoder import StepTokens
 from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.config import EngineConfig
 
 
 class TeamLeader:

@@ -33,8 +33,6 @@ from engine.executor.team_messages import (
     StopProfile,
     WorkerLaunch,
 )
-from engine.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
-from engine.logs import name_process
 from engine.models.attention_plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.loader import Shard
@@ -42,6 +40,8 @@ from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
 from engine.runner.memory_profile import MemoryTrial
 from engine.runner.profiling import StepProfiler
+from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
+from engine.shared.logs import name_process
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from engine.grammar_spec import (
+from engine.shared.grammar_spec import (
     BadGrammar,
     GrammarThreads,
     grammar_error,
     grammar_text,
     new_matcher,
 )
-from engine.messages import GrammarSpec
+from engine.shared.messages import GrammarSpec
 
 if TYPE_CHECKING:  # the library is loaded when the first grammar comes
     from llguidance import LLMatcher, LLTokenizer

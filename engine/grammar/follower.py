@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from engine.grammar_spec import leads_nowhere, told_briefly
-from engine.messages import SamplingParams
 from engine.scheduler.batch import RULED_OUT
+from engine.shared.grammar_spec import leads_nowhere, told_briefly
+from engine.shared.messages import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar.follower import GrammarFollower
-from engine.messages import GrammarSpec
 from engine.scheduler.batch import SlotStart
+from engine.shared.messages import GrammarSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -8,7 +8,7 @@ from engine.distributed.spec import GroupBroken, GroupSpec, listener_address, op
 from engine.executor.interface import GroupExecutor
 from engine.lockstep.group_connection import GroupConnection
 from engine.lockstep.seat import GroupSeat, Place
-from engine.messages import FormGroup, GroupMember, Seat
+from engine.shared.messages import FormGroup, GroupMember, Seat
 
 if TYPE_CHECKING:
     from engine.distributed.group import Group

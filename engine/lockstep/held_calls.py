@@ -5,9 +5,9 @@ same point. So a call to one of them holds the group and waits until it is held;
 hold, whichever rank was asked for it, ends it for all.
 """
 
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.lockstep.wave import EngineWave
-from engine.messages import UtilityCall
+from engine.shared.messages import UtilityCall
 
 _HOLDS = {"pause": "resume", "sleep": "wake_up"}
 """Calls that need a hold, and what ends each."""

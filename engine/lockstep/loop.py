@@ -15,18 +15,18 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.distributed.spec import GroupBroken
-from engine.intake import Intake
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.held_calls import HeldCalls
 from engine.lockstep.wave import EngineWave, Gather, GatherRow, Leave, Park, Step
-from engine.loop import send_step
-from engine.messages import AddRequest, FormGroup, StartDpWave, UtilityCall
-from engine.receiver import InboxItem, Rejoined, Stop
+from engine.process.intake import Intake
+from engine.process.loop import send_step
+from engine.process.receiver import InboxItem, Rejoined, Stop
+from engine.process.sender import Outbox, StepDone
+from engine.process.watchdog import StepWatch
 from engine.scheduler.admission import RankState
-from engine.sender import Outbox, StepDone
-from engine.watchdog import StepWatch
+from engine.shared.messages import AddRequest, FormGroup, StartDpWave, UtilityCall
 
 if TYPE_CHECKING:
     from engine.distributed.group import Group

@@ -14,7 +14,7 @@ heartbeat, and goes out at once when it changes.
 
 from typing import NamedTuple
 
-from engine.messages import FormGroup, GroupMember, Seat
+from engine.shared.messages import FormGroup, GroupMember, Seat
 
 
 class Place(NamedTuple):

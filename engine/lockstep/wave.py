@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from engine.messages import StartDpWave, StartWave, WaveComplete
 from engine.scheduler.admission import RankState
+from engine.shared.messages import StartDpWave, StartWave, WaveComplete
 
 START_REPEAT_INTERVAL = 0.03
 """Seconds after which an engine that waits for its peers asks for them again."""

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
 from engine.distributed.group import Group
 from engine.models.attention import PagedAttention
 from engine.models.checkpoint import (
@@ -50,6 +49,7 @@ from engine.models.tensor_parallel import (
     SummedOver,
 )
 from engine.models.varlen_attention import Attention, CudaAttention
+from engine.shared.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import CacheConfig
 from engine.models.hf_config import ModelSpec
 from engine.runner.host_memory import untouched_zeros
+from engine.shared.config import CacheConfig
 
 _MEMORY_SHARE = 0.5
 """Share of the free memory that all engines of a node take together by default. The rest is for

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.messages import TokenLogprob
+from engine.shared.messages import TokenLogprob
 
 IntArray = npt.NDArray[np.int64]
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from engine.grammar.masks import Ends, GrammarTable
-from engine.messages import TokenLogprob
 from engine.models.decoder import Decoder, FinalTokens, StepTokens
 from engine.models.varlen_attention import to_device
 from engine.runner.cuda_graphs import DecodeGraphs, can_record
@@ -24,6 +23,7 @@ from engine.runner.verification import (
     write_proposed,
 )
 from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.messages import TokenLogprob
 
 _PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose full logits are held at once."""

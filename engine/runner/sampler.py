@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.grammar.masks import TokenMasks
-from engine.messages import TokenLogprob
 from engine.runner.categorical import draw_from_logits, draw_from_weights
 from engine.runner.draws import uniform
 from engine.runner.logprobs import token_logprobs
 from engine.runner.penalties import adjust, adjusted_rows, forbid_others
 from engine.runner.slots import NO_LOGPROBS, FloatArray, SamplingTable, SlotTable
+from engine.shared.messages import TokenLogprob
 
 IntArray = npt.NDArray[np.int64]
 _Way = Callable[[Tensor, SamplingTable, IntArray, IntArray], IntArray]

@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import SamplingParams
 from engine.runner.bad_words import NO_BAD_WORDS, BadWords
 from engine.scheduler.batch import SlotBlocks, SlotStart
+from engine.shared.messages import SamplingParams
 
 NO_LOGPROBS = -1
 

@@ -5,12 +5,12 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.grammar.masks import Ends, GrammarTable
-from engine.messages import TokenLogprob
 from engine.models.attention_plan import AttentionRows
 from engine.runner.inputs import BatchRows
 from engine.runner.sampler import Sampled
 from engine.runner.slots import SlotTable
 from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.messages import TokenLogprob
 
 IntArray = npt.NDArray[np.int64]
 

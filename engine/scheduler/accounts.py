@@ -4,9 +4,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.messages import STEP_TOKENS_BOUNDS
 from engine.scheduler.batch import BatchPlan
 from engine.scheduler.request import Request
+from engine.shared.messages import STEP_TOKENS_BOUNDS
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Counters:
     step_tokens_buckets: list[int] = field(
         default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1)
     )
-    """Steps by their tokens, see `engine.messages.EngineStats`."""
+    """Steps by their tokens, see `engine.shared.messages.EngineStats`."""
 
     def count_step(self, tokens: int) -> None:
         """Count a step that computed or drew so many tokens."""

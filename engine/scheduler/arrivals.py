@@ -3,7 +3,6 @@
 import logging
 
 from engine.executor.interface import ExecutorInfo
-from engine.messages import AddRequest, RequestOutput
 from engine.scheduler.accounts import Counters
 from engine.scheduler.books import RequestBooks
 from engine.scheduler.grammars import Grammars
@@ -11,6 +10,7 @@ from engine.scheduler.isolation import Isolation
 from engine.scheduler.outputs import Outputs, refused_output
 from engine.scheduler.refusal import refusal
 from engine.scheduler.request import Request, RequestStatus, request_from_message
+from engine.shared.messages import AddRequest, RequestOutput
 
 MAX_RENEWALS = 4
 """How often the grammar of one request is compiled anew, each time at the cost of a prefill."""

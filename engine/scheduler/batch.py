@@ -9,7 +9,7 @@ made, and run, before the scheduler has seen the tokens of step n.
 
 import msgspec
 
-from engine.messages import SamplingParams, TokenLogprob
+from engine.shared.messages import SamplingParams, TokenLogprob
 
 RULED_OUT = "the output cannot follow its grammar: the request rules out every token that it allows"
 """Why an output cannot go on whose request contradicts itself."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from engine.messages import GrammarSpec
+from engine.shared.messages import GrammarSpec
 
 
 class Grammar(Protocol):

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from engine.messages import FinishReason, RequestOutput, TokenLogprob
 from engine.scheduler.batch import RULED_OUT
 from engine.scheduler.request import Request
+from engine.shared.messages import FinishReason, RequestOutput, TokenLogprob
 
 Outputs = dict[int, list[RequestOutput]]
 """Outputs of one step by front end."""

@@ -7,8 +7,8 @@ time, and that work which waits for its like does not wait too long.
 
 from collections.abc import Sequence
 
-from engine.config import SchedulerConfig
 from engine.scheduler.admission import UNLIMITED, AdmissionPolicy, AdmitAll, Grant, RankState
+from engine.shared.config import SchedulerConfig
 
 _SCALE = 1 << 10
 """Durations are kept as integers in 1/1024 us."""

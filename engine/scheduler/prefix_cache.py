@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from struct import pack
 
-from engine.messages import ROOT_SIZE
+from engine.shared.messages import ROOT_SIZE
 
 ROOT_DIGEST = bytes(ROOT_SIZE)
 """Parent of the first block of every sequence that has no root of its own."""

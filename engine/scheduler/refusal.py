@@ -6,8 +6,8 @@ another version, must fail alone: here, before it shares a step with others.
 
 import math
 
-from engine.grammar_spec import MAX_GRAMMAR_SIZE, MAX_MARKER_SIZE, grammar_size
-from engine.messages import ROOT_SIZE, AddRequest, SamplingParams
+from engine.shared.grammar_spec import MAX_GRAMMAR_SIZE, MAX_MARKER_SIZE, grammar_size
+from engine.shared.messages import ROOT_SIZE, AddRequest, SamplingParams
 
 _LARGEST = 2**31 - 1
 """Of the counts that executors keep in arrays."""

@@ -3,10 +3,10 @@
 import enum
 from dataclasses import dataclass, field
 
-from engine.messages import AddRequest, RequestTiming, SamplingParams, TokenLogprob
 from engine.scheduler.grammars import Grammar
 from engine.scheduler.kv_cache import BlockTable
 from engine.scheduler.prefix_cache import ROOT_DIGEST
+from engine.shared.messages import AddRequest, RequestTiming, SamplingParams, TokenLogprob
 
 NO_SLOT = -1
 

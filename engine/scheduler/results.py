@@ -1,6 +1,5 @@
 """What the result of a step means for the requests that it computed."""
 
-from engine.messages import RequestOutput
 from engine.scheduler.accounts import Counters, InFlight
 from engine.scheduler.arrivals import Arrivals
 from engine.scheduler.batch import BatchResult
@@ -10,6 +9,7 @@ from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
+from engine.shared.messages import RequestOutput
 
 
 class Results:

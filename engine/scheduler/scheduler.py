@@ -9,9 +9,7 @@ the result of the plan before is known; everything a plan in flight uses stays r
 import sys
 from collections import deque
 
-from engine.config import CacheConfig, SchedulerConfig
 from engine.executor.interface import ExecutorInfo
-from engine.messages import AddRequest, RequestOutput
 from engine.scheduler.accounts import Counters, Gauges, InFlight
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.arrivals import Arrivals
@@ -30,6 +28,8 @@ from engine.scheduler.preemption import Engine
 from engine.scheduler.results import Results
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
+from engine.shared.config import CacheConfig, SchedulerConfig
+from engine.shared.messages import AddRequest, RequestOutput
 
 ADMISSION_HEADROOM = 0.01
 """Share of the KV blocks that an admission leaves free, see `StepLimits.headroom`."""

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from engine.config import SchedulerConfig
 from engine.scheduler.accounts import Counters
 from engine.scheduler.admission import StepBudget
 from engine.scheduler.batch import SlotBlocks
@@ -10,6 +9,7 @@ from engine.scheduler.draft import Draft
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.ngram import NgramIndex
 from engine.scheduler.request import Request
+from engine.shared.config import SchedulerConfig
 
 DEFAULT_LOOKUP_MIN = 2
 DEFAULT_LOOKUP_MAX = 4

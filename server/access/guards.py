@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant, named_tenant
 from server.config import GuardConfig
-from server.errors import ApiError
+from server.http.errors import ApiError
 from server.observe.metrics import FrontEndMetrics
 
 API_PREFIX = "/v1/"

@@ -9,10 +9,10 @@ from hashlib import blake2b
 
 import msgspec
 
-from engine.messages import ROOT_SIZE
+from engine.shared.messages import ROOT_SIZE
 from server.access.admission_table import PLACES
 from server.config import FrontEndConfig
-from server.errors import ApiError
+from server.http.errors import ApiError
 
 SCOPE_KEY = "swell.tenant"
 """Under which the guard notes the tenant in the scope of a request."""

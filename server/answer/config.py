@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from engine.config import Section
+from engine.shared.config import Section
 
 
 class AnswerConfig(Section, frozen=True, kw_only=True):

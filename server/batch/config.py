@@ -1,10 +1,10 @@
-"""Settings of `swell run-batch`; see `engine.config` for the conventions."""
+"""Settings of `swell run-batch`; see `engine.shared.config` for the conventions."""
 
 from typing import Annotated
 
 from msgspec import Meta
 
-from engine.config import (
+from engine.shared.config import (
     CacheConfig,
     ExecutorConfig,
     LogConfig,

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from engine.writable import writable_file
+from engine.shared.writable import writable_file
 from server.batch.lines import BatchResult, read_result, write_result
 
 

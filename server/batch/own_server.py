@@ -8,8 +8,8 @@ from collections import deque
 from types import TracebackType
 from typing import Any
 
-from engine.config import Section
-from engine.settings import settings_of
+from engine.shared.config import Section
+from engine.shared.settings import settings_of
 from server.batch.config import RunBatchConfig
 from server.config import ServeConfig
 

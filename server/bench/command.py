@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.writable import writable_file
+from engine.shared.writable import writable_file
 from server.bench import report
 from server.bench.config import BenchConfig
 from server.bench.datasets import DatasetError

@@ -1,4 +1,4 @@
-"""Settings of `swell bench`; see `engine.config` for the conventions.
+"""Settings of `swell bench`; see `engine.shared.config` for the conventions.
 
 Where vLLM's `bench serve` has an option for the same thing, its name is used.
 """
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from engine.config import Section
+from engine.shared.config import Section
 
 
 class TargetConfig(Section, frozen=True, kw_only=True):

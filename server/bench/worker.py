@@ -13,7 +13,7 @@ from multiprocessing.sharedctypes import Synchronized
 import msgspec
 import uvloop
 
-from engine.heap import settle_heap
+from engine.shared.heap import settle_heap
 from server.bench.client import StreamResult, complete
 from server.bench.connection import HttpClient
 from server.bench.summary import ClientCost, Record, percentile

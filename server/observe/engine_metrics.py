@@ -12,7 +12,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from engine.messages import (
+from engine.shared.messages import (
     STEP_TOKENS_BOUNDS,
     ClusterView,
     EngineEntry,

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from engine.model_files import served_names
-from server.cluster.engine_times import EngineTimes
-from server.cluster.generation_client import GenerationClient
+from engine.shared.model_files import served_names
 from server.config import FrontEndConfig
 from server.observe.engine_metrics import EngineCollector
 from server.observe.exposition import text_of
 from server.observe.metric_factory import MetricFactory
 from server.observe.sequence_metrics import PromptParams, SequenceMetrics, SequenceTimer
+from server.router.engine_times import EngineTimes
+from server.router.generation_client import GenerationClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -2,9 +2,9 @@
 
 import time
 
-from server.cluster.engine_times import EngineTimes
 from server.observe.engine_series import EngineSeries, SequenceFamilies
 from server.observe.metric_factory import MetricFactory
+from server.router.engine_times import EngineTimes
 
 _FLUSH_AFTER = 0.25
 """Seconds for which what is counted may wait to be handed over in bulk."""

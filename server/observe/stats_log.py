@@ -5,8 +5,8 @@ import logging
 import time
 from typing import NamedTuple
 
-from engine.messages import ClusterView, EngineStats
-from server.cluster.generation_client import GenerationClient
+from engine.shared.messages import ClusterView, EngineStats
+from server.router.generation_client import GenerationClient
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import msgspec
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from engine.messages import SamplingParams
+    from engine.shared.messages import SamplingParams
 
 _NS = 1_000_000_000
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pydantic
 
-from server.errors import ApiError, invalid, invalid_body
+from server.http.errors import ApiError, invalid, invalid_body
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.responses import (
     PASSED_ON,

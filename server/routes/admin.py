@@ -3,9 +3,9 @@
 import msgspec
 from fastapi import Response
 
-from engine.messages import EngineEntry, UtilityResult
-from server.asgi import Call
-from server.errors import invalid
+from engine.shared.messages import EngineEntry, UtilityResult
+from server.http.call import Call
+from server.http.errors import invalid
 from server.routes.context import Context
 from server.schemas.admin import (
     EngineList,

@@ -13,12 +13,14 @@ from server.answer.parts import (
 )
 from server.answer.plan import AnswerPlan
 from server.answer.reader import AnswerReader
-from server.asgi import Call
-from server.checks import check_chat
-from server.encoded import encoded, encoded_each, encoded_list
-from server.generation import Answer, Delta, FinishReason, ScoredToken
-from server.preprocess import prepare_chat
-from server.prompt_scores import MIN_LOGPROB, prompt_scores, token_names
+from server.generate.checks import check_chat
+from server.generate.fold import Answer, Delta, FinishReason, ScoredToken
+from server.generate.preprocess import prepare_chat
+from server.generate.prompt_scores import MIN_LOGPROB, prompt_scores, token_names
+from server.generate.submission import GenerationSpec
+from server.http.call import Call
+from server.http.encoded import encoded, encoded_each, encoded_list
+from server.http.sse import ChunkFrames
 from server.routes.context import Context
 from server.routes.serve import chunk_frames, chunk_head, serve
 from server.schemas.chat import (
@@ -35,8 +37,6 @@ from server.schemas.chat import (
 )
 from server.schemas.common import UNSET, CompletionTokensDetails, Usage
 from server.schemas.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
-from server.sse import ChunkFrames
-from server.submission import GenerationSpec
 from server.text.detokenizer import TokenTable
 
 

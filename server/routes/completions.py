@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
-from server.asgi import Call
-from server.checks import check_completion, num_prompts
-from server.encoded import encoded, encoded_each
-from server.generation import Answer, Delta, ScoredToken
-from server.preprocess import prepare_completion
-from server.prompt_scores import MIN_LOGPROB, prompt_scores, token_names
+from server.generate.checks import check_completion, num_prompts
+from server.generate.fold import Answer, Delta, ScoredToken
+from server.generate.preprocess import prepare_completion
+from server.generate.prompt_scores import MIN_LOGPROB, prompt_scores, token_names
+from server.generate.submission import GenerationSpec
+from server.http.call import Call
+from server.http.encoded import encoded, encoded_each
+from server.http.sse import ChunkFrames
 from server.routes.context import Context
 from server.routes.serve import chunk_frames, chunk_head, serve
 from server.schemas.common import UNSET
@@ -17,8 +19,6 @@ from server.schemas.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from server.sse import ChunkFrames
-from server.submission import GenerationSpec
 from server.text.detokenizer import TokenTable
 
 

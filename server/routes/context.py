@@ -2,21 +2,21 @@
 
 import msgspec
 
-from engine.model_files import served_names
+from engine.shared.model_files import served_names
 from server.access.admission import BYTES_PER_TOKEN, Admission
-from server.access.body_budget import BodyBudget
 from server.access.tenants import Tenancy
 from server.answer.formats import AnswerFormats, answer_formats
-from server.asgi import BodyLimits, Call
-from server.checks import Limits
-from server.cluster.generation_client import GenerationClient, NoEngineAvailable
 from server.config import FrontEndConfig
-from server.errors import model_not_found
+from server.generate.checks import Limits
+from server.generate.structured_outputs import GrammarCheck
+from server.http.body_budget import BodyBudget
+from server.http.call import BodyLimits, Call
+from server.http.errors import model_not_found
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer
+from server.router.generation_client import GenerationClient, NoEngineAvailable
 from server.schemas.common import SamplingFields
 from server.schemas.responses import ResponsesRequest
-from server.structured_outputs import GrammarCheck
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
 

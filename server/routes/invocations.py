@@ -1,7 +1,7 @@
 """POST /invocations: what hosts of models call, whatever they want of it."""
 
-from server.asgi import Call
-from server.errors import invalid
+from server.http.call import Call
+from server.http.errors import invalid
 from server.routes.chat import create_chat_completion
 from server.routes.completions import create_completion
 from server.routes.context import Context

@@ -5,7 +5,7 @@ from importlib.metadata import version
 import msgspec
 from fastapi import Response
 
-from server.errors import ApiError, model_not_found, unavailable
+from server.http.errors import ApiError, model_not_found, unavailable
 from server.observe.metrics import CONTENT_TYPE
 from server.observe.shared_work import SharedWork
 from server.routes.context import Context

@@ -6,14 +6,15 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import SamplingParams
+from engine.shared.messages import SamplingParams
 from server.answer.parts import ContentText, Part
 from server.answer.plan import AnswerPlan
-from server.asgi import Call
-from server.checks import check_chat
-from server.errors import ApiError, invalid
-from server.generation import Answer, Delta, FinishReason
-from server.preprocess import prepare_chat
+from server.generate.checks import check_chat
+from server.generate.fold import Answer, Delta, FinishReason
+from server.generate.preprocess import prepare_chat
+from server.generate.submission import GenerationSpec
+from server.http.call import Call
+from server.http.errors import ApiError, invalid
 from server.responses.convert import as_chat, wants_logprobs
 from server.responses.events import OutputBuilder
 from server.routes.chat import chat_logprobs
@@ -32,7 +33,6 @@ from server.schemas.response_items import (
     ResponseUsage,
 )
 from server.schemas.responses import ResponsesRequest
-from server.submission import GenerationSpec
 from server.text.detokenizer import TokenTable
 
 _encode = msgspec.json.Encoder().encode

@@ -3,16 +3,16 @@
 import msgspec
 from fastapi import Response
 
-from engine.messages import (
+from engine.shared.messages import (
     ControlQuery,
     ControlRequest,
     ControlStatus,
     RestartEngines,
     ScaleEngines,
 )
-from server.asgi import Call
-from server.errors import invalid, unavailable
-from server.processes.control import SupervisorControl, SupervisorSilent
+from server.fleet.control import SupervisorControl, SupervisorSilent
+from server.http.call import Call
+from server.http.errors import invalid, unavailable
 from server.routes.context import Context
 from server.schemas.admin import NodeScale, ScaleRequest, ScaleStatus
 

@@ -6,14 +6,14 @@ import time
 
 import msgspec
 
-from server.asgi import Call, CancelOnDisconnect
-from server.errors import timed_out
-from server.generation import Answer
+from server.generate.fold import Answer
+from server.generate.submission import GenerationSpec, Submission
+from server.http.call import Call, CancelOnDisconnect
+from server.http.errors import timed_out
+from server.http.sse import ChunkFrames, ChunkHead, StreamWriter, UsageSoFar, send_stream
 from server.observe.tracing import EndedRequest
 from server.routes.context import Context
 from server.schemas.common import SamplingFields, Usage
-from server.sse import ChunkFrames, ChunkHead, StreamWriter, UsageSoFar, send_stream
-from server.submission import GenerationSpec, Submission
 
 _LARGE = 2000
 """Tokens and scores of answers that are made into JSON beside the event loop."""

@@ -10,9 +10,9 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
-from engine.messages import EngineEntry, EngineStats
+from engine.shared.messages import EngineEntry, EngineStats
+from server.http.openapi import json_responses
 from server.observe.shared_work import SharedWork
-from server.openapi import json_responses
 from server.routes.context import Context
 from server.schemas.status import EngineCounts, EngineOverview, FirstTokenTimes, StatusResponse
 

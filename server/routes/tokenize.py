@@ -1,18 +1,18 @@
 """POST /tokenize and POST /detokenize."""
 
-from server.asgi import Call
-from server.cluster.generation_client import NoEngineAvailable
-from server.conversation import render_chat
-from server.errors import invalid
-from server.limits import MAX_COUNTED_TOKENS
+from server.access.limits import MAX_COUNTED_TOKENS
+from server.generate.sampling import check_vocabulary
+from server.http.call import Call
+from server.http.errors import invalid
+from server.router.generation_client import NoEngineAvailable
 from server.routes.context import Context
-from server.sampling import check_vocabulary
 from server.schemas.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
+from server.text.conversation import render_chat
 from server.text.prompt_text import TextTooLong, encode_prompt
 
 

@@ -6,8 +6,8 @@ from typing import Annotated
 import msgspec
 from pydantic import Field
 
-from engine.messages import UtilityValue
-from server.limits import INT64_MAX, INT64_MIN, MAX_TOKENS
+from engine.shared.messages import UtilityValue
+from server.access.limits import INT64_MAX, INT64_MIN, MAX_TOKENS
 from server.schemas.common import RequestBody
 
 

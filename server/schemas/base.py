@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from server.limits import MAX_KEYS, MAX_LIST_LENGTH, MAX_NAME_LENGTH, MAX_TEXT_LENGTH
+from server.access.limits import MAX_KEYS, MAX_LIST_LENGTH, MAX_NAME_LENGTH, MAX_TEXT_LENGTH
 
 JsonObject = dict[str, Any]
 

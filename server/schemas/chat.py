@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Discriminator, Field, Tag
 
-from server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOKENS, MAX_TOOL_CALLS, MAX_TOOLS
+from server.access.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOKENS, MAX_TOOL_CALLS, MAX_TOOLS
 from server.schemas.base import Name, part_type
 from server.schemas.common import (
     JsonObject,

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.limits import (
+from server.access.limits import (
     INT64_MAX,
     INT64_MIN,
     MAX_BAD_WORD_LENGTH,

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UnsetType
 from pydantic import Field
 
-from server.limits import MAX_CHOICES, MAX_PROMPTS, MAX_TOKENS
+from server.access.limits import MAX_CHOICES, MAX_PROMPTS, MAX_TOKENS
 from server.schemas.common import (
     UNSET,
     FinishReasonField,

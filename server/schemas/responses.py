@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from server.limits import (
+from server.access.limits import (
     INT64_MAX,
     INT64_MIN,
     MAX_MESSAGES,

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from pydantic import Field
 
-from server.limits import MAX_MESSAGES, MAX_TOOLS
+from server.access.limits import MAX_MESSAGES, MAX_TOOLS
 from server.schemas.base import Name
 from server.schemas.chat import ChatMessage
 from server.schemas.common import JsonObject, RequestBody, TokenIds

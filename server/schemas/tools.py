@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field
 
-from server.limits import MAX_TOOLS
+from server.access.limits import MAX_TOOLS
 from server.schemas.base import JsonObject, Name, RequestBody
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from engine.config import ModelConfig
-from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from engine.shared.config import ModelConfig
+from server.generate.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from server.text.chat_template import ChatTemplate
 
 # More than this takes over a millisecond and is done beside the event loop.

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.messages import GrammarSpec, JsonSchemaGrammar
+from engine.shared.messages import GrammarSpec, JsonSchemaGrammar
 from server.answer.formats import AnswerFormats
-from server.errors import ApiError, invalid
+from server.http.errors import ApiError, invalid
 from server.schemas.tools import AllowedToolsChoice, FunctionDefinition, NamedTool, Tool, ToolChoice
 from server.tool_calls.formats import JSON_LIST, CallFormat
 from server.tool_calls.grammar import CallsGrammar, arguments_schema

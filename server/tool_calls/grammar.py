@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.messages import GrammarSpec, JsonObjectGrammar, JsonSchemaGrammar, LarkGrammar
+from engine.shared.messages import GrammarSpec, JsonObjectGrammar, JsonSchemaGrammar, LarkGrammar
 from server.schemas.tools import FunctionDefinition
 from server.tool_calls.formats import CallFormat
 

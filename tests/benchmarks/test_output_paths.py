@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from benchmarks import engine_bench, side_by_side, simulate
-from engine.writable import writable_directory, writable_file
+from engine.shared.writable import writable_directory, writable_file
 from server.batch.output import OutputFile
 from server.bench import command
 from server.bench.config import BenchConfig

@@ -38,7 +38,7 @@ from benchmarks.simulation.workload import (
     poisson,
     read_trace,
 )
-from engine.config import SchedulerConfig
+from engine.shared.config import SchedulerConfig
 
 # -- workloads -----------------------------------------------------------------------------------
 

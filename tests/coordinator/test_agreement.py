@@ -4,9 +4,9 @@ import pytest
 
 from coordinator.events import Action, FromMember, PublishOrder, Reply
 from coordinator.state import CoordinatorParameters, CoordinatorState
-from engine.config import EngineConfig, ModelConfig
-from engine.group_config import MODEL_KEYS, group_config, model_identity
-from engine.messages import (
+from engine.shared.config import EngineConfig, ModelConfig
+from engine.shared.group_config import MODEL_KEYS, group_config, model_identity
+from engine.shared.messages import (
     FrontEndAddresses,
     FrontEnds,
     Goodbye,
@@ -16,7 +16,7 @@ from engine.messages import (
     Refused,
     Welcome,
 )
-from engine.version import PROTOCOL_VERSION
+from engine.shared.version import PROTOCOL_VERSION
 
 MODEL = {"model": "m", "revision": "default", "tokenizer": "aaaa"}
 ENGINE = {**MODEL, "dtype": "float32"}

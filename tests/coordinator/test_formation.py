@@ -14,7 +14,7 @@ from coordinator.formation import (
     Standing,
 )
 from engine.lockstep.seat import GroupSeat
-from engine.messages import FormGroup, GroupMember
+from engine.shared.messages import FormGroup, GroupMember
 
 GRACE = 5.0
 

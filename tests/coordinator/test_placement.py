@@ -6,8 +6,8 @@ import pytest
 
 from coordinator.events import Action, Reply
 from coordinator.placement import Placement, Share, spread
-from engine.messages import NodeEngines, NodeOrder, NodeReport, Refused, ScaleWish
-from engine.version import PROTOCOL_VERSION
+from engine.shared.messages import NodeEngines, NodeOrder, NodeReport, Refused, ScaleWish
+from engine.shared.version import PROTOCOL_VERSION
 
 TIMEOUT = 5.0
 SETTLED = TIMEOUT + 1

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from coordinator.process import socket_addresses
-from engine.config import ClusterConfig
-from engine.messages import (
+from engine.shared.config import ClusterConfig
+from engine.shared.messages import (
     ClusterView,
     CoordinatorReply,
     EngineStats,
@@ -27,8 +27,8 @@ from engine.messages import (
     Welcome,
     encode,
 )
-from engine.transport import Transport
-from engine.version import PROTOCOL_VERSION
+from engine.shared.transport import Transport
+from engine.shared.version import PROTOCOL_VERSION
 
 TIMEOUT_MS = 10_000
 

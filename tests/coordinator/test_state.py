@@ -12,7 +12,7 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.state import CoordinatorParameters, CoordinatorState
-from engine.messages import (
+from engine.shared.messages import (
     Draining,
     EngineSetup,
     EngineStats,
@@ -31,8 +31,8 @@ from engine.messages import (
     WakeUp,
     Welcome,
 )
-from engine.reach import EVERYTHING, Reach
-from engine.version import PROTOCOL_VERSION
+from engine.shared.scope import EVERYTHING, Reach
+from engine.shared.version import PROTOCOL_VERSION
 
 EPOCH = 7
 SETUP = EngineSetup(num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="abc")

@@ -5,7 +5,7 @@ import pytest
 from coordinator.events import FromMember, PublishOrder, PublishView, Tick
 from coordinator.state import CoordinatorParameters, CoordinatorState
 from coordinator.wave import NEVER, ORDER_INTERVAL, IndependentWave, LockstepWave
-from engine.messages import (
+from engine.shared.messages import (
     EngineSetup,
     EngineStats,
     Hello,
@@ -15,7 +15,7 @@ from engine.messages import (
     WakeUp,
     WaveComplete,
 )
-from engine.version import PROTOCOL_VERSION
+from engine.shared.version import PROTOCOL_VERSION
 
 
 def stats(

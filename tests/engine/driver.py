@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from engine.config import ModelConfig
-from engine.messages import SamplingParams
 from engine.models.hf_config import read_spec
 from engine.models.loader import DecoderLoader, compute_types, model_length, open_checkpoint
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks, SlotStart
+from engine.shared.config import ModelConfig
+from engine.shared.messages import SamplingParams
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 400

@@ -3,10 +3,22 @@
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.messages import AddRequest, EngineStats, FinishReason, SamplingParams, TokenLogprob
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import (
+    AddRequest,
+    EngineStats,
+    FinishReason,
+    SamplingParams,
+    TokenLogprob,
+)
 
 
 class Answer(NamedTuple):

@@ -3,10 +3,10 @@ from typing import Literal
 
 import pytest
 
-from engine.config import CacheConfig, EngineConfig, ExecutorConfig
 from engine.executor.simulated import SimulatedExecutor, simulated_token
-from engine.messages import SamplingParams
 from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
+from engine.shared.config import CacheConfig, EngineConfig, ExecutorConfig
+from engine.shared.messages import SamplingParams
 
 
 def executor(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.executor.simulated import _token_logprob
-from engine.messages import RequestOutput
-from server.cluster.generation_client import KillsEngines, NoEngineAvailable, ReaderTooSlow
-from server.cluster.token_stream import RequestStream, merge
+from engine.shared.messages import RequestOutput
+from server.router.generation_client import KillsEngines, NoEngineAvailable, ReaderTooSlow
+from server.router.token_stream import RequestStream, merge
 from tests.faults.front import Front
 from tests.faults.oracle import VOCABULARY, answer
 from tests.faults.plan import Ask

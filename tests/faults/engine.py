@@ -6,15 +6,24 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConfig, SchedulerConfig
-from engine.core import CoreStep, StepFailed
+from engine.core.engine_core import CoreStep, StepFailed
 from engine.executor.interface import PendingResult
 from engine.executor.simulated import SimulatedExecutor
-from engine.front_end_lines import LineChanges
-from engine.intake import LATE_SENDS_SECONDS
-from engine.loop import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
-from engine.membership import HELLO_INTERVAL, Identity, Joined
-from engine.messages import (
+from engine.process.intake import LATE_SENDS_SECONDS
+from engine.process.links import LineChanges
+from engine.process.loop import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
+from engine.process.sender import LATE_INTERVAL, STATS_INTERVAL, StatsThrottle
+from engine.process.watchdog import StepWatch
+from engine.scheduler.batch import BatchPlan
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.membership import HELLO_INTERVAL, Identity, Joined
+from engine.shared.messages import (
     CoordinatorReply,
     EngineDead,
     EngineGreeting,
@@ -26,9 +35,6 @@ from engine.messages import (
     RouteTaken,
     StepOutputs,
 )
-from engine.scheduler.batch import BatchPlan
-from engine.sender import LATE_INTERVAL, STATS_INTERVAL, StatsThrottle
-from engine.watchdog import StepWatch
 from tests.faults.front import Front, Line
 from tests.faults.network import Process
 from tests.faults.oracle import EOS, MAX_MODEL_LEN, POISON, VOCABULARY

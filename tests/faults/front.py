@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.membership import HELLO_INTERVAL, Identity, Joined
-from engine.messages import (
+from engine.shared.membership import HELLO_INTERVAL, Identity, Joined
+from engine.shared.messages import (
     AddRequest,
     ClusterView,
     CoordinatorReply,
@@ -16,8 +16,8 @@ from engine.messages import (
     FrontEndNotice,
     StepOutputs,
 )
-from server.cluster.engine_client import TICK_INTERVAL
-from server.cluster.routing import LeastLoaded
+from server.router.engine_client import TICK_INTERVAL
+from server.router.routing import LeastLoaded
 from tests.faults.network import Process
 from tests.faults.parts import HEARTBEAT, TIMEOUT
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.events import Event, FromMember, PublishOrder, PublishView, Reply, Subscribed, Tick
 from coordinator.state import CoordinatorParameters
-from engine.messages import MemberKind, MemberMessage
+from engine.shared.messages import MemberKind, MemberMessage
 from tests.faults.network import Process
 from tests.faults.parts import TIMEOUT
 

@@ -1,7 +1,7 @@
 """What a request has to be answered, computed without any engine."""
 
 from engine.executor.simulated import is_penalized, penalized_seed, simulated_token
-from engine.messages import FinishReason, SamplingParams
+from engine.shared.messages import FinishReason, SamplingParams
 
 VOCABULARY = 40
 EOS = 3

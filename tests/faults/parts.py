@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from coordinator.state import CoordinatorState
-from engine.core import EngineCore
-from engine.front_end_lines import FrontEndLines
-from engine.membership import Membership
-from server.cluster.dispatch import Dispatcher
-from server.cluster.state import ClusterState
+from engine.core.engine_core import EngineCore
+from engine.process.links import FrontEndLines
+from engine.shared.membership import Membership
+from server.router.dispatch import Dispatcher
+from server.router.state import ClusterState
 
 
 @dataclass(frozen=True)

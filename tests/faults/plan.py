@@ -3,7 +3,7 @@
 import random
 from typing import NamedTuple
 
-from engine.messages import SamplingParams
+from engine.shared.messages import SamplingParams
 from tests.faults.oracle import POISON, VOCABULARY
 
 LONG_CUT = 100.0

@@ -11,19 +11,19 @@ import pytest
 
 from coordinator.events import Action
 from coordinator.state import CoordinatorState
-from engine.core import EngineCore
-from engine.front_end_lines import FrontEndLines, LineChanges
-from engine.membership import Membership, MembershipEvent
-from engine.messages import (
+from engine.core.engine_core import EngineCore
+from engine.process.links import FrontEndLines, LineChanges
+from engine.shared.membership import Membership, MembershipEvent
+from engine.shared.messages import (
     AddRequest,
     CoordinatorReply,
     CoreInput,
     EngineStats,
     HeartbeatAck,
 )
-from server.cluster.dispatch import Dispatcher
-from server.cluster.state import ClusterState, EngineLost
-from server.cluster.token_stream import RequestStream
+from server.router.dispatch import Dispatcher
+from server.router.state import ClusterState, EngineLost
+from server.router.token_stream import RequestStream
 from tests.faults.parts import Parts
 from tests.faults.run import run_seeds
 

@@ -9,9 +9,9 @@ import logging
 import random
 from collections import defaultdict
 
-from engine.messages import AddRequest, ClusterView, EngineStats, Goodbye, MemberMessage
-from server.cluster.probation import MOST_TRIES
-from server.processes.restarts import LONGEST_BACKOFF, Restarts
+from engine.shared.messages import AddRequest, ClusterView, EngineStats, Goodbye, MemberMessage
+from server.fleet.restarts import LONGEST_BACKOFF, Restarts
+from server.router.probation import MOST_TRIES
 from tests.faults.client import Client
 from tests.faults.engine import Engine
 from tests.faults.front import Front

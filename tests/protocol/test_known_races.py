@@ -13,7 +13,8 @@ from coordinator.events import Action, Event, FromMember, PublishOrder, Tick
 from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.lockstep.wave import Action as Next
 from engine.lockstep.wave import EngineWave, Gather, Leave, Park, Step
-from engine.messages import (
+from engine.scheduler.admission import RankState
+from engine.shared.messages import (
     ClusterView,
     EngineStats,
     Goodbye,
@@ -23,8 +24,7 @@ from engine.messages import (
     WakeUp,
     WaveComplete,
 )
-from engine.scheduler.admission import RankState
-from engine.version import PROTOCOL_VERSION
+from engine.shared.version import PROTOCOL_VERSION
 from tests.protocol.explorer import explore
 from tests.protocol.situation import Setup
 from tests.protocol.wire import hello, ready, replace_member

@@ -13,8 +13,8 @@ import pytest
 
 from coordinator.wave import Clock, LockstepWave
 from engine.lockstep.wave import Action, EngineWave, GatherRow, Park, Phase, Verdict, is_hold
-from engine.messages import StartDpWave, StartWave, WakeUp, WaveComplete
 from engine.scheduler.admission import RankState
+from engine.shared.messages import StartDpWave, StartWave, WakeUp, WaveComplete
 from tests.protocol.explorer import explore
 from tests.protocol.situation import Call, Setup
 from tests.protocol.world import World

@@ -6,7 +6,7 @@ from typing import Any
 from coordinator.events import Event, FromMember
 from coordinator.state import CoordinatorState
 from engine.lockstep.wave import EngineWave
-from engine.messages import (
+from engine.shared.messages import (
     EngineSetup,
     EngineStats,
     Goodbye,
@@ -15,8 +15,8 @@ from engine.messages import (
     StartWave,
     WaveComplete,
 )
-from engine.version import PROTOCOL_VERSION
-from server.cluster.state import ClusterState
+from engine.shared.version import PROTOCOL_VERSION
+from server.router.state import ClusterState
 from tests.protocol.explorer import freeze
 from tests.protocol.situation import Call
 

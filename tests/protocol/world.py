@@ -23,9 +23,9 @@ from typing import Any
 from coordinator.events import Event, FromMember, PublishOrder, PublishView, Tick
 from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.lockstep.wave import EngineWave, Gather, Leave, LockstepError, Park, Phase, Step
-from engine.messages import ClusterView, StartDpWave, WakeUp
 from engine.scheduler.admission import RankState
-from server.cluster.state import ClusterState
+from engine.shared.messages import ClusterView, StartDpWave, WakeUp
+from server.router.state import ClusterState
 from tests.protocol.explorer import Arena, Label, State, Violation
 from tests.protocol.situation import (
     GONE,

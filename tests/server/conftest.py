@@ -18,12 +18,18 @@ import uvloop
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.messages import ClusterView, RequestOutput, SamplingParams, TokenLogprob, UtilityResult
+from engine.shared.messages import (
+    ClusterView,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+    UtilityResult,
+)
 from server.app import build_app
-from server.cluster.engine_times import EngineTimes
-from server.cluster.generation_client import NoEngineAvailable
 from server.config import FrontEndConfig, HttpConfig, ModelConfig
 from server.observe.metrics import FrontEndMetrics
+from server.router.engine_times import EngineTimes
+from server.router.generation_client import NoEngineAvailable
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer
 
-from engine.messages import LarkGrammar
+from engine.shared.messages import LarkGrammar
 from server.answer.config import AnswerConfig
 from server.app import build_app
 from server.config import FrontEndConfig, ModelConfig

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from scripts.write_compatibility_doc import TARGET, render
-from server.refusals import REQUESTS
+from server.access.refusals import REQUESTS
 from server.schemas.compatibility import TABLE, Row
 
 BODIES: dict[str, dict[str, Any]] = {

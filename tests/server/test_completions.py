@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from server.cluster.generation_client import NoSuchEngine
+from server.router.generation_client import NoSuchEngine
 
 TEXT = "hello 你好 world, a stream of 🙂🙂"
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from server.access.limits import MAX_ECHO
 from server.answer.config import AnswerConfig
 from server.config import FrontEndConfig, HttpConfig, ModelConfig
-from server.conversation import render_chat
-from server.limits import MAX_ECHO
 from server.schemas.chat import ChatMessage
 from server.text.chat_template import ChatTemplate
+from server.text.conversation import render_chat
 from server.text.tokenizer import ServedTokenizer
 
 USER = {"role": "user", "content": "hello"}

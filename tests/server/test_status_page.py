@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from benchmarks import headless_chromium
-from engine.messages import ClusterView, EngineEntry, EngineSetup, EngineStats
+from engine.shared.messages import ClusterView, EngineEntry, EngineSetup, EngineStats
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
 from server.observe.metrics import FrontEndMetrics

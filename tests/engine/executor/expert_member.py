@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from engine.config import (
+from engine.distributed.group import Group, join_group
+from engine.distributed.spec import GroupBroken, GroupSpec
+from engine.executor.in_process import InProcessExecutor
+from engine.models.expert_parallel import SendingRule, SpreadExperts
+from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.config import (
     CacheConfig,
     EngineConfig,
     ExecutorConfig,
@@ -14,11 +19,6 @@ from engine.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.distributed.group import Group, join_group
-from engine.distributed.spec import GroupBroken, GroupSpec
-from engine.executor.in_process import InProcessExecutor
-from engine.models.expert_parallel import SendingRule, SpreadExperts
-from engine.scheduler.batch import BatchPlan, BatchResult
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 
 

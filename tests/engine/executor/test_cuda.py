@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from engine.config import (
+from engine.executor.in_process import InProcessExecutor
+from engine.models.varlen_attention import CudaAttention, VarlenAttention
+from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,
     EngineConfig,
@@ -11,8 +13,6 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.executor.in_process import InProcessExecutor
-from engine.models.varlen_attention import CudaAttention, VarlenAttention
 from tests.engine.serving import request, serve
 
 pytestmark = [

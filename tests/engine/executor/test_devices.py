@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.config import ParallelConfig
 from engine.executor.loading import TooFewDevices, device_number
+from engine.shared.config import ParallelConfig
 
 
 def place(number, rank, size=1):

@@ -7,22 +7,22 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import (
+from engine.core.engine_core import EngineCore
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.interface import CannotDo
+from engine.models.checkpoint import CheckpointError
+from engine.models.hf_config import UnsupportedModel
+from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
+from engine.shared.config import (
     CacheConfig,
     EngineConfig,
     ExecutorConfig,
     ModelConfig,
     SchedulerConfig,
 )
-from engine.core import EngineCore
-from engine.executor.in_process import InProcessExecutor
-from engine.executor.interface import CannotDo
-from engine.group_config import group_config
-from engine.messages import AbortRequests, AddRequest, SamplingParams
-from engine.model_files import ModelNotFound
-from engine.models.checkpoint import CheckpointError
-from engine.models.hf_config import UnsupportedModel
-from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
+from engine.shared.group_config import group_config
+from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
+from engine.shared.model_files import ModelNotFound
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -6,14 +6,6 @@ On a CPU the trial runs the same steps and commands as on CUDA, but there is no 
 import pytest
 import torch
 
-from engine.config import (
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
 from engine.executor.in_process import InProcessExecutor
@@ -23,6 +15,14 @@ from engine.executor.tensor_parallel import TeamLeader, TensorParallelExecutor
 from engine.models import expert_parallel
 from engine.models.expert_parallel import MirrorGroup
 from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 
 TOKENS = 48

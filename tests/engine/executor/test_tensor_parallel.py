@@ -7,7 +7,13 @@ import msgspec
 import psutil
 import pytest
 
-from engine.config import (
+from engine.executor.interface import CannotDo
+from engine.executor.team import Team, WorkerFailed
+from engine.executor.tensor_parallel import TensorParallelExecutor
+from engine.models.checkpoint import CheckpointError
+from engine.models.hf_config import UnsupportedModel, read_spec
+from engine.models.tensor_parallel import Cut
+from engine.shared.config import (
     CacheConfig,
     EngineConfig,
     ExecutorConfig,
@@ -15,12 +21,6 @@ from engine.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.executor.interface import CannotDo
-from engine.executor.team import Team, WorkerFailed
-from engine.executor.tensor_parallel import TensorParallelExecutor
-from engine.models.checkpoint import CheckpointError
-from engine.models.hf_config import UnsupportedModel, read_spec
-from engine.models.tensor_parallel import Cut
 from tests.engine.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver
 
 

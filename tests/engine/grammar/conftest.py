@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import BUNDLED_MODEL
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarTable, grammar_table
+from engine.shared.config import BUNDLED_MODEL
 
 VOCAB_SIZE = 2048
 EOS = (2, 0)

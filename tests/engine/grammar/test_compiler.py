@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.grammar.compiler import MAX_CACHED, GrammarCompiler
-from engine.messages import JsonSchemaGrammar, LarkGrammar, RegexGrammar
+from engine.shared.messages import JsonSchemaGrammar, LarkGrammar, RegexGrammar
 
 
 def test_a_grammar_is_compiled_once_for_all_who_ask(

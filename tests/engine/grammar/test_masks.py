@@ -9,17 +9,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.config import BUNDLED_MODEL
 from engine.grammar.masks import GrammarTable, TokenMasks
-from engine.messages import (
+from engine.runner.penalties import forbid_others
+from engine.scheduler.batch import SlotStart
+from engine.shared.config import BUNDLED_MODEL
+from engine.shared.messages import (
     ChoiceGrammar,
     GrammarSpec,
     JsonSchemaGrammar,
     RegexGrammar,
     SamplingParams,
 )
-from engine.runner.penalties import forbid_others
-from engine.scheduler.batch import SlotStart
 
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 EOS = {0, 2}
@@ -204,7 +204,7 @@ def explode(table: GrammarTable, slot: int, rng: random.Random) -> str:
 def test_who_comes_to_a_shared_limit_stalls_until_the_grammar_is_compiled_anew(
     table: GrammarTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.grammar_spec._LEXER_STATES", 2000)
+    monkeypatch.setattr("engine.shared.grammar_spec._LEXER_STATES", 2000)
     spec = RegexGrammar("[a-z ,.;A-Z]*[aeiou][a-z ,.;A-Z]{60}")
     start(table, 0, spec)
     shared = table.ask(spec)

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine.config import BUNDLED_MODEL
 from engine.grammar.masks import GrammarTable
-from engine.grammar_spec import check_grammar
-from engine.messages import JsonSchemaGrammar, SamplingParams
 from engine.scheduler.batch import SlotStart
+from engine.shared.config import BUNDLED_MODEL
+from engine.shared.grammar_spec import check_grammar
+from engine.shared.messages import JsonSchemaGrammar, SamplingParams
 
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 EOS = {0, 2}
@@ -166,7 +166,7 @@ def test_nothing_that_fits_can_follow_is_an_error_and_no_clean_end(
     table: GrammarTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should there be dead ends that are not known."""
-    monkeypatch.setattr("engine.grammar_schema.prepared", lambda schema, *_, **__: schema)
+    monkeypatch.setattr("engine.shared.grammar_schema.prepared", lambda schema, *_, **__: schema)
     schema = {
         "type": "object",
         "properties": {"score": {"type": "integer", "minimum": 0, "maximum": 9}},

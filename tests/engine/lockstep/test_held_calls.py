@@ -1,12 +1,12 @@
 """Pause, resume, sleep and wake_up of a group of two, whichever rank hears what first."""
 
-from engine.config import CacheConfig, EngineConfig, ExecutorConfig
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.executor.simulated import SimulatedExecutor
 from engine.lockstep.held_calls import HeldCalls
 from engine.lockstep.wave import EngineWave, Gather, Park, Phase
-from engine.messages import StartDpWave, StartWave, UtilityCall
 from engine.scheduler.admission import RankState
+from engine.shared.config import CacheConfig, EngineConfig, ExecutorConfig
+from engine.shared.messages import StartDpWave, StartWave, UtilityCall
 
 IDLE = RankState(*[0] * len(RankState._fields))
 CONFIG = EngineConfig(

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.lockstep.seat import GroupSeat, Place
-from engine.messages import FormGroup, GroupMember, Seat
+from engine.shared.messages import FormGroup, GroupMember, Seat
 
 ME, PEER, STRANGER = GroupMember(1, 11), GroupMember(0, 10), GroupMember(1, 12)
 HERE = "127.0.0.1:999"

@@ -20,8 +20,8 @@ from engine.lockstep.wave import (
     Step,
     judge,
 )
-from engine.messages import StartDpWave, StartWave, WaveComplete
 from engine.scheduler.admission import RankState
+from engine.shared.messages import StartDpWave, StartWave, WaveComplete
 
 IDLE = RankState(*[0] * len(RankState._fields))
 BUSY = RankState(*range(5, 5 + len(RankState._fields)))

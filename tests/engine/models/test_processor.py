@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig, ExecutorConfig, ModelConfig
 from engine.executor.loading import most_head_threads, set_threads
-from engine.model_files import BUNDLED_MODEL
 from engine.models import loader, processor
 from engine.models.hf_config import read_spec
 from engine.models.layers import PackedLinear
 from engine.models.loader import ComputeTypes, compute_types, fits_caches, open_checkpoint
+from engine.shared.config import EngineConfig, ExecutorConfig, ModelConfig
+from engine.shared.model_files import BUNDLED_MODEL
 
 BF16, F32 = torch.bfloat16, torch.float32
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -4,9 +4,9 @@ bit, whatever the batch, the chunks of the prompt, and whether it is decoded or 
 import pytest
 import torch
 
-from engine.config import BUNDLED_MODEL
-from engine.messages import SamplingParams
 from engine.models.row_blocks import SIZES, RowBlocks, probe_rows
+from engine.shared.config import BUNDLED_MODEL
+from engine.shared.messages import SamplingParams
 
 LENGTH = 140
 CASES = [

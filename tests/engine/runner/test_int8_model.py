@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.config import BUNDLED_MODEL
+from engine.shared.config import BUNDLED_MODEL
 from tests.test_bundled_model import PASSAGE
 
 

@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from engine.config import CacheConfig
 from engine.models.hf_config import parse_spec
 from engine.runner.kv_memory import (
     NotEnoughMemory,
@@ -14,6 +13,7 @@ from engine.runner.kv_memory import (
     bytes_per_block,
     count_blocks,
 )
+from engine.shared.config import CacheConfig
 
 CPU = torch.device("cpu")
 SPEC = parse_spec(

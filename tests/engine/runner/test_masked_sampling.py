@@ -8,7 +8,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.config import (
+from engine.core.engine_core import EngineCore
+from engine.executor.in_process import InProcessExecutor
+from engine.grammar.masks import TokenMasks
+from engine.runner.penalties import forbid_on_device, forbid_others
+from engine.runner.sampler import sample
+from engine.runner.slots import SlotTable
+from engine.scheduler.batch import SlotStart
+from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,
     EngineConfig,
@@ -16,14 +23,7 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.core import EngineCore
-from engine.executor.in_process import InProcessExecutor
-from engine.grammar.masks import TokenMasks
-from engine.messages import AddRequest, RegexGrammar, SamplingParams
-from engine.runner.penalties import forbid_on_device, forbid_others
-from engine.runner.sampler import sample
-from engine.runner.slots import SlotTable
-from engine.scheduler.batch import SlotStart
+from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams
 
 VOCAB = 1000
 EOS = 7

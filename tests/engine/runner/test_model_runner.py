@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.messages import SamplingParams
 from engine.scheduler.batch import BatchPlan, SlotStart
+from engine.shared.messages import SamplingParams
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from engine.config import BUNDLED_MODEL
+from engine.shared.config import BUNDLED_MODEL
 from tests.engine.serving import request, serve
 from tests.engine.tiny_models import Checkpoint
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.messages import SamplingParams
 from engine.runner.sampler import sample, smallest_kept
 from engine.runner.slots import SlotTable
 from engine.scheduler.batch import SlotStart
+from engine.shared.messages import SamplingParams
 
 VOCAB = 1000
 SLOTS = 600

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import BUNDLED_MODEL
-from engine.messages import AddRequest
+from engine.shared.config import BUNDLED_MODEL
+from engine.shared.messages import AddRequest
 from tests.engine.serving import request, serve
 
 SOME_TEXT = [(5 * i) % 37 + 60 for i in range(40)]

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.executor.interface import PendingResult
 from engine.executor.simulated import SimulatedExecutor, simulated_token
-from engine.messages import AddRequest, RequestOutput, SamplingParams
 from engine.scheduler.admission import UNLIMITED, Grant
 from engine.scheduler.batch import BatchPlan
 from engine.scheduler.scheduler import Scheduler
+from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.shared.messages import AddRequest, RequestOutput, SamplingParams
 
 
 class Rig:

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from engine.messages import AddRequest, SamplingParams
 from engine.scheduler.admission import Grant
 from engine.scheduler.fairness import GUARDED_STEPS, Shares
 from engine.scheduler.preemption import Engine, Room, choose_heaviest
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.waiting import WaitingQueue
+from engine.shared.messages import AddRequest, SamplingParams
 
 MakeRig = Callable[..., Any]
 

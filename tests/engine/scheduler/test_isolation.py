@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.messages import JsonObjectGrammar, RequestOutput
+from engine.shared.messages import JsonObjectGrammar, RequestOutput
 
 MakeRig = Callable[..., Any]
 STEPS = 3

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import SchedulerConfig
 from engine.scheduler.admission import UNLIMITED, AdmissionPolicy, AdmitAll, Grant, RankState
 from engine.scheduler.policies import Balance, Cadence, Level, build_admission_policy
+from engine.shared.config import SchedulerConfig
 
 STEP_BUDGET = 4096
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from engine.messages import AddRequest, SamplingParams
 from engine.scheduler.admission import Grant
 from engine.scheduler.fairness import Shares
 from engine.scheduler.preemption import Room, choose_victims
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.waiting import WaitingQueue
+from engine.shared.messages import AddRequest, SamplingParams
 
 MakeRig = Callable[..., Any]
 

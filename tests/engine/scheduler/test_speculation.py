@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine.config import SchedulerConfig
 from engine.executor.simulated import simulated_token
 from engine.scheduler.speculation import lookup_lengths
+from engine.shared.config import SchedulerConfig
 
 MakeRig = Callable[..., Any]
 

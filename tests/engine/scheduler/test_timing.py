@@ -1,6 +1,6 @@
 """What a scheduler says about how long requests took, and how many tokens its steps had."""
 
-from engine.messages import RequestOutput, RequestTiming
+from engine.shared.messages import RequestOutput, RequestTiming
 from tests.engine.scheduler.conftest import Rig
 
 

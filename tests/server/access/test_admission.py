@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.messages import RequestOutput
+from engine.shared.messages import RequestOutput
 from server.access.admission import LONGEST_RETRY_AFTER, Admission, DrainRate, Overloaded
 from server.access.admission_table import AdmissionTable, Totals, create_admission_table
 from server.config import FrontEndConfig, HttpConfig, ModelConfig, OverloadConfig

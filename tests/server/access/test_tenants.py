@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from server.access.guards import api_keys
+from server.access.limits import MAX_CACHE_SALT
 from server.access.tenants import EVERYBODY, Tenancy, named_tenant
 from server.config import (
     FrontEndConfig,
@@ -16,7 +17,6 @@ from server.config import (
     ServeConfig,
     TenantConfig,
 )
-from server.limits import MAX_CACHE_SALT
 
 BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "x"},

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from engine.config import ModelConfig, ParallelConfig, SchedulerConfig
+from engine.shared.config import ModelConfig, ParallelConfig, SchedulerConfig
 from server.batch.command import run_batch
 from server.batch.config import BatchConfig, RunBatchConfig
 from server.batch.output import OutputBusy, OutputFile
 from server.batch.own_server import serve_arguments
-from server.cluster.generation_client import NoEngineAvailable
+from server.router.generation_client import NoEngineAvailable
 
 BODIES = {
     "/v1/completions": {"prompt": "hello"},

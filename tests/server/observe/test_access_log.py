@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.messages import ClusterView, EngineEntry, EngineStats
+from engine.shared.messages import ClusterView, EngineEntry, EngineStats
 from server.config import FrontEndConfig
 from server.observe.stats_log import StatsLog
 

@@ -1,7 +1,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from engine.messages import EngineSetup
+from engine.shared.messages import EngineSetup
 from server.observe.engine_metrics import EngineCollector
 from server.observe.exposition import text_of
 from tests.server.observe.test_metrics import engine, view

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.messages import (
+from engine.shared.messages import (
     ClusterView,
     EngineEntry,
     EngineSetup,
@@ -17,10 +17,10 @@ from engine.messages import (
     RequestOutput,
     RequestTiming,
 )
-from server.cluster.engine_times import EngineTimes
 from server.config import FrontEndConfig, HttpConfig, ModelConfig
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams
+from server.router.engine_times import EngineTimes
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -276,8 +276,8 @@ def test_an_impossible_prefix_is_refused() -> None:
 
 
 _COUNTING_PROCESS = """
-from engine.messages import RequestTiming
-from server.cluster.engine_times import EngineTimes
+from engine.shared.messages import RequestTiming
+from server.router.engine_times import EngineTimes
 from server.config import FrontEndConfig, ModelConfig
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams

@@ -14,10 +14,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from server.app import build_app
-from server.cluster.generation_client import NoEngineAvailable
 from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer, request_tracer
+from server.router.generation_client import NoEngineAvailable
 from server.text.tokenizer import ServedTokenizer
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

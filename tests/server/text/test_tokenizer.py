@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from engine.config import ModelConfig
+from engine.shared.config import ModelConfig
 from server.text.tokenizer import ServedTokenizer, TokenizerError
 
 

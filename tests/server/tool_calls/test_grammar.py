@@ -5,7 +5,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from engine.messages import JsonObjectGrammar, JsonSchemaGrammar, LarkGrammar, RegexGrammar
+from engine.shared.messages import JsonObjectGrammar, JsonSchemaGrammar, LarkGrammar, RegexGrammar
 from server.answer.parts import Call, Message, whole_message
 from server.answer.reader import AnswerReader
 from server.schemas.tools import FunctionDefinition

@@ -1,0 +1,1 @@
+"""The engine between sockets and tensors: what a step does with requests."""

@@ -1,0 +1,39 @@
+"""What an engine has to say to front ends and has not handed over yet."""
+
+from engine.scheduler.outputs import Outputs
+from engine.shared.messages import RequestOutput, UtilityResult
+
+
+class Outbox:
+    """Outputs by front end, and answers to operators' calls."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[int, UtilityResult]] = []
+        """With the front end that asked."""
+        self._outputs: Outputs = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._outputs or self.results)
+
+    def collect(self, outputs: Outputs) -> None:
+        """Take all outputs of a step."""
+        if not self._outputs:
+            self._outputs = outputs
+            return
+        for front_end, new in outputs.items():
+            self._outputs.setdefault(front_end, []).extend(new)
+
+    def address(self, front_end: int) -> list[RequestOutput]:
+        """Return the outputs for a front end, which gets a message even if there are none."""
+        return self._outputs.setdefault(front_end, [])
+
+    def drop(self, front_end: int) -> None:
+        """Nobody waits there any more."""
+        self._outputs.pop(front_end, None)
+        self.results = [entry for entry in self.results if entry[0] != front_end]
+
+    def take(self) -> tuple[Outputs, list[tuple[int, UtilityResult]]]:
+        """Hand over all there is."""
+        taken = self._outputs, self.results
+        self._outputs, self.results = {}, []
+        return taken

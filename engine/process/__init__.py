@@ -1,0 +1,1 @@
+"""The engine process: sockets, threads and signals around the core."""

@@ -1,0 +1,296 @@
+"""The engine process: joins the cluster, loads the model, then loops until it is stopped.
+
+The receiver thread reads every socket, and the main thread runs steps and writes their results.
+Requests pass between them by one queue, the inbox; beside it they share what is made for several
+threads: the sender, the health and the watch over a step's time, the connection of the group.
+"""
+
+import logging
+import secrets
+import signal
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+import msgspec
+import zmq
+
+from engine.core.engine_core import EngineCore, StepFailed
+from engine.core.wave_clock import OwnClock
+from engine.executor.environment import settle_environment
+from engine.executor.interface import Executor, GroupExecutor
+from engine.executor.team import Team
+from engine.lockstep.group_connection import GroupConnection
+from engine.lockstep.grouping import Grouping
+from engine.lockstep.loop import LockstepLoop
+from engine.lockstep.wave import EngineWave, Phase
+from engine.models.hf_config import read_spec
+from engine.process.intake import Intake
+from engine.process.loop import EngineLoop
+from engine.process.receiver import Drain, GrammarsSettled, InboxItem, Receiver, Stop, Welcomed
+from engine.process.sender import Dying, Sender
+from engine.process.watchdog import StepWatch, Watchdog
+from engine.shared.config import EngineConfig
+from engine.shared.health import Health, serve_health
+from engine.shared.heap import settle_heap
+from engine.shared.lifeline import CANNOT_START, Lifeline
+from engine.shared.logs import name_process
+from engine.shared.membership import JOIN_TIMEOUT
+from engine.shared.messages import EngineDead, GroupMember
+from engine.shared.model_files import model_directory
+from engine.shared.transport import InsecureCluster, Transport, advertised_host
+
+logger = logging.getLogger(__name__)
+
+
+class CannotStart(Exception):
+    """The engine cannot start, and trying again would not help."""
+
+
+def steps_together(config: EngineConfig) -> bool:
+    """Whether the engine is one of several that share the experts of a model.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        UnsupportedModel: its config asks for something that is not implemented.
+    """
+    parallel = config.parallel
+    if not parallel.enable_expert_parallel or parallel.data_parallel_size == 1:
+        return False
+    return read_spec(model_directory(config.model, weights=False)).moe is not None
+
+
+def build_executor(
+    config: EngineConfig,
+    rank: int,
+    lifeline: Lifeline,
+    on_failure: Callable[[str], None] | None = None,
+) -> Executor:
+    """Load the model (or its simulation) as configured.
+
+    An executor with processes of its own calls `on_failure`, in another thread, when one dies.
+    """
+    if config.executor.executor == "simulated":
+        from engine.executor.simulated import SimulatedExecutor
+        from engine.grammar.masks import grammar_table
+
+        model_config = model_directory(config.model, weights=False) / "config.json"
+        vocab_size = msgspec.json.decode(model_config.read_bytes())["vocab_size"]
+        table = grammar_table(model_config.parent, vocab_size, ())
+        return SimulatedExecutor(config, vocab_size=vocab_size, grammars=table)
+    lifeline.progress("importing torch")
+    engines_on_node = max(1, config.parallel.engines_on_node)
+    settle_environment(engines_on_node * config.parallel.tensor_parallel_size)
+    if config.parallel.tensor_parallel_size > 1:
+        if config.parallel.enable_expert_parallel:
+            raise CannotStart("--enable-expert-parallel needs --tensor-parallel-size 1")
+        team = Team(config, rank, engines_on_node)
+        try:  # asked to stop while torch is imported, workers have to end as well
+            from engine.executor.tensor_parallel import TensorParallelExecutor
+
+            return TensorParallelExecutor(
+                config, team, rank, engines_on_node, lifeline.progress, on_failure
+            )
+        except BaseException:
+            team.close()
+            raise
+    from engine.executor.in_process import InProcessExecutor  # imports torch
+
+    return InProcessExecutor(config, rank, engines_on_node, lifeline.progress)
+
+
+def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float) -> Welcomed:
+    """Wait until the coordinator has accepted this engine.
+
+    Raises:
+        CannotStart: refused, or nobody answered.
+    """
+    try:
+        first = inbox.get(timeout=timeout)
+    except Empty:
+        raise CannotStart(f"no coordinator answered within {timeout:.0f} s") from None
+    if isinstance(first, Stop):
+        raise CannotStart(first.error or "stopped while joining")
+    assert isinstance(first, Welcomed), first
+    return first
+
+
+class EngineProcess:
+    """Wires the threads together and ends them in order."""
+
+    def __init__(self, config: EngineConfig, lifeline: Lifeline, incarnation: int) -> None:
+        self._steps_together = steps_together(config)
+        if self._steps_together:  # a step has to be over when its group gathers for the next
+            scheduling = msgspec.structs.replace(config.scheduler, async_scheduling=False)
+            config = msgspec.structs.replace(config, scheduler=scheduling)
+        self._config = config
+        self._lifeline = lifeline
+        self._incarnation = incarnation
+        self._health = Health(config.health.stall_timeout)
+        serve_health(config.health, self._health)
+        self._watch = StepWatch(config.executor.step_timeout)
+        self._serving = False
+        self._summary = ""
+        self._asked_to_end = False
+        self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        transport = Transport(config.cluster, self._context)
+        self._connection = GroupConnection()
+        self._sender = Sender(transport)
+        self._receiver = Receiver(
+            config,
+            incarnation,
+            transport,
+            self._context,
+            inbox=self._inbox,
+            outbox=self._sender,
+            lockstep=self._steps_together,
+            connection=self._connection,
+            on_routed=self._routed,
+        )
+
+    def request_stop(self) -> None:
+        """Drain, at the second call end at once, as while starting; for signal handlers.
+
+        Raises:
+            SystemExit: the engine does not serve yet.
+        """
+        if not self._serving:
+            raise SystemExit(0)
+        self._inbox.put(Stop() if self._asked_to_end else Drain())
+        self._asked_to_end = True
+
+    def run(self) -> int:
+        """Serve until stopped and return the exit code."""
+        self._sender.start()
+        self._receiver.start()
+        executor: Executor | None = None
+        try:
+            self._lifeline.progress("waiting for the coordinator")
+            welcome = wait_for_rank(self._inbox, JOIN_TIMEOUT)
+            log = self._config.log
+            name_process(f"engine {welcome.rank}", log.log_level, log.log_format)
+            executor = build_executor(
+                self._config,
+                welcome.rank,
+                self._lifeline,
+                lambda reason: self._inbox.put(Stop(reason)),
+            )
+            if executor.grammars is not None:
+                executor.grammars.on_settled = lambda: self._inbox.put(GrammarsSettled())
+            if self._steps_together:
+                return self._serve_together(executor, welcome)
+            return self._serve_alone(executor, welcome)
+        finally:
+            self._receiver.stop()
+            self._sender.stop()
+            if executor is not None:
+                executor.shutdown()
+            self._context.destroy(linger=0)
+
+    def _serve_alone(self, executor: Executor, welcome: Welcomed) -> int:
+        clock = OwnClock(welcome.wave)
+        core = EngineCore(
+            self._config, executor, rank=welcome.rank, incarnation=self._incarnation, clock=clock
+        )
+        self._ready(core, executor)
+        return self._loop_until_stopped(
+            EngineLoop(core, self._intake(core), self._sender, self._watch), welcome.rank
+        )
+
+    def _serve_together(self, executor: Executor, welcome: Welcomed) -> int:
+        if not isinstance(executor, GroupExecutor):
+            raise CannotStart("this executor cannot share the experts with other engines")
+        rank, incarnation = welcome.rank, self._incarnation
+        wave = EngineWave(rank=rank, incarnation=incarnation, wave=welcome.wave, phase=Phase.APART)
+        core = EngineCore(self._config, executor, rank=rank, incarnation=incarnation, clock=wave)
+        grouping = Grouping(
+            GroupMember(rank, incarnation),
+            executor,
+            self._connection,
+            host=advertised_host(self._config.cluster),
+            timeout=self._config.parallel.group_timeout,
+            report=self._receiver.sit,
+        )
+        self._lifeline.progress("waiting for the other engines")
+        loop = LockstepLoop(
+            core,
+            wave,
+            grouping,
+            self._intake(core),
+            self._sender,
+            self._watch,
+            on_wave=self._receiver.note_wave,
+            on_joined=lambda: self._ready(core, executor),
+        )
+        try:
+            return self._loop_until_stopped(loop, rank)
+        finally:
+            # The goodbye goes first, so that the others regroup on an order and not on an error.
+            self._receiver.stop()
+            grouping.close()
+
+    def _intake(self, core: EngineCore) -> Intake:
+        return Intake(
+            core,
+            self._inbox,
+            on_turn=self._health.turn,
+            on_drain=self._drain,
+            drain_timeout=self._config.cluster.drain_timeout,
+        )
+
+    def _drain(self) -> None:
+        self._health.drain()
+        self._receiver.drain()
+
+    def _ready(self, core: EngineCore, executor: Executor) -> None:
+        """Tell the cluster that the engine serves, the first time."""
+        if self._serving:
+            return
+        self._serving = True
+        settle_heap()
+        info = executor.info
+        tokens = info.num_kv_blocks * self._config.cache.block_size
+        self._summary = f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)"
+        self._receiver.ready(core.setup)
+
+    def _routed(self) -> None:
+        """Tell whoever started the engine that it can be counted on; called by the receiver."""
+        self._health.ready()
+        self._lifeline.ready(self._summary)
+
+    def _loop_until_stopped(self, loop: EngineLoop | LockstepLoop, rank: int) -> int:
+        def tell(reason: str) -> None:
+            self._sender.put(Dying(EngineDead(rank, self._incarnation, reason)))
+
+        watchdog = Watchdog(self._watch, self._config.executor.step_timeout, tell)
+        watchdog.start()
+        try:
+            stop = loop.run()
+        except Exception as error:
+            logger.exception("engine %d cannot go on", rank)
+            reason = str(error) if isinstance(error, StepFailed) else repr(error)
+            tell(reason)
+            return 1
+        finally:
+            watchdog.stop()
+        if stop.error is not None:
+            logger.error("%s", stop.error)
+            self._sender.put(Dying(EngineDead(rank, self._incarnation, stop.error)))
+            return 1
+        return 0
+
+
+def run(config: EngineConfig, lifeline: Lifeline, incarnation: int | None = None) -> int:
+    """Run one engine until SIGTERM or SIGINT and return the exit code."""
+    name_process("engine", config.log.log_level, config.log.log_format)
+    lifeline.watch()
+    if incarnation is None:
+        incarnation = secrets.randbits(48)
+    try:
+        process = EngineProcess(config, lifeline, incarnation)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: process.request_stop())
+        return process.run()
+    except (CannotStart, InsecureCluster, ValueError, OSError) as error:
+        lifeline.failed(str(error))
+        return CANNOT_START

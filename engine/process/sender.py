@@ -1,0 +1,224 @@
+"""What the engine writes: one message per step and front end, and stats to the coordinator.
+
+The thread that steps writes by itself. To have another one do it costs more than the writing: the
+two take the interpreter's lock from each other a dozen times a step, and a kernel that lets
+whoever was woken run next can keep everything else from their processor for a tenth of a second.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from engine.shared.messages import (
+    EngineDead,
+    EngineReport,
+    EngineStats,
+    RequestOutput,
+    StartWave,
+    StepOutputs,
+    UtilityResult,
+    WaveComplete,
+    encode,
+)
+from engine.shared.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL = 0.025
+"""Least seconds between two stats to the coordinator while an engine keeps running."""
+
+LATE_INTERVAL = 0.1
+"""Seconds after which stats are looked at that were held back and that a long step has kept
+from being replaced."""
+
+
+@dataclass(frozen=True)
+class ConnectCoordinator:
+    """Open the way to the coordinator."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class ConnectFrontEnd:
+    """Open the way to a front end."""
+
+    index: int
+    address: str
+
+
+@dataclass(frozen=True)
+class DisconnectFrontEnd:
+    """A front end has gone: drop what has not been sent to it."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """What a step produced, by front end; without outputs only the stats are news."""
+
+    stats: EngineStats
+    outputs: dict[int, list[RequestOutput]]
+
+
+@dataclass(frozen=True)
+class UtilityDone:
+    """The answer to one front end's utility call."""
+
+    front_end: int
+    result: UtilityResult
+
+
+@dataclass(frozen=True)
+class Dying:
+    """Tell everybody that this engine cannot go on."""
+
+    message: EngineDead
+
+
+SenderItem = (
+    ConnectCoordinator
+    | ConnectFrontEnd
+    | DisconnectFrontEnd
+    | StepDone
+    | UtilityDone
+    | Dying
+    | EngineReport
+)
+
+
+class Outbox(Protocol):
+    """Where everything goes that the engine has to say."""
+
+    def put(self, item: SenderItem) -> None:
+        """Take an item, from any thread, without waiting for anybody."""
+        ...
+
+
+class StatsThrottle:
+    """Decides which stats the coordinator gets: at once when work began or ended, else seldom.
+
+    The newest stats are never lost: what was held back is due after the interval.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._last_sent = float("-inf")
+        self._was_busy: bool | None = None
+        self._held: EngineStats | None = None
+
+    def offer(self, stats: EngineStats, now: float) -> EngineStats | None:
+        """Take new stats; return what to send now."""
+        busy = stats.waiting + stats.running > 0
+        self._held = stats
+        if busy != self._was_busy or now - self._last_sent >= self._interval:
+            self._was_busy = busy
+            return self.take(now)
+        return None
+
+    def take(self, now: float) -> EngineStats | None:
+        """Return what is held back, if anything."""
+        stats, self._held = self._held, None
+        if stats is not None:
+            self._last_sent = now
+        return stats
+
+    @property
+    def holds(self) -> bool:
+        """Whether stats are held back."""
+        return self._held is not None
+
+    def wait(self, now: float) -> float | None:
+        """Return the seconds until held stats are due; None when nothing is held."""
+        if self._held is None:
+            return None
+        return max(0.0, self._last_sent + self._interval - now)
+
+
+class Sender:
+    """Writes whatever it is given, at once; what stats are held back, a thread of its own later.
+
+    Nothing here waits for a reader: sockets queue without a limit, and a front end that goes takes
+    its queue with it.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()  # sockets may change threads, but serve one at a time
+        self._coordinator: zmq.Socket[bytes] | None = None
+        self._front_ends: dict[int, zmq.Socket[bytes]] = {}
+        self._throttle = StatsThrottle(STATS_INTERVAL)
+        self._stopped = threading.Event()
+        # An idle engine wakes for nothing: its thread sleeps until stats are held back.
+        self._holds = threading.Event()
+        self._thread = threading.Thread(target=self._send_late, name="late-stats", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread that sends stats which a long step keeps from being replaced."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Send what is held back and close all sockets, each once its queue is empty."""
+        self._stopped.set()
+        self._holds.set()
+        self._thread.join(timeout)
+        with self._lock:
+            self._report(self._throttle.take(time.monotonic()))
+            for each in [*self._front_ends.values(), self._coordinator]:
+                if each is not None:
+                    each.close(linger=500)
+            self._front_ends, self._coordinator = {}, None
+
+    def put(self, item: SenderItem) -> None:
+        """Write an item, or open or close the way that it names; may be called by any thread."""
+        with self._lock:
+            try:
+                self._handle(item)
+            except Exception:
+                # One item that cannot be sent must not silence the engine.
+                logger.exception("could not send %s", type(item).__name__)
+
+    def _send_late(self) -> None:
+        while self._holds.wait() and not self._stopped.wait(LATE_INTERVAL):
+            with self._lock:
+                now = time.monotonic()
+                if self._throttle.wait(now) == 0:
+                    self._report(self._throttle.take(now))
+                if not self._throttle.holds:
+                    self._holds.clear()
+
+    def _handle(self, item: SenderItem) -> None:
+        match item:
+            case StepDone(stats, outputs):
+                for index, of_front_end in outputs.items():
+                    self._send(index, encode(StepOutputs(stats, of_front_end)))
+                self._report(self._throttle.offer(stats, time.monotonic()))
+                if self._throttle.holds and not self._holds.is_set():
+                    self._holds.set()
+            case UtilityDone(front_end, result):
+                self._send(front_end, encode(result))
+            case ConnectCoordinator(address):
+                self._coordinator = self._transport.connect(zmq.PUSH, address)
+            case ConnectFrontEnd(index, address):
+                self._front_ends[index] = self._transport.connect(zmq.PUSH, address)
+            case DisconnectFrontEnd(index):
+                self._front_ends.pop(index).close(linger=0)
+            case Dying(message):
+                for each in self._front_ends.values():
+                    each.send(encode(message))
+            case EngineStats() | WaveComplete() | StartWave():
+                self._report(item)
+
+    def _send(self, index: int, frame: bytes) -> None:
+        front_end = self._front_ends.get(index)
+        if front_end is not None:
+            front_end.send(frame)
+
+    def _report(self, report: EngineReport | None) -> None:
+        if report is not None and self._coordinator is not None:
+            self._coordinator.send(encode(report))

@@ -1,0 +1,1 @@
+"""What all processes share: messages, transport, membership, settings, logs, health. No torch."""

@@ -1,0 +1,94 @@
+"""GET /health and /ready of a process that serves no HTTP otherwise: engines, the coordinator.
+
+Probes of container platforms ask on their own port and thread, so that the answer says whether
+the main loop still turns instead of waiting for it.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from threading import Thread
+from typing import Literal, NamedTuple
+
+from engine.shared.config import HealthConfig
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["starting", "ready", "draining"]
+
+
+class Answer(NamedTuple):
+    """An HTTP status and the word that explains it."""
+
+    status: int
+    body: str
+
+
+class Health:
+    """What a process's main loop has said of itself last."""
+
+    def __init__(self, stall_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.phase: Phase = "starting"
+        self._stall_timeout = stall_timeout
+        self._clock = clock
+        self._last_turn = clock()
+
+    def ready(self) -> None:
+        """The process serves from now on, and its loop says so at every turn."""
+        self.turn()
+        if self.phase == "starting":  # it may be asked to end before all know that it serves
+            self.phase = "ready"
+
+    def drain(self) -> None:
+        """The process takes nothing new from now on."""
+        self.phase = "draining"
+
+    def turn(self) -> None:
+        """The main loop goes round."""
+        self._last_turn = self._clock()
+
+    def answer(self, path: str) -> Answer:
+        """Return what to answer to GET `path`.
+
+        /health is 503 when the process has to be started again: its loop has stopped turning.
+        How long starting takes is the platform's to judge. /ready is 200 while it takes work.
+        """
+        stalled = self.phase != "starting" and self._clock() - self._last_turn > self._stall_timeout
+        match path:
+            case "/health":
+                return Answer(503, "stalled") if stalled else Answer(200, self.phase)
+            case "/ready":
+                word = "stalled" if stalled else self.phase
+                return Answer(200 if word == "ready" else 503, word)
+        return Answer(404, "there are /health and /ready")
+
+
+def serve_health(config: HealthConfig, health: Health) -> None:
+    """Answer on the configured port for as long as the process lives; without one do nothing.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if config.health_port is None:
+        return
+    # Slow to import, and only needed in containers.
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 5.0
+
+        def do_GET(self) -> None:
+            status, word = health.answer(self.path)
+            body = f"{word}\n".encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            logger.debug(format, *arguments)
+
+    server = ThreadingHTTPServer(("", config.health_port), Handler)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, name="health", daemon=True).start()

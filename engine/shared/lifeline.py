@@ -1,0 +1,132 @@
+"""The local socket pair between the supervisor and one child.
+
+Down it the child gets its launch parameters, so that no secret stands in a command line or
+environment; up it the child reports progress, readiness or why it cannot start. Its closing
+tells each side that the other has died, whatever killed it.
+"""
+
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.shared.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
+
+logger = logging.getLogger(__name__)
+
+LIFELINE_VARIABLE = "SWELL_LIFELINE_FD"
+ORPHAN_GRACE = 3.0
+"""Seconds that a child gets to end in order after its supervisor has died."""
+
+CANNOT_START = 3
+"""Exit code of a child that reported `ChildFailed`: starting it again would not help."""
+
+_LENGTH = struct.Struct("!I")
+
+T = TypeVar("T")
+
+
+def pack_frame(message: Any) -> bytes:
+    """Return a message with its length in front."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into typed messages."""
+
+    def __init__(self, message_type: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message_type)
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Return the messages that `data` completes."""
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if len(self._buffer) < _LENGTH.size + length:
+                break
+            messages.append(self._decoder.decode(self._buffer[_LENGTH.size :][:length]))
+            self._buffer = self._buffer[_LENGTH.size + length :]
+        return messages
+
+
+class Lifeline:
+    """A child's end of the socket pair; without a supervisor it only logs."""
+
+    def __init__(self, connection: socket.socket | None) -> None:
+        self._connection = connection
+
+    @classmethod
+    def from_environment(cls) -> "Lifeline":
+        """Return the lifeline that the supervisor left in the environment, if any."""
+        descriptor = os.environ.pop(LIFELINE_VARIABLE, None)
+        return cls(socket.socket(fileno=int(descriptor)) if descriptor else None)
+
+    def read_launch(self, launch_type: type[T]) -> T:
+        """Wait for the launch parameters.
+
+        Raises:
+            EOFError: the supervisor died before it sent them, or there is none.
+        """
+        if self._connection is None:
+            raise EOFError("this module is started by the supervisor: use the `swell` command")
+        reader = FrameReader(launch_type)
+        while True:
+            data = self._connection.recv(65536)
+            if not data:
+                raise EOFError("the supervisor has gone")
+            for launch in reader.feed(data):
+                return launch  # type: ignore[no-any-return]
+
+    def progress(self, phase: str) -> None:
+        """Say what the child is doing while it starts."""
+        self._report(ChildProgress(phase))
+
+    def ready(self, detail: str, addresses: dict[str, str] | None = None) -> None:
+        """Say that the child serves."""
+        self._report(ChildReady(detail, addresses or {}))
+
+    def failed(self, reason: str) -> None:
+        """Say why the child cannot start."""
+        self._report(ChildFailed(reason))
+
+    def _report(self, status: ChildStatus) -> None:
+        if self._connection is None:
+            logger.info("%s", next(iter(msgspec.structs.astuple(status))))
+            return
+        try:
+            self._connection.sendall(pack_frame(status))
+        except OSError:
+            logger.warning("the supervisor does not listen any more")
+
+    def watch(self, on_lost: Callable[[], None] | None = None) -> None:
+        """End this process when the supervisor dies: SIGTERM first, then at once after a grace.
+
+        The watching thread also ends a process whose main thread is stuck in native code.
+        """
+        connection = self._connection
+        if connection is None:
+            return
+
+        def wait() -> None:
+            try:
+                while connection.recv(4096):
+                    pass
+            except OSError:
+                pass
+            logger.error("the supervisor has gone: stopping")
+            if on_lost is not None:
+                on_lost()
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(ORPHAN_GRACE)
+            os._exit(1)
+
+        threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -1,0 +1,161 @@
+"""How a process joins the cluster and stays in it: a state machine without I/O.
+
+The shell that owns the registration socket sends what `tick` returns, feeds what it receives to
+`receive` and acts on the events that come back. Losing any message only costs one interval.
+"""
+
+from dataclasses import dataclass
+
+from engine.shared.messages import (
+    CoordinatorReply,
+    Draining,
+    EngineSetup,
+    FrontEndAddresses,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    MemberKind,
+    MemberMessage,
+    Ready,
+    Refused,
+    Seat,
+    Welcome,
+)
+from engine.shared.scope import EVERYTHING, Reach
+from engine.shared.version import PROTOCOL_VERSION, swell_version
+
+HELLO_INTERVAL = 0.5
+"""Seconds between two attempts to join."""
+
+JOIN_TIMEOUT = 60.0
+"""Seconds until a process that finds no coordinator, or no free place, gives up."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The coordinator accepted this member; `again` if it did so before (it restarted)."""
+
+    welcome: Welcome
+    again: bool
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The coordinator will not have this member."""
+
+    reason: str
+
+
+MembershipEvent = Joined | Rejected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who wants to join; `index` -1 asks for a number."""
+
+    kind: MemberKind
+    index: int
+    incarnation: int
+    host: str
+    pid: int
+    group_config: dict[str, str]
+    addresses: FrontEndAddresses | None = None
+    reach: Reach = EVERYTHING
+
+
+class Membership:
+    """One member's side of the registration handshake."""
+
+    def __init__(self, identity: Identity, heartbeat_interval: float) -> None:
+        self._identity = identity
+        self._interval = heartbeat_interval
+        self._setup: EngineSetup | None = None
+        self._is_ready = False
+        self._is_draining = False
+        self._seat: Seat | None = None
+        self._joined_once = False
+        self._next_send = float("-inf")
+        self.epoch: int | None = None
+        """Epoch of the coordinator that knows this member; None while joining."""
+        self.index = identity.index
+        self.wave = 0
+        """Newest wave known here, told to a coordinator that has forgotten it."""
+
+    def ready(self, setup: EngineSetup | None) -> None:
+        """The member has set itself up; READY is sent at the next tick."""
+        self._setup = setup
+        self._is_ready = True
+        self._next_send = float("-inf")
+
+    def drain(self) -> None:
+        """The member wants nothing new from now on; DRAINING is sent at the next tick."""
+        self._is_draining = True
+        self._next_send = float("-inf")
+
+    def sit(self, seat: Seat) -> None:
+        """The member stands elsewhere with its lockstep group; told at the next tick."""
+        self._seat = seat
+        self._next_send = float("-inf")
+
+    def tick(self, now: float) -> list[MemberMessage]:
+        """Return what has to be sent at `now` (seconds, monotonic)."""
+        if now < self._next_send:
+            return []
+        me = self._identity
+        if self.epoch is None:
+            self._next_send = now + HELLO_INTERVAL
+            return [
+                Hello(
+                    me.kind,
+                    self.index,
+                    me.incarnation,
+                    me.host,
+                    me.pid,
+                    me.group_config,
+                    me.addresses,
+                    self.wave,
+                    me.reach,
+                    PROTOCOL_VERSION,
+                    swell_version(),
+                )
+            ]
+        self._next_send = now + self._interval
+        if self._is_draining:
+            return [Draining(me.kind, self.index, me.incarnation, self._seat)]
+        if self._is_ready:
+            # READY is repeated as the heartbeat of a ready member: losing one does not matter.
+            return [Ready(me.kind, self.index, me.incarnation, self._setup, self._seat)]
+        return [Heartbeat(me.kind, self.index, me.incarnation, self._seat)]
+
+    def goodbye(self) -> Goodbye:
+        """Return the message that leaves the cluster."""
+        return Goodbye(self._identity.kind, self.index, self._identity.incarnation)
+
+    def receive(self, reply: CoordinatorReply) -> MembershipEvent | None:
+        """Take one message of the coordinator."""
+        if isinstance(reply, Refused):
+            return Rejected(reply.reason) if reply.final else None
+        if isinstance(reply, HeartbeatAck):
+            if self.epoch is not None and (not reply.known or reply.epoch != self.epoch):
+                self.epoch = None
+                self._next_send = float("-inf")
+            return None
+        return self._welcomed(reply)
+
+    def _welcomed(self, welcome: Welcome) -> Joined | Rejected | None:
+        if welcome.epoch == self.epoch:
+            return None  # answer to a repeated HELLO
+        if welcome.protocol != PROTOCOL_VERSION:
+            return Rejected(
+                f"protocol is {PROTOCOL_VERSION} here (Swell {swell_version()}) but "
+                f"{welcome.protocol or 'older than 1'} at the coordinator (Swell "
+                f"{welcome.version or 'unknown'}), which did not mind"
+            )
+        again = self._joined_once
+        self.epoch = welcome.epoch
+        self.index = welcome.index
+        self.wave = max(self.wave, welcome.wave)
+        self._joined_once = True
+        self._next_send = float("-inf")
+        return Joined(welcome, again)

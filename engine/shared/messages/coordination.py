@@ -1,0 +1,121 @@
+"""What the coordinator publishes, to engines and to front ends, and what they report to it."""
+
+import msgspec
+
+from engine.shared.messages.membership import EngineSetup, FrontEndEntry, GroupMember
+from engine.shared.messages.outputs import EngineStats
+from engine.shared.messages.wire import Message
+
+# -- back publish: coordinator -> engines --------------------------------------------------------
+
+
+class FrontEnds(Message, frozen=True):
+    """The front ends that are there now; engines connect to new ones and drop the others."""
+
+    epoch: int
+    front_ends: list[FrontEndEntry]
+
+
+class StartDpWave(Message, frozen=True):
+    """Paused engines of the group start stepping.
+
+    `excluded_rank` already knows (it was sent the request): an optimization only, -1 for none.
+    Held engines obey only a `hold_epoch` that is newer than theirs.
+    """
+
+    wave: int
+    excluded_rank: int
+    hold_epoch: int = 0
+    topology: int = 0
+
+
+class FormGroup(Message, frozen=True):
+    """The engines that hold collectives together from now on; `topology` only grows.
+
+    Without an address: leave the group before it, if any, and prepare for this one. With an
+    address, which comes when all members have prepared: meet there.
+    """
+
+    topology: int
+    members: list[GroupMember]
+    """By position in the group, the leader first."""
+    address: str = ""
+
+
+GroupOrder = FrontEnds | StartDpWave | FormGroup
+
+
+# -- back output: engines -> coordinator ---------------------------------------------------------
+
+
+class WaveComplete(Message, frozen=True):
+    """Rank 0 of a lockstep group: nobody has work, the group paused at the end of `wave`.
+
+    With an odd `hold_epoch` the group is held: only a newer hold epoch makes it run again.
+    """
+
+    rank: int
+    incarnation: int
+    wave: int
+    hold_epoch: int = 0
+    topology: int = 0
+
+
+class StartWave(Message, frozen=True):
+    """An engine runs `wave` from now on: its peers have to run too.
+
+    Every engine of a lockstep group says so when it starts, whatever made it start, so that the
+    coordinator knows who follows. Told again while nobody joins.
+    """
+
+    rank: int
+    incarnation: int
+    wave: int
+    hold_epoch: int = 0
+    topology: int = 0
+
+
+EngineReport = EngineStats | WaveComplete | StartWave
+
+
+# -- front publish: coordinator <-> front ends ---------------------------------------------------
+
+
+class EngineEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One engine in the cluster view. `stats` is None until its first report."""
+
+    rank: int
+    incarnation: int
+    ready: bool
+    host: str
+    restarts: int
+    """How many earlier incarnations of this rank the coordinator has seen."""
+    setup: EngineSetup | None
+    stats: EngineStats | None
+
+
+class ClusterView(Message, frozen=True):
+    """The whole state of the cluster as the coordinator knows it.
+
+    `version` grows with every publication of one epoch.
+    """
+
+    epoch: int
+    version: int
+    wave: int
+    running: bool
+    engines: list[EngineEntry]
+    num_front_ends: int
+    wakeups_total: dict[str, int] = {}
+    """How often the engines were woken, by source: "front_end" or "engine"."""
+
+
+class WakeUp(Message, frozen=True):
+    """A front end sent a request to `rank` while its view said paused in `wave`."""
+
+    front_end: int
+    rank: int
+    wave: int
+
+
+FrontEndNotice = WakeUp

@@ -1,0 +1,178 @@
+"""Registration: between the coordinator and everybody."""
+
+from typing import Literal
+
+import msgspec
+
+from engine.shared.messages.wire import Message
+from engine.shared.scope import EVERYTHING, Reach
+
+MemberKind = Literal["engine", "front_end"]
+
+
+class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine found out while it set itself up."""
+
+    num_kv_blocks: int
+    block_size: int
+    max_model_len: int
+    model_fingerprint: str
+    """Equal on all engines that hold the same weights."""
+    max_num_seqs: int = 0
+    """Most sequences that the engine runs at once; 0 if it does not say."""
+    enable_prefix_caching: bool | None = None
+    """This and the following are its settings of the KV cache, as far as it says them."""
+    gpu_memory_utilization: float | None = None
+    num_kv_blocks_set: int | None = None
+    kv_cache_memory_bytes: int | None = None
+
+
+class FrontEndAddresses(msgspec.Struct, frozen=True, array_like=True):
+    """Where engines reach one front end."""
+
+    requests: str
+    outputs: str
+
+
+class GroupMember(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One engine process of a lockstep group."""
+
+    rank: int
+    incarnation: int
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Where an engine stands with its lockstep group, as it says itself.
+
+    See `engine.lockstep.seat`.
+    """
+
+    state: Literal["apart", "preparing", "prepared", "joined"]
+    topology: int
+    """Newest formation that it heard of: the one it left, prepares for or is in."""
+    address: str
+    """HOST:PORT where it would host the meeting point of a group that it leads."""
+    members: list[GroupMember] = []
+    """Whom it is in a group with, itself included; empty unless joined."""
+
+
+class Hello(Message, frozen=True):
+    """A process asks to join (or joins again after the coordinator restarted).
+
+    `host` is the name of its node.
+    `incarnation` is a random number drawn once per process. `index` is the rank or front-end
+    number, or -1 to be given one. `group_config` holds the settings that must be equal on all
+    engines, as text, so that a refusal can name the one that differs; front ends state the model's
+    only (`engine.shared.group_config`). The key "lockstep" with the
+    value "true" says that the engines step together and need waves; "data_parallel_size" then says
+    how many form the first group and "regroup" what happens when one of them dies.
+
+    Fields are only ever appended, so that processes of all versions understand each other so far.
+    """
+
+    kind: MemberKind
+    index: int
+    incarnation: int
+    host: str
+    pid: int
+    group_config: dict[str, str] = {}
+    addresses: FrontEndAddresses | None = None
+    wave: int = 0
+    """The wave an engine that joins again was in; a coordinator takes the maximum it sees."""
+    reach: Reach = EVERYTHING
+    """The engines that a front end routes to."""
+    protocol: int = 0
+    """See `engine.shared.version`; 0 in processes that are older than the field."""
+    version: str = ""
+    """Version of Swell, for people."""
+
+
+class Ready(Message, frozen=True):
+    """The member has set itself up and takes part; repeated as its heartbeat from then on."""
+
+    kind: MemberKind
+    index: int
+    incarnation: int
+    setup: EngineSetup | None = None
+    seat: Seat | None = None
+
+
+class Heartbeat(Message, frozen=True):
+    """The member is alive and still setting itself up; answered by `HeartbeatAck`."""
+
+    kind: MemberKind
+    index: int
+    incarnation: int
+    seat: Seat | None = None
+
+
+class Goodbye(Message, frozen=True):
+    """The member leaves on purpose, or its supervisor saw it die.
+
+    An `index` of -1 stands for whatever number the coordinator gave to this incarnation.
+    """
+
+    kind: MemberKind
+    index: int
+    incarnation: int
+
+
+class Draining(Message, frozen=True):
+    """The member finishes what it has and wants nothing new; its heartbeat until the goodbye."""
+
+    kind: MemberKind
+    index: int
+    incarnation: int
+    seat: Seat | None = None
+
+
+MemberMessage = Hello | Ready | Heartbeat | Draining | Goodbye
+
+
+class FrontEndEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One front end as engines need to know it."""
+
+    index: int
+    incarnation: int
+    addresses: FrontEndAddresses
+    reach: Reach = EVERYTHING
+
+
+class Welcome(Message, frozen=True):
+    """The coordinator accepts a member and tells it where everything is."""
+
+    epoch: int
+    """Random number of this coordinator process: a change means that it restarted."""
+    index: int
+    wave: int
+    publish_address: str
+    """Front publish for front ends, back publish for engines."""
+    output_address: str
+    """Back output for engines; empty for front ends."""
+    front_ends: list[FrontEndEntry] = []
+    protocol: int = 0
+    """See `engine.shared.version`; 0 from coordinators that are older than the field."""
+    version: str = ""
+    """Version of Swell, for people."""
+
+
+class Refused(Message, frozen=True):
+    """The member may not join; `field` names the setting that differs, if that is why.
+
+    A refusal that is not final may be lifted soon (the rank's last holder is not known to be
+    dead yet): the member keeps asking.
+    """
+
+    reason: str
+    field: str | None = None
+    final: bool = True
+
+
+class HeartbeatAck(Message, frozen=True):
+    """Answer to a heartbeat; `known` is False when the member has to say HELLO again."""
+
+    epoch: int
+    known: bool
+
+
+CoordinatorReply = Welcome | Refused | HeartbeatAck

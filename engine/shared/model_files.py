@@ -1,0 +1,57 @@
+"""Where a model's files are: a local directory, or a download from the Hugging Face hub."""
+
+from pathlib import Path
+
+from engine.shared.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME, ModelConfig
+
+_TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+_WEIGHT_FILES = ["*.safetensors"]
+
+
+class ModelNotFound(ValueError):
+    """The model setting names neither a directory nor a repository that can be fetched."""
+
+
+def model_directory(config: ModelConfig, *, weights: bool) -> Path:
+    """Return the local directory of the model, downloading what is missing.
+
+    Args:
+        config: names a directory or a hub id.
+        weights: also fetch the safetensors (front ends need only the text files).
+
+    Raises:
+        ModelNotFound: with a message that says what to do.
+    """
+    local = Path(config.model).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ModelNotFound(
+                f"{local} has no config.json: is it a Hugging Face model directory?"
+            )
+        return local
+    if config.model.startswith((".", "/", "~")) or config.model.count("/") != 1:
+        raise ModelNotFound(
+            f"model {config.model!r} is neither a directory nor a hub id like 'org/name'"
+        )
+    from huggingface_hub import snapshot_download  # slow to import and needed for hub ids only
+
+    patterns = _TEXT_FILES + (_WEIGHT_FILES if weights else [])
+    try:
+        return Path(
+            snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+        )
+    except Exception as error:
+        raise ModelNotFound(
+            f"model {config.model!r} is not a directory and could not be fetched from the hub: "
+            f"{error}"
+        ) from error
+
+
+def served_names(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names by which clients may call the model, the preferred one first."""
+    if config.served_model_name:
+        return config.served_model_name
+    if Path(config.model) == BUNDLED_MODEL:
+        return (BUNDLED_MODEL_NAME,)
+    local = Path(config.model).expanduser()
+    return (local.resolve().name,) if local.is_dir() else (config.model,)

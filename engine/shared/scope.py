@@ -1,0 +1,59 @@
+"""Which engines a front end routes to: all, those of its node, or one.
+
+- internal: every front end balances over every engine of the cluster.
+- hybrid: a front end balances over the engines of its own node; what balances over the nodes
+  is outside.
+- external: a front end serves one engine; what balances over the engines is outside.
+
+A front end says its reach when it joins, and engines connect only to front ends that reach them,
+so that a cluster of a thousand engines does not need a connection for every pair.
+"""
+
+import socket
+
+import msgspec
+
+from engine.shared.config import ClusterConfig, ParallelConfig
+
+
+class MissingRank(ValueError):
+    """A front end is to serve one engine and was not told which."""
+
+
+class Reach(msgspec.Struct, frozen=True, array_like=True):
+    """The engines of one front end; None stands for any."""
+
+    node: str | None = None
+    rank: int | None = None
+
+    def contains(self, rank: int, node: str) -> bool:
+        """Whether an engine is one of them."""
+        return self.rank in (None, rank) and self.node in (None, node)
+
+
+EVERYTHING = Reach()
+
+
+def node_name(cluster: ClusterConfig) -> str:
+    """Return the name of this node."""
+    return cluster.node or socket.gethostname()
+
+
+def front_end_reach(parallel: ParallelConfig, cluster: ClusterConfig) -> Reach:
+    """Return the reach of a front end with these settings.
+
+    Raises:
+        MissingRank: external balancing without the rank of the engine.
+    """
+    match parallel.data_parallel_lb:
+        case "internal":
+            return EVERYTHING
+        case "hybrid":
+            return Reach(node=node_name(cluster))
+        case "external":
+            if parallel.data_parallel_rank is None:
+                raise MissingRank(
+                    "--data-parallel-lb external needs --data-parallel-rank: the engine that this "
+                    "front end serves"
+                )
+            return Reach(rank=parallel.data_parallel_rank)

@@ -1,0 +1,260 @@
+"""ZeroMQ sockets between processes: addresses, security, and receiving. No other module makes any.
+
+Local sockets are `ipc://` in a private directory. TCP sockets are encrypted and authenticated
+by CURVE with keys derived from one shared secret: whoever knows the secret knows the binder's
+public key, which never crosses the wire, and nobody else can complete a handshake. All
+high-water marks are 0 (no limit): a message of the control plane is never dropped silently;
+what must be bounded is bounded by admission, not by a socket.
+"""
+
+import hashlib
+import logging
+import socket as sockets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from engine.shared.config import ClusterConfig
+from engine.shared.handshakes import HandshakeWatch
+from engine.shared.node_directory import make_private
+
+if TYPE_CHECKING:
+    import asyncio  # the coordinator does without an event loop
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_IPC_PATH = 107  # sockaddr_un.sun_path, less its terminating zero
+
+LEAST_KEY_BYTES = 16
+"""Fewest bytes of a shared secret, blanks around them not counted."""
+
+
+class InsecureCluster(ValueError):
+    """TCP is to be used with no cluster key, or with one that a stranger could guess."""
+
+
+class KeyPair(NamedTuple):
+    """A CURVE key pair in Z85."""
+
+    public: bytes
+    secret: bytes
+
+
+def cluster_key_pair(shared_secret: bytes) -> KeyPair:
+    """Derive the key pair of all binding sockets of a cluster from its shared secret.
+
+    Raises:
+        InsecureCluster: the secret is too short to be one.
+    """
+    material = shared_secret.strip()
+    if len(material) < LEAST_KEY_BYTES:
+        raise InsecureCluster(
+            f"the cluster key has {len(material)} bytes and needs at least {LEAST_KEY_BYTES}: "
+            "make one with `openssl rand -hex 32`"
+        )
+    seed = hashlib.blake2b(material, digest_size=32, person=b"swell-cluster").digest()
+    secret = z85.encode(seed)
+    return KeyPair(zmq.curve_public(secret), secret)
+
+
+def advertised_host(cluster: ClusterConfig) -> str:
+    """Return the name or address under which others reach the sockets of this process.
+
+    Raises:
+        OSError: the coordinator's name cannot be resolved, or no route leads there.
+    """
+    address = cluster.coordinator_address
+    if cluster.advertise_host is not None or not address.startswith("tcp://"):
+        return cluster.advertise_host or "127.0.0.1"
+    host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    if host in ("*", "0.0.0.0"):
+        return sockets.gethostname()
+    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))  # chooses the interface and sends nothing
+        except OSError as error:
+            raise OSError(f"cannot reach the coordinator's host {host}: {error}") from error
+        return str(probe.getsockname()[0])
+
+
+class Transport:
+    """Makes sockets of one process on one ZeroMQ context, with the cluster's security."""
+
+    def __init__(self, cluster: ClusterConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._context = context
+        self._insecure = cluster.insecure_cluster
+        self._keys: KeyPair | None = None
+        self._bound: list[tuple[Path, str, zmq.Socket[bytes]]] = []
+        if cluster.cluster_key_file is not None:
+            secret = Path(cluster.cluster_key_file).read_bytes()
+            try:
+                self._keys = cluster_key_pair(secret)
+            except InsecureCluster as error:
+                raise InsecureCluster(f"{cluster.cluster_key_file}: {error}") from None
+
+    def bind(self, kind: int, address: str) -> "zmq.Socket[bytes]":
+        """Return a bound socket; its real address (TCP port 0 resolved) is `last_endpoint`."""
+        socket = self._socket(kind, address, binder=True)
+        socket.bind(address)
+        if address.startswith("ipc://"):
+            self._bound.append((Path(address.removeprefix("ipc://")), address, socket))
+        return socket
+
+    def mend(self) -> None:
+        """Bind local sockets again whose files somebody has removed; to be called now and then.
+
+        Connections last without the file, but nobody new would find the way. The sockets must
+        belong to the calling thread.
+        """
+        self._bound = [each for each in self._bound if not each[2].closed]
+        for path, address, socket in self._bound:
+            if path.exists():
+                continue
+            try:
+                make_private(path.parent)
+                # The old listener stays: it would remove the new file when it is unbound.
+                socket.bind(address)
+            except (OSError, zmq.ZMQError) as error:
+                logger.error("%s was removed and cannot be bound again: %s", path, error)
+            else:
+                logger.warning("%s was removed: bound again", path)
+
+    def connect(
+        self, kind: int, address: str, *, identity: bytes | None = None
+    ) -> "zmq.Socket[bytes]":
+        """Return a connecting socket; ZeroMQ keeps reconnecting for as long as it is open."""
+        socket = self._socket(kind, address, binder=False)
+        if identity is not None:
+            socket.setsockopt(zmq.IDENTITY, identity)
+        socket.connect(address)
+        return socket
+
+    def watch(
+        self, socket: "zmq.Socket[bytes]", address: str, *, binder: bool
+    ) -> HandshakeWatch | None:
+        """Return a watch for failed handshakes on a socket; None if it has none to fail."""
+        if self._keys is None or not address.startswith("tcp://"):
+            return None
+        return HandshakeWatch(socket, address, binder=binder)
+
+    def _socket(self, kind: int, address: str, *, binder: bool) -> "zmq.Socket[bytes]":
+        if address.startswith("ipc://") and len(address) - len("ipc://") > _LONGEST_IPC_PATH:
+            raise ValueError(f"{address} is too long for a socket: choose a shorter --socket-dir")
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        if address.startswith("tcp://"):
+            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            self._secure(socket, address, binder)
+        return socket
+
+    def _secure(self, socket: "zmq.Socket[bytes]", address: str, binder: bool) -> None:
+        if self._keys is None:
+            if self._insecure:
+                return
+            socket.close()
+            raise InsecureCluster(
+                f"{address}: TCP between processes needs --cluster-key-file "
+                "(or --insecure-cluster on a network where everybody is trusted)"
+            )
+        if binder:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+        else:
+            public, secret = zmq.curve_keypair()
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+
+
+def bound_address(socket: "zmq.Socket[bytes]", advertise_host: str) -> str:
+    """Return the address under which peers reach a bound socket."""
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    address = endpoint.rstrip(b"\0").decode()
+    if address.startswith("tcp://"):
+        return f"tcp://{advertise_host}:{address.rsplit(':', 1)[1]}"
+    return address
+
+
+class Inbox:
+    """Typed, non-blocking receiving on one socket: bad messages are counted and dropped.
+
+    Usable below a poller (`drain` when readable) and below an event loop (`attach`).
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", message_type: Any, name: str) -> None:
+        self.socket = socket
+        self.dropped = 0
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message_type)
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_readable: Callable[[], None] = lambda: None
+
+    def receive(self) -> tuple[bytes, Any] | None:
+        """Return (sender, message) of the next good message, or None when there is none now.
+
+        The sender is a ROUTER peer's identity, empty on other sockets.
+        """
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            message = self.decode(frames[-1])
+            if message is not None:
+                return frames[0] if len(frames) > 1 else b"", message
+
+    def decode(self, frame: bytes) -> Any | None:
+        """Return the message in a frame; None, counted and logged once, if it is none."""
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.DecodeError as error:
+            self.dropped += 1
+            if self.dropped == 1:
+                logger.warning("dropped a malformed message on %s: %s", self._name, error)
+            return None
+
+    def attach(
+        self, loop: "asyncio.AbstractEventLoop", handle: Callable[[bytes, Any], None]
+    ) -> None:
+        """Call `handle(sender, message)` for every message, from an event loop."""
+
+        def on_readable() -> None:
+            # The descriptor is edge-triggered: read until empty, but let others run in between.
+            for _ in range(64):
+                if self.socket.closed:
+                    return
+                received = self.receive()
+                if received is None:
+                    return
+                handle(*received)
+            loop.call_soon(on_readable)
+
+        self._loop, self._on_readable = loop, on_readable
+        loop.add_reader(self.socket.fileno(), on_readable)
+        loop.call_soon(on_readable)
+
+    def send(self, *frames: bytes) -> None:
+        """Send on the same socket without blocking.
+
+        Raises:
+            zmq.ZMQError: the peer is unknown, where the socket was told to mind.
+        """
+        self.socket.send_multipart(frames, zmq.NOBLOCK)
+        # Sending may use up the descriptor's edge of a message that has just come in.
+        if self._loop is not None and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._on_readable)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Detach from the event loop, if attached, and close the socket."""
+        if self._loop is not None:
+            self._loop.remove_reader(self.socket.fileno())
+            self._loop = None
+        self.socket.close(linger=linger_ms)

@@ -1,0 +1,65 @@
+"""What one request may cost at most: the bounds of fields that no setting changes.
+
+Each is a price: bytes, objects, sequences or tokens that a client may make a process hold or work
+through. Bounds that operators set are in `server.config`, those of grammars in
+`engine.shared.grammar_spec`. docs/security.md lists all of them.
+"""
+
+MAX_CHOICES = 128
+"""`n` of a request: choices per prompt."""
+MAX_PROMPTS = 2048
+"""Prompts of a completion request."""
+MAX_SEQUENCES = 2048
+"""Sequences of a request: prompts times choices."""
+MAX_TOKENS = 2**31 - 1
+"""Of every field that counts tokens or names one; what a model takes is far less."""
+MAX_COUNTED_TOKENS = 2**16
+"""Tokens of a text that /tokenize shows, where the model does not hold more."""
+MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 256
+"""Characters of a stop string: the end of the text is searched for each of them at each token."""
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 128
+"""Characters of a word that the output must not contain."""
+MAX_REPETITION_PENALTY = 100.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_NAMED_TOKENS = 2**17
+"""Token ids that the sampling fields of a request name (`stop_token_ids`, `logit_bias`,
+`allowed_token_ids`, and those that spell its `bad_words`), times its sequences."""
+MAX_ANSWER_TOKENS = 2**19
+"""Tokens that a request may make: its sequences times `max_tokens`, with the prompts that the
+answer repeats."""
+MAX_SCORES = 2**17
+"""Log probabilities that an answer may hold: of tokens and of the alternatives to them. Those of
+a stream's output do not count, because they are gone once sent."""
+MAX_JSON_VALUES = 270_000
+"""Values and keys in a request body, and in the JSON texts in it: a prompt of 262,144 token ids
+fits."""
+MAX_JSON_CONTAINERS = 2**15
+"""Arrays and objects among them."""
+MAX_JSON_DEPTH = 100
+"""Arrays and objects within each other."""
+MAX_TEXT_LENGTH = 2**26
+"""Characters of any text of a request for which nothing less is said."""
+MAX_LIST_LENGTH = MAX_JSON_VALUES
+"""Elements of any list for which nothing less is said."""
+MAX_KEYS = 2**12
+"""Keys of any object whose keys the client chooses."""
+MAX_MESSAGES = 2048
+"""Turns of a conversation, items of a response's input."""
+MAX_PARTS = 1024
+"""Parts of a message's content."""
+MAX_TOOL_CALLS = 128
+"""Calls in one turn of a conversation."""
+MAX_NAME_LENGTH = 1024
+"""Characters of what is a name: of a model, a user, a call."""
+MAX_TOOLS = 128
+"""Tools that a request offers to the model."""
+MAX_ECHO = 2**22
+"""Characters of a conversation that the answers to it repeat."""
+MAX_UNREAD = 2**18
+"""Tokens and scores of a request that are kept for a client that does not read."""
+MAX_CACHE_SALT = 256
+"""Characters of `cache_salt`."""
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+"""Range of seeds."""

@@ -1,0 +1,49 @@
+"""A front end's line to the supervisor of its node."""
+
+import asyncio
+
+import zmq
+
+from engine.shared.messages import ControlRequest, ControlStatus, encode
+from engine.shared.transport import Inbox, Transport
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds until a supervisor that does not answer is given up."""
+
+
+class SupervisorSilent(Exception):
+    """The supervisor does not answer."""
+
+
+class SupervisorControl:
+    """Asks the supervisor, one question at a time."""
+
+    def __init__(self, address: str, transport: Transport) -> None:
+        self._answers = Inbox(transport.connect(zmq.DEALER, address), ControlStatus, "control")
+        self._turn = asyncio.Lock()
+        self._waiting: asyncio.Future[ControlStatus] | None = None
+        self._answers.attach(asyncio.get_running_loop(), self._answer)
+
+    def _answer(self, _sender: bytes, status: ControlStatus) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(status)
+
+    async def ask(self, request: ControlRequest) -> ControlStatus:
+        """Send a request and return the supervisor's answer.
+
+        Raises:
+            SupervisorSilent: it did not come in time.
+        """
+        async with self._turn:
+            self._waiting = asyncio.get_running_loop().create_future()
+            self._answers.send(encode(request))
+            try:
+                return await asyncio.wait_for(self._waiting, ANSWER_TIMEOUT)
+            except TimeoutError:
+                raise SupervisorSilent("the supervisor does not answer") from None
+            finally:
+                self._waiting = None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._answers.close()

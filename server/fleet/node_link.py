@@ -1,0 +1,74 @@
+"""A supervisor's line to the coordinator of a cluster that has several nodes."""
+
+import asyncio
+import secrets
+import time
+
+import zmq
+
+from engine.shared.config import ClusterConfig
+from engine.shared.messages import ControlRequest, ControlStatus, NodeOrder, Refused, encode
+from engine.shared.scope import node_name
+from engine.shared.transport import Inbox, Transport
+from server.fleet.scaling import EngineScaler
+from server.fleet.seat import ClusterSeat
+
+_LOOK_INTERVAL = 0.1
+"""Seconds between two looks at whether there is something to report."""
+
+
+class NodeLink:
+    """Reports what the node runs, and has its scaler do what is decided for it."""
+
+    def __init__(
+        self, scaler: EngineScaler, capacity: int, cluster: ClusterConfig, transport: Transport
+    ) -> None:
+        """Connect.
+
+        Args:
+            capacity: how many engines the node can run.
+
+        Raises:
+            InsecureCluster: neither a key nor leave to do without is given.
+        """
+        incarnation = secrets.randbits(48)
+        self._scaler = scaler
+        self._seat = ClusterSeat(
+            node_name(cluster), incarnation, capacity, cluster.heartbeat_interval
+        )
+        socket = transport.connect(
+            zmq.DEALER, cluster.coordinator_address, identity=f"node-{incarnation:x}".encode()
+        )
+        self._orders = Inbox(socket, NodeOrder | Refused, "registration")
+        self._orders.attach(asyncio.get_running_loop(), self._receive)
+
+    def handle(self, request: ControlRequest) -> ControlStatus:
+        """Pass an operator's wish on; return the state of all nodes at once."""
+        status = self._seat.handle(request, self._scaler.status)
+        self._report()
+        return status
+
+    async def run(self) -> None:
+        """Report for ever."""
+        while True:
+            self._report()
+            await asyncio.sleep(_LOOK_INTERVAL)
+
+    def _report(self) -> None:
+        report = self._seat.tick(self._scaler.status, time.monotonic())
+        if report is not None:
+            self._orders.send(encode(report))
+
+    def _receive(self, _sender: bytes, order: NodeOrder | Refused) -> None:
+        if isinstance(order, Refused):
+            self._seat.refused(order.reason)
+            return
+        assignment = self._seat.receive(order)
+        if assignment is not None:
+            self._scaler.assign(assignment.target, restart=assignment.restart)
+            self._report()
+
+    def close(self) -> None:
+        """Say that the node ends, and close the socket."""
+        self._orders.send(encode(self._seat.leave(self._scaler.status)))
+        self._orders.close(linger_ms=200)

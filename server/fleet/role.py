@@ -1,0 +1,133 @@
+"""The places that a supervisor fills: what to run in each, with which parameters."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.shared.config import EngineLaunch
+from engine.shared.messages import MemberKind
+from server.access.admission_table import create_admission_table
+from server.config import ServeConfig
+from server.fleet.child import Child
+from server.fleet.restarts import Restarts
+from server.router.load_table import create_load_table
+
+
+@dataclass(kw_only=True)
+class Role:
+    """One place to fill: what to run there and how its present holder is doing."""
+
+    name: str
+    module: str
+    launch: Callable[[int], Any]
+    """Makes the launch parameters for an incarnation."""
+    member: tuple[MemberKind, int] | None = None
+    """What to report to the coordinator when the holder dies."""
+    environment: dict[str, str] = field(default_factory=dict)
+    inherit: tuple[int, ...] = ()
+    child: Child | None = None
+    keeping: asyncio.Task[None] | None = None
+    """The task that keeps the place filled."""
+    incarnation: int = 0
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    phase: str = "starting"
+    failure: str | None = None
+    restarts: Restarts = field(default_factory=Restarts)
+
+
+def coordinator_role(config: ServeConfig) -> Role:
+    """Return the coordinator's place."""
+    return Role(
+        name="coordinator",
+        module="coordinator",
+        launch=lambda _: config.coordinator(),
+    )
+
+
+def control_address(directory: Path) -> str:
+    """Return where a node's supervisor listens for its front ends."""
+    return f"ipc://{directory}/control"
+
+
+def front_end_roles(
+    config: ServeConfig, directory: Path, listen_fd: int, *, numbered: bool, scalable: bool
+) -> list[Role]:
+    """Return the places of all front ends of a node.
+
+    Args:
+        directory: the node's private directory; the files that front ends share are made in it.
+        listen_fd: the bound HTTP socket that front ends inherit.
+        numbered: whether they are the cluster's only ones, so that their places are their numbers.
+        scalable: whether the node runs engines, whose number can be changed.
+    """
+    metrics = directory / "metrics"
+    metrics.mkdir(exist_ok=True)
+    load_table = directory / "loads"
+    create_load_table(load_table, config.supervisor.api_server_count)
+    create_admission_table(directory / "admission", config.supervisor.api_server_count)
+    return [
+        _front_end_role(config, place, directory, listen_fd, numbered=numbered, scalable=scalable)
+        for place in range(config.supervisor.api_server_count)
+    ]
+
+
+def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Role:
+    """Return the place of one engine of a node, the first being number 0.
+
+    Unless it is `numbered` as the settings say, the coordinator gives it a rank.
+    """
+    engine = config.engine()
+    rank = engine.parallel.rank_on_node(place) if numbered else None
+    parallel = msgspec.structs.replace(
+        engine.parallel,
+        data_parallel_rank=rank,
+        data_parallel_rank_local=place,
+        data_parallel_size_local=engine.parallel.engines_on_node,
+    )
+    of_rank = msgspec.structs.replace(engine, parallel=parallel)
+    return Role(
+        name=f"engine {place if rank is None else rank}",
+        module="engine",
+        launch=lambda incarnation: EngineLaunch(of_rank, incarnation),
+        member=("engine", -1 if rank is None else rank),
+    )
+
+
+def _front_end_role(
+    config: ServeConfig,
+    place: int,
+    directory: Path,
+    listen_fd: int,
+    *,
+    numbered: bool,
+    scalable: bool,
+) -> Role:
+    index = place if numbered else -1
+
+    def launch(incarnation: int) -> dict[str, object]:
+        # The fields of `server.front_end.FrontEndLaunch`, whose module would bring the whole HTTP
+        # stack into the supervisor.
+        return {
+            "config": config.front_end(),
+            "index": index,
+            "place": place,
+            "incarnation": incarnation,
+            "socket_dir": str(directory),
+            "listen_fd": listen_fd,
+            "control": control_address(directory) if scalable else None,
+            "load_table": str(directory / "loads"),
+            "admission_table": str(directory / "admission"),
+        }
+
+    return Role(
+        name=f"api {place}",
+        module="server",
+        launch=launch,
+        member=("front_end", index),
+        environment={"PROMETHEUS_MULTIPROC_DIR": str(directory / "metrics")},
+        inherit=(listen_fd,),
+    )

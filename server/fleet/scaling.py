@@ -1,0 +1,156 @@
+"""How many engines a node runs, changed while it serves.
+
+Engines are added by filling another place and taken away by retiring the highest ranks: an engine
+that is asked to end first tells the coordinator, so that nothing new is routed to it, and ends
+when its requests have. Changes are carried out one after the other; the newest wish wins.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from engine.shared.messages import (
+    ControlQuery,
+    ControlRequest,
+    ControlStatus,
+    RestartEngines,
+    ScaleEngines,
+)
+from server.fleet.keeper import Keeper, StartupFailed
+from server.fleet.restarts import Restarts
+from server.fleet.role import Role
+from server.router.load_table import MAX_ENGINES
+
+logger = logging.getLogger(__name__)
+
+
+class EngineScaler:
+    """Brings the engines of a node to the wished number, and replaces them on demand.
+
+    Args:
+        engines: the places that are filled already, by rank; kept up to date.
+        make_role: makes the place of a rank.
+        retire_within: seconds that a retiring engine gets.
+        start_within: seconds that a new engine gets to be ready.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        engines: dict[int, Role],
+        make_role: Callable[[int], Role],
+        *,
+        retire_within: float,
+        start_within: float,
+    ) -> None:
+        self.engines = engines
+        self._keeper = keeper
+        self._make_role = make_role
+        self._retire_within = retire_within
+        self._start_within = start_within
+        self._target = len(engines)
+        self._restart_wanted = False
+        self._wished = asyncio.Event()
+        self._busy = False
+        self._error: str | None = None
+
+    def handle(self, request: ControlRequest) -> ControlStatus:
+        """Note a wish; return the state at once."""
+        match request:
+            case ScaleEngines(size) if not 1 <= size <= MAX_ENGINES:
+                return self._status(f"there can be 1 to {MAX_ENGINES} engines, not {size}")
+            case ScaleEngines(size):
+                self._target = size
+            case RestartEngines():
+                self._restart_wanted = True
+            case ControlQuery():
+                return self.status
+        self._begin()
+        return self._status(None)
+
+    def assign(self, target: int, *, restart: bool) -> None:
+        """Run so many engines, maybe none, as was decided for all nodes; or replace each."""
+        self._target = target
+        self._restart_wanted |= restart
+        self._begin()
+
+    def _begin(self) -> None:
+        self._error = None
+        self._busy = True
+        self._wished.set()
+
+    @property
+    def status(self) -> ControlStatus:
+        """The engines as they are now."""
+        return self._status(self._error)
+
+    def _status(self, error: str | None) -> ControlStatus:
+        phases = {str(rank): role.phase for rank, role in sorted(self.engines.items())}
+        return ControlStatus(self._target, phases, self._busy, error)
+
+    async def run(self) -> None:
+        """Carry out wishes for ever."""
+        while True:
+            await self._wished.wait()
+            self._wished.clear()
+            try:
+                await self._resize(self._target)
+                if self._restart_wanted:
+                    self._restart_wanted = False
+                    await self._replace_all()
+            except (StartupFailed, TimeoutError) as error:
+                self._give_up(str(error) or "an engine was not ready in time")
+            except Exception as error:
+                logger.exception("scaling failed")
+                self._give_up(f"scaling failed: {error!r}")
+            self._busy = self._wished.is_set()
+
+    def _give_up(self, reason: str) -> None:
+        self._error = reason
+        logger.error("scaling: %s", reason)
+        self._target = len(self.engines)
+
+    async def _resize(self, target: int) -> None:
+        missing = [rank for rank in range(target) if rank not in self.engines]
+        surplus = sorted(rank for rank in self.engines if rank >= target)
+        await _all_of(self._add(rank) for rank in missing)
+        await _all_of(self._retire(rank) for rank in surplus)
+
+    async def _replace_all(self) -> None:
+        ranks = sorted(self.engines)
+        spare = ranks[-1] + 1 if len(ranks) == 1 else None
+        if spare is not None:
+            await self._add(spare)  # somebody has to serve while the only engine is replaced
+        for rank in ranks:
+            await self._retire(rank)
+            await self._add(rank, proven=True)
+        if spare is not None:
+            await self._retire(spare)
+
+    async def _add(self, rank: int, *, proven: bool = False) -> None:
+        role = self._make_role(rank)
+        role.restarts = Restarts(proven=proven)
+        self.engines[rank] = role
+        self._keeper.fill(role)
+        try:
+            async with asyncio.timeout(self._start_within):
+                await self._keeper.until_ready([role])
+        except StartupFailed:
+            await self._retire(rank)
+            raise
+        except TimeoutError:
+            if not proven:  # where one has served, another will as soon as it can
+                await self._retire(rank)
+            raise
+
+    async def _retire(self, rank: int) -> None:
+        await self._keeper.retire(self.engines[rank], self._retire_within)
+        del self.engines[rank]
+
+
+async def _all_of(changes: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all changes to be over; raise the first error of any."""
+    for result in await asyncio.gather(*changes, return_exceptions=True):
+        if result is not None:
+            raise result

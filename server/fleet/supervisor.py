@@ -1,0 +1,317 @@
+"""The parent of a node's processes: start order, readiness, death, restart and stop (policy)."""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+from rich.console import Console
+from rich.markup import escape
+
+from engine.shared.logs import LogLines
+from engine.shared.messages import (
+    ControlRequest,
+    Goodbye,
+    encode,
+)
+from engine.shared.node_directory import NodeDirectory
+from engine.shared.transport import Inbox, InsecureCluster, Transport
+from server.config import ServeConfig
+from server.fleet.capacity import engine_capacity, visible_devices
+from server.fleet.child import Child, watch_children_without_threads
+from server.fleet.joining import BadNode, joining
+from server.fleet.keeper import Keeper, StartupFailed
+from server.fleet.node_link import NodeLink
+from server.fleet.role import (
+    Role,
+    control_address,
+    coordinator_role,
+    engine_role,
+    front_end_roles,
+)
+from server.fleet.scaling import EngineScaler
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT = 1.0
+"""Seconds that a child gets to end, beyond what it was promised, before it is killed."""
+
+MEND_INTERVAL = 1.0
+"""Seconds between looks at whether the node's directory is still whole."""
+
+
+class Supervisor:
+    """Starts a coordinator, engines and front ends, and keeps each place filled."""
+
+    def __init__(self, config: ServeConfig, console: Console, node: NodeDirectory) -> None:
+        """Make a supervisor whose processes share the files in `node`, which it keeps whole."""
+        self._console = console
+        self._node = node
+        self._directory = node.path
+        config, leads, self._is_alone = joining(config, f"ipc://{self._directory}/coordinator")
+        cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._directory))
+        self._config = msgspec.structs.replace(config, cluster=cluster)
+        self._listener: socket.socket | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._registration: zmq.Socket[bytes] | None = None
+        self._keeper = Keeper(console, config.log.log_format, self._report_death, node.keep)
+        self._coordinator = [coordinator_role(self._config)] if leads else []
+        self._front_ends: list[Role] = []
+        self._engines = {
+            place: engine_role(self._config, place)
+            for place in range(config.parallel.engines_on_node)
+        }
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Serve until a signal; return the exit code."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal)
+        try:
+            self._check()
+            if self._config.supervisor.api_server_count:
+                self._listener = self._listen()
+                self._front_ends = front_end_roles(
+                    self._config,
+                    self._directory,
+                    self._listener.fileno(),
+                    numbered=self._is_alone,
+                    scalable=not self._is_alone or bool(self._engines),
+                )
+            await self._start_all()
+            if not self._stop.is_set():
+                self._announce()
+                await self._scale_until_stopped()
+            self._console.print("stopping")
+            return 0
+        except StartupFailed as error:
+            _say_why(self._console, error)
+            return 1
+        finally:
+            await self._stop_all()
+            self._clean_up()
+
+    def _check(self) -> None:
+        here = self._config.supervisor.api_server_count + len(self._engines)
+        lacks = self._is_alone and not (self._config.supervisor.api_server_count and self._engines)
+        if lacks or not here:
+            raise StartupFailed(
+                "a node that no other can join needs engines and API servers of its own"
+                if lacks
+                else "nothing to run: neither engines nor API servers are asked for"
+            )
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._force.set()
+        self._stop.set()
+
+    def _listen(self) -> socket.socket:
+        http = self._config.http
+        family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((http.host, http.port))
+        except OSError as error:
+            listener.close()
+            raise StartupFailed(
+                f"cannot listen on {http.host}:{http.port}: {error.strerror}. "
+                "Is something else running there? Choose another --port."
+            ) from error
+        listener.listen(2048)
+        listener.setblocking(False)
+        listener.set_inheritable(True)
+        return listener
+
+    # -- starting --------------------------------------------------------------------------------
+
+    async def _start_all(self) -> None:
+        others = [*self._engines.values(), *self._front_ends]
+        # Front ends alone wait for engines for as long as it takes, and say so to probes.
+        timeout = self._config.supervisor.startup_timeout if self._engines else None
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            async with asyncio.timeout(timeout):
+                for group in (self._coordinator, others):
+                    for role in group:
+                        self._keeper.fill(role)
+                    await self._keeper.until_ready(group, stopping)
+        except TimeoutError:
+            late = [role for role in [*self._coordinator, *others] if not role.ready.is_set()]
+            names = ", ".join(f"{role.name} ({role.phase})" for role in late)
+            raise StartupFailed(f"not ready within {timeout:.0f} s: {names}") from None
+        finally:
+            stopping.cancel()
+
+    def _report_death(self, role: Role) -> None:
+        """Tell the coordinator at once, so that nobody waits for missing heartbeats."""
+        if role.member is None:
+            return
+        for left_behind in self._directory.glob(f"{role.incarnation:x}-*"):
+            left_behind.unlink(missing_ok=True)  # the sockets of a front end that was killed
+        if self._registration is None:
+            try:
+                transport = Transport(self._config.cluster, self._context)
+                self._registration = transport.connect(
+                    zmq.DEALER,
+                    self._config.cluster.coordinator_address,
+                    identity=f"supervisor-{secrets.randbits(48):x}".encode(),
+                )
+            except (InsecureCluster, OSError):
+                return  # nor could the child join
+        kind, index = role.member
+        self._registration.send(encode(Goodbye(kind, index, role.incarnation)))
+
+    def _announce(self) -> None:
+        if self._listener is None:
+            self._console.print("[bold green]all engines are ready[/]")
+            return
+        host, port = self._listener.getsockname()[:2]
+        url = f"{self._config.guards.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        elapsed = self._keeper.elapsed
+        self._console.print(
+            f"[bold green]swell is ready[/] after {elapsed:.1f} s: {url}  (Ctrl-C stops it)",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    async def _scale_until_stopped(self) -> None:
+        scaler = EngineScaler(
+            self._keeper,
+            self._engines,
+            self._engine_role,
+            retire_within=self._config.cluster.drain_timeout + STOP_TIMEOUT,
+            start_within=self._config.supervisor.startup_timeout,
+        )
+        transport = Transport(self._config.cluster, self._context)
+        socket = transport.bind(zmq.ROUTER, control_address(self._directory))
+        requests = Inbox(socket, ControlRequest, "control")
+        tasks = [asyncio.create_task(_for_ever(scaler.run))]
+        handle, link = scaler.handle, None
+        if not self._is_alone:
+            capacity = engine_capacity(self._config, visible_devices(os.environ))
+            link = NodeLink(scaler, capacity, self._config.cluster, transport)
+            handle = link.handle
+            tasks.append(asyncio.create_task(_for_ever(link.run)))
+        requests.attach(
+            asyncio.get_running_loop(),
+            lambda sender, request: requests.send(sender, encode(handle(request))),
+        )
+        tasks.append(asyncio.create_task(self._mend(transport)))
+        try:
+            await self._stop.wait()
+        finally:
+            requests.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if link is not None:
+                link.close()
+
+    def _engine_role(self, place: int) -> Role:
+        """Return another engine's place; ranks beyond the configured ones may be others' here."""
+        configured = place < self._config.parallel.engines_on_node
+        return engine_role(self._config, place, numbered=self._is_alone or configured)
+
+    async def _mend(self, transport: Transport) -> None:
+        """Keep the node's directory whole, for ever."""
+        told = ""
+        while True:
+            await asyncio.sleep(MEND_INTERVAL)
+            reason = ""
+            try:
+                self._node.keep()
+                transport.mend()
+            except Exception as error:
+                reason = str(error) or repr(error)
+            if reason and reason != told:
+                logger.error("%s cannot be kept whole: %s", self._directory, reason)
+            told = reason
+
+    # -- stopping --------------------------------------------------------------------------------
+
+    async def _stop_all(self) -> None:
+        """Let front ends drain, then stop engines, then the coordinator; kill what hangs."""
+        engines = list(self._engines.values())
+        for role in (*self._front_ends, *engines, *self._coordinator):
+            await self._keeper.release(role)
+        await self._end(self._front_ends, self._config.http.shutdown_timeout)
+        for role in self._front_ends:
+            self._report_death(role)  # nobody waits for what they have left in the engines
+        await self._end([role for role in engines if not role.ready.is_set()], 0.0)
+        await self._end(engines, self._engine_promise)
+        await self._end(self._coordinator, 0.0)
+
+    @property
+    def _engine_promise(self) -> float:
+        """Seconds that serving engines get to end what front ends elsewhere have sent them."""
+        return 0.0 if self._is_alone else self._config.cluster.drain_timeout
+
+    async def _end(self, roles: Sequence[Role], promised: float) -> None:
+        children = [role.child for role in roles if role.child is not None]
+        for child in children:
+            child.terminate()
+        await self._wait_for(children, promised + STOP_TIMEOUT)
+
+    async def _wait_for(self, children: list[Child], within: float) -> None:
+        if not children:
+            return
+        endings = asyncio.ensure_future(asyncio.gather(*(child.wait() for child in children)))
+        force = asyncio.ensure_future(self._force.wait())
+        waiting: set[asyncio.Future[Any]] = {endings, force}
+        await asyncio.wait(waiting, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+        for child in children:
+            if child.alive:
+                logger.warning("%s did not stop in time: killed", child.name)
+                child.kill()
+        await endings
+        force.cancel()
+
+    def _clean_up(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._context.destroy(linger=0)
+
+
+async def _for_ever(run: Callable[[], Awaitable[None]]) -> None:
+    """Run something that is never over, again if it fails."""
+    while True:
+        try:
+            await run()
+        except Exception:
+            logger.exception("a task of the supervisor failed: begun again")
+        await asyncio.sleep(MEND_INTERVAL)
+
+
+def run(config: ServeConfig) -> int:
+    """Run `swell serve` and return the exit code."""
+    console = Console(stderr=True)
+    if config.log.log_format == "json":
+        console = Console(file=LogLines(logger))
+    watch_children_without_threads()
+    return asyncio.run(_run(config, console))
+
+
+async def _run(config: ServeConfig, console: Console) -> int:
+    try:
+        with NodeDirectory(config.cluster.socket_dir) as node:
+            return await Supervisor(config, console, node).run()
+    except (OSError, BadNode) as error:
+        _say_why(console, error)
+        return 1
+
+
+def _say_why(console: Console, error: Exception) -> None:
+    text = f"[bold red]swell cannot start:[/] {escape(str(error))}"
+    console.print(text, highlight=False, soft_wrap=True)

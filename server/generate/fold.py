@@ -1,0 +1,308 @@
+"""The fold from one sequence's engine outputs to deltas, and the sum of deltas.
+
+A streamed answer is the deltas, encoded; a whole answer is their sum, encoded. Nothing here does
+I/O or knows an endpoint.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from engine.shared.messages import RequestOutput, TokenLogprob
+from server.text.detokenizer import StopStrings, TokenDecoder, TokenTable
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class RequestRefused(Exception):
+    """What the request asks for cannot be done, as an engine found out; `param` is the field."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class GenerationFailed(Exception):
+    """The engine gave a request up; the text is for the log, not for the client."""
+
+
+class FoldOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request wants to see of its tokens."""
+
+    skip_special_tokens: bool = True
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    """Leave the stop string, or the text of the token that stopped, in the text."""
+    min_tokens: int = 0
+    """Stop strings are looked for in the text of later tokens only."""
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    prompt_logprobs: int | None = None
+    """Alternatives to show beside the prompt's tokens; None shows nothing of them."""
+    echo: bool = False
+    echo_logprobs: int = 0
+    """Alternatives to show beside echoed tokens."""
+    discard_output: bool = False
+    """Show the prompt only: the token that had to be drawn is not part of the answer."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt; `text` is None when the client sent token ids."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+class ScoredToken(msgspec.Struct):
+    """A token, where its text begins, and its log probability (None for a prompt's first)."""
+
+    token_id: int
+    text_offset: int
+    logprob: TokenLogprob | None
+
+
+class Delta(msgspec.Struct):
+    """What one engine output adds to an answer."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[ScoredToken] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class Answer(msgspec.Struct):
+    """The sum of the deltas of one sequence."""
+
+    text: str
+    token_ids: "array[int]"
+    logprobs: list[ScoredToken] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of every token of the prompt but the first, if asked for."""
+
+    @property
+    def size(self) -> int:
+        """Tokens, and log probabilities of them."""
+        count = len(self.token_ids)
+        for each in self.logprobs or ():
+            count += 1 if each.logprob is None else 1 + len(each.logprob.top_ids)
+        for score in self.prompt_logprobs or ():
+            count += 1 + len(score.top_ids)
+        return count
+
+    def drop_scores(self) -> None:
+        """Forget what takes most memory, once it has been shown."""
+        self.logprobs = self.prompt_logprobs = None
+
+
+_PIECES = 256
+"""Pieces of text that become one."""
+
+
+class DeltaSum:
+    """Adds up the deltas of one sequence, keeping no more than the answer needs."""
+
+    __slots__ = ("_logprobs", "_pieces", "_reasons", "_token_ids")
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._token_ids = array("i")
+        self._logprobs: list[ScoredToken] | None = None
+        self._reasons: tuple[FinishReason | None, int | str | None] = (None, None)
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta; the last one says how the answer ended."""
+        if delta.text:
+            self._pieces.append(delta.text)
+            if len(self._pieces) == _PIECES:
+                self._pieces = ["".join(self._pieces)]
+        self._token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += delta.logprobs
+        self._reasons = delta.finish_reason, delta.stop_reason
+
+    def answer(self) -> Answer:
+        """Return the whole answer."""
+        text, (finish_reason, stop_reason) = "".join(self._pieces), self._reasons
+        return Answer(text, self._token_ids, self._logprobs, finish_reason, stop_reason)
+
+
+def _at_most(scores: TokenLogprob, count: int) -> TokenLogprob:
+    """Return the scores of a token with so many alternatives."""
+    if len(scores.top_ids) <= count:
+        return scores
+    return msgspec.structs.replace(
+        scores, top_ids=scores.top_ids[:count], top_logprobs=scores.top_logprobs[:count]
+    )
+
+
+class PromptEcho:
+    """A prompt as an answer repeats it, worked out once for all choices.
+
+    A client that sent token ids sees the text of all of them, special tokens included. In a text
+    that the client wrote the tokens that were added to it have no place.
+    """
+
+    def __init__(self, table: TokenTable, prompt: Prompt) -> None:
+        self._table = table
+        self._prompt = prompt
+        self._spelled: tuple[str, list[int]] | None = None
+
+    @property
+    def text(self) -> str:
+        """The prompt's text."""
+        return self._prompt.text if self._prompt.text is not None else self._spell()[0]
+
+    def tokens(self, scores: Sequence[TokenLogprob], shown: int) -> list[ScoredToken]:
+        """Return the prompt's tokens with scores of all but the first, as many as are known."""
+        offsets = self._spell()[1]
+        each: list[TokenLogprob | None] = [None, *[_at_most(one, shown) for one in scores]]
+        return [
+            ScoredToken(token_id, offset, score)
+            for token_id, offset, score in zip(self._prompt.token_ids, offsets, each, strict=False)
+        ]
+
+    def _spell(self) -> tuple[str, list[int]]:
+        """Return the text, and where in it each token begins."""
+        if self._spelled is None:
+            token_ids, text = self._prompt.token_ids, self._prompt.text
+            skip = False
+            if text is not None:
+                decode = self._table.tokenizer.decode
+                # Special tokens that the client wrote are part of the text.
+                skip = decode(token_ids, skip_special_tokens=True) == text
+            decoder = self._table.decoder(skip_special_tokens=skip)
+            pieces, offsets, offset = [], [], 0
+            for token_id in token_ids:
+                offsets.append(offset)
+                pieces.append(decoder.push(token_id))
+                offset += len(pieces[-1])
+            if text is None:
+                text = "".join(pieces) + decoder.flush()
+            self._spelled = text, [min(offset, len(text)) for offset in offsets]
+        return self._spelled
+
+
+class ChoiceFold:
+    """Folds the outputs of one sequence."""
+
+    def __init__(
+        self,
+        table: TokenTable,
+        prompt: Prompt,
+        options: FoldOptions,
+        echo: PromptEcho | None = None,
+    ) -> None:
+        """Fold what follows a prompt; `echo` is the prompt's, if choices share it."""
+        self._options = options
+        self._echo = echo or PromptEcho(table, prompt)
+        self._decoder: TokenDecoder = table.decoder(
+            skip_special_tokens=options.skip_special_tokens, context=prompt.token_ids
+        )
+        self._stops = (
+            StopStrings(options.stop, include=options.include_stop) if options.stop else None
+        )
+        self._offset = 0
+        self._echoed = not options.echo
+        self.num_tokens = 0
+        """Tokens generated so far, up to the one that completed a stop string."""
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        """Of every token of the prompt but the first, if asked for."""
+        self.cumulative_logprob = 0.0
+        """Sum over the tokens generated so far, if the engine reports log probabilities."""
+        self.finished = False
+
+    def push(self, output: RequestOutput) -> Delta:
+        """Add an output; return what it adds to the answer.
+
+        Raises:
+            GenerationFailed: the output says that the engine failed on the request.
+            RequestRefused: the engine cannot do what the request asks for.
+        """
+        if output.finish_reason == "error" and output.refused:
+            raise RequestRefused(output.error or "no reason given", output.error_param)
+        if output.finish_reason == "error":
+            raise GenerationFailed(output.error or "no reason given")
+        if output.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None and self._options.prompt_logprobs is not None:
+            shown = self._options.prompt_logprobs
+            self.prompt_logprobs = [_at_most(each, shown) for each in output.prompt_logprobs]
+        delta = Delta("", [], [] if self._options.logprobs else None, None, None)
+        if not self._echoed:
+            self._echoed = True
+            self._repeat_prompt(output.prompt_logprobs, delta)
+        if not self._options.discard_output:
+            self._add_tokens(output, delta)
+        if delta.finish_reason is None and output.finish_reason is not None:
+            self._finish(output, delta)
+        self.finished = delta.finish_reason is not None
+        return delta
+
+    def _add_tokens(self, output: RequestOutput, delta: Delta) -> None:
+        options = self._options
+        pieces = []
+        silent = self._index_of_silent_stop(output)
+        for index, token_id in enumerate(output.token_ids):
+            self.num_tokens += 1
+            delta.token_ids.append(token_id)
+            if output.logprobs is not None:
+                self.cumulative_logprob += output.logprobs[index].logprob
+                if delta.logprobs is not None:
+                    scored = ScoredToken(token_id, self._offset, output.logprobs[index])
+                    delta.logprobs.append(scored)
+            if index == silent:
+                continue
+            piece = self._decoder.push(token_id)
+            self._offset += len(piece)
+            if self._stops is not None and self.num_tokens > options.min_tokens:
+                piece = self._stops.push(piece)
+                if self._stops.found is not None:
+                    delta.finish_reason = "stop"
+                    delta.stop_reason = self._stops.found
+                    pieces.append(piece)
+                    break
+            pieces.append(piece)
+        delta.text += "".join(pieces)
+
+    def _index_of_silent_stop(self, output: RequestOutput) -> int:
+        """Return the index of the token that stopped the sequence and is no part of its text."""
+        last = len(output.token_ids) - 1
+        stopped = output.finish_reason == "stop" and output.stop_token_id is not None
+        if stopped and not self._options.include_stop and last >= 0:
+            return last if output.token_ids[last] == output.stop_token_id else -1
+        return -1
+
+    def _finish(self, output: RequestOutput, delta: Delta) -> None:
+        rest = self._decoder.flush()
+        stopped_by: str | None = None
+        if self._stops is not None:
+            if rest and self.num_tokens > self._options.min_tokens:
+                rest = self._stops.push(rest)
+            stopped_by = self._stops.found
+            rest += self._stops.flush()
+        delta.text += rest
+        if self._options.discard_output:
+            delta.finish_reason = "length"
+        elif stopped_by is not None:
+            delta.finish_reason, delta.stop_reason = "stop", stopped_by
+        else:
+            assert output.finish_reason is not None
+            assert output.finish_reason != "error"
+            delta.finish_reason = output.finish_reason
+            if output.stop_token_id in self._options.stop_token_ids:
+                delta.stop_reason = output.stop_token_id
+
+    def _repeat_prompt(self, logprobs: Sequence[TokenLogprob] | None, delta: Delta) -> None:
+        """Put the prompt before the answer, with its tokens' log probabilities if wanted."""
+        delta.text = self._echo.text
+        self._offset = len(delta.text)
+        if delta.logprobs is not None:
+            delta.logprobs += self._echo.tokens(logprobs or (), self._options.echo_logprobs)

@@ -1,0 +1,311 @@
+"""The thin layer between ASGI and the endpoints whose speed matters.
+
+These endpoints read the body once, answer with one or with many raw sends, and notice when the
+client hangs up; they go around the framework's per-request machinery.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Set
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import pydantic
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.access.admission import Reservation
+from server.access.refusals import refuse_unserved
+from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
+from server.http.body_budget import BodyBudget, HeldBody, NoRoomForBody
+from server.http.doorstep import REQUEST_ID
+from server.http.errors import (
+    ApiError,
+    internal,
+    invalid,
+    invalid_body,
+    timed_out,
+    to_api_error,
+    too_complex,
+    unavailable,
+)
+from server.http.json_price import TooCostly, check_price, costly_field
+from server.observe.metrics import FrontEndMetrics
+
+logger = logging.getLogger(__name__)
+
+_RANK = re.compile(rb"[0-9]{1,6}")
+_JSON = (b"content-type", b"application/json")
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+_Header = tuple[bytes, bytes]
+
+
+class BodyLimits(NamedTuple):
+    """What a client may send, and within which time."""
+
+    max_bytes: int
+    seconds: float
+    budget: BodyBudget
+
+
+class ClientDisconnected(Exception):
+    """The client hung up: nobody reads an answer."""
+
+
+class Call:
+    """One request and the answer to it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
+        self.receive = receive
+        self.path: str = scope["path"]
+        self._headers = scope["headers"]
+        self._limits = limits
+        self.arrived = time.monotonic()
+        self.status: int | None = None
+        """Status of the answer once it has begun."""
+        self.body_size = 0
+        self.tenant: Tenant = scope.get(SCOPE_KEY, EVERYBODY)
+        self.reservation: Reservation | None = None
+        """The call's place in the queue, given back when the call ends."""
+        self._send = send
+        self._content_type = b"application/json"
+        self._pinned_rank: bytes | None = None
+        self._body: bytes | None = None
+        """The body, once somebody has looked into it."""
+        self.request_id = ""
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                self._content_type = value
+            elif name == b"x-request-id" and REQUEST_ID.fullmatch(value):
+                self.request_id = value.decode()
+            elif name == b"x-data-parallel-rank":
+                self._pinned_rank = value
+        self.request_id = self.request_id or uuid.uuid4().hex
+
+    @property
+    def trace_context(self) -> dict[str, str]:
+        """The client's W3C trace context, if it sent one."""
+        wanted = (b"traceparent", b"tracestate")
+        return {n.decode(): v.decode("latin-1") for n, v in self._headers if n in wanted}
+
+    @property
+    def pins_rank(self) -> bool:
+        """Whether the client wants its request to run on an engine of its choice."""
+        return self._pinned_rank is not None
+
+    @property
+    def pinned_rank(self) -> int | None:
+        """Return the rank that the client wants its request to run on, if it says so.
+
+        Raises:
+            ApiError: the header is no rank.
+        """
+        if self._pinned_rank is None:
+            return None
+        if not _RANK.fullmatch(self._pinned_rank):
+            raise invalid("The header X-data-parallel-rank must be a rank.", "X-data-parallel-rank")
+        return int(self._pinned_rank)
+
+    async def body(self, model: type[Body]) -> Body:
+        """Read and validate the body.
+
+        Raises:
+            ApiError: it is no JSON, too large, too slow, too many things, not what `model` says,
+                or asks for what is not served.
+            ClientDisconnected: the client hung up before it was complete.
+        """
+        body = await self._whole()
+        try:
+            # Before anything is made of it: what it would cost is not in its size.
+            check_price(body)
+            found = model.model_validate_json(body)
+        except TooCostly as error:
+            raise too_complex(error, costly_field(body)) from error
+        except pydantic.ValidationError as error:
+            raise invalid_body(error, body) from error
+        refuse_unserved(model, body)
+        return found
+
+    async def fields(self) -> Set[str]:
+        """Return the names of the body's fields, which is read again as what it turns out to be.
+
+        Raises:
+            ApiError: it is no JSON object, too large, too slow, or too many things.
+            ClientDisconnected: the client hung up before it was complete.
+        """
+        self._body = await self._whole()
+        try:
+            check_price(self._body)
+            return msgspec.json.decode(self._body, type=dict[str, msgspec.Raw]).keys()
+        except TooCostly as error:
+            raise too_complex(error, costly_field(self._body)) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise invalid(f"The body is no valid JSON object: {error}.", code="bad_json") from error
+
+    async def _whole(self) -> bytes:
+        if self._body is not None:
+            return self._body
+        media_type = self._content_type.partition(b";")[0].strip().lower()
+        if media_type != b"application/json" and not media_type.endswith(b"+json"):
+            raise ApiError(
+                415,
+                "The body must be JSON: send it with 'Content-Type: application/json'.",
+                code="unsupported_media_type",
+            )
+        body = await self._read()
+        self.body_size = len(body)
+        return body
+
+    async def _read(self) -> bytes:
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        first: bytes = message.get("body", b"")
+        if not message.get("more_body", False):
+            self._check_size(len(first))
+            return first
+        declared = next((v for name, v in self._headers if name == b"content-length"), b"0")
+        self._check_size(int(declared))
+        held = self._limits.budget.hold()
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                return await self._read_rest(first, held)
+        except TimeoutError:
+            seconds = self._limits.seconds
+            raise timed_out(f"The body was not complete after {seconds:g} s.") from None
+        except NoRoomForBody:
+            raise unavailable("The server receives too much at once; try again.") from None
+        finally:
+            held.release()
+
+    async def _read_rest(self, first: bytes, held: HeldBody) -> bytes:
+        parts, size, more = [first], len(first), True
+        held.grow(size)
+        while more:
+            self._check_size(size)
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            held.grow(len(parts[-1]))
+            more = message.get("more_body", False)
+        self._check_size(size)
+        return b"".join(parts)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._limits.max_bytes:
+            raise ApiError(
+                413,
+                f"The body is larger than {self._limits.max_bytes} bytes.",
+                code="body_too_large",
+            )
+
+    async def start(self, status: int, headers: list[_Header]) -> None:
+        """Begin the answer."""
+        self.status = status
+        headers.append((b"x-request-id", self.request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Send a part of the answer."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def send_json(
+        self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        """Send a whole answer."""
+        length = (b"content-length", str(len(body)).encode())
+        extra = [(name.encode(), value.encode()) for name, value in headers]
+        await self.start(status, [_JSON, length, *extra])
+        await self.write(body, more=False)
+
+    async def send_struct(self, payload: msgspec.Struct) -> None:
+        """Send a success."""
+        await self.send_json(200, msgspec.json.encode(payload))
+
+    async def send_error(self, error: ApiError) -> None:
+        """Send an error body."""
+        await self.send_json(error.status, error.body(), tuple(error.headers))
+
+
+def raw_endpoint(
+    name: str,
+    handler: Callable[[Call], Awaitable[None]],
+    metrics: FrontEndMetrics,
+    limits: BodyLimits,
+) -> ASGIApp:
+    """Return an ASGI application that answers with `handler`, and its errors with error bodies."""
+
+    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive, send, limits)
+        try:
+            await handler(call)
+        except ClientDisconnected:
+            logger.debug(
+                "request %s: the client hung up",
+                call.request_id,
+                extra={"request_id": call.request_id},
+            )
+        except Exception as error:
+            if call.status is not None:
+                raise
+            await call.send_error(foreseen(error, call.request_id))
+        finally:
+            if call.reservation is not None:
+                call.reservation.release()
+        if call.status is not None:
+            metrics.http_request(name, call.status)
+
+    return endpoint
+
+
+def foreseen(error: Exception, request_id: str) -> ApiError:
+    """Return what the client is told about an error, logging those that nobody foresaw."""
+    known = to_api_error(error)
+    if known is None:
+        logger.error(
+            "request %s failed", request_id, exc_info=error, extra={"request_id": request_id}
+        )
+        return internal()
+    return known
+
+
+class CancelOnDisconnect:
+    """While entered, the client's hanging up ends the block with `ClientDisconnected`.
+
+    One task waits for the disconnect; nothing is added to what the block awaits.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._owner: asyncio.Task[object] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._fired = False
+
+    def __enter__(self) -> None:
+        self._owner = asyncio.current_task()
+        self._watch = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self._owner is not None:
+            self._fired = True
+            self._owner.cancel()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        owner, self._owner = self._owner, None
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._fired and owner is not None and owner.uncancel() == 0:
+            raise ClientDisconnected from error

@@ -1,0 +1,263 @@
+"""HTTP/1.1 connections with limits on what a client may make the server hold, and for how long."""
+
+import asyncio
+import logging
+import socket
+import struct
+from typing import Any
+
+import httptools
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from server.config import GuardConfig
+from server.http.connection_book import ConnectionBook, TooManyConnections, client_of
+from server.http.descriptors import room_for_connections
+from server.http.request_meter import Excess, MeterLimits, Phase, RequestMeter
+
+_NO_LINGER = struct.pack("ii", 1, 0)
+_REST_SECONDS = 5.0
+"""Time in which the rest of a request that is answered already has to come."""
+
+logger = logging.getLogger(__name__)
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with limits that it does not have.
+
+    Every byte of a request is counted (`RequestMeter`), every wait for a client has an end, and
+    there are only so many connections (`ConnectionBook`). A client that leaves more unread than
+    the transport buffers is cut off after a while: until then whoever writes to it waits, and its
+    request holds its place in an engine.
+    """
+
+    limits: MeterLimits
+    receive_timeout: float
+    send_timeout: float
+    book: ConnectionBook["LimitedHttpProtocol"]
+
+    _address: str | None = None
+    _answering: RequestResponseCycle | None = None
+    """The request that is being answered; `cycle` is the newest, which may wait for its turn."""
+    _excess: Excess | None = None
+    _wait_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._meter = RequestMeter(self.limits)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        address = client_of(self.client[0] if self.client else "")
+        try:
+            victim = self.book.open(self, address)
+        except TooManyConnections:
+            self._refuse(503, "Too many connections.")
+            return
+        self._address = address
+        self._wait(self.receive_timeout)
+        if victim is not None:
+            logger.info("a connection gives way to a new one (%s)", victim.client)
+            victim.cut()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._address is not None:
+            self.book.close(self, self._address)
+            self._address = None
+        self._stop_waiting()
+        self._cancel_stall_timer()
+        if self._answering is not None:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        try:
+            self.parser.feed_data(data)
+            self._meter.read(len(data))
+        except httptools.HttpParserUpgrade:
+            logger.debug("an upgrade is not made (%s)", self.client)
+        except httptools.HttpParserError:
+            excess, self._excess = self._excess, None
+            if excess is None:
+                self._refuse(400, "Invalid HTTP request received.")
+            else:
+                self._refuse(excess.status, excess.reason)
+        except Excess as excess:
+            self._refuse(excess.status, excess.reason)
+
+    def on_message_begin(self) -> None:
+        self._meter.begin()
+        self._unset_keepalive_if_required()
+        if self._wait_timer is None:
+            self._wait(self.receive_timeout)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_field(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._count_field(len(name) + len(value) + 4):
+            super().on_header(name, value)
+
+    def _count_field(self, size: int) -> bool:
+        try:
+            return self._meter.field(size)
+        except Excess as excess:
+            self._excess = excess  # the parser wraps what its callbacks raise
+            raise
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        try:
+            self._meter.head_ends(len(self.pipeline))
+        except Excess as excess:
+            self._excess = excess
+            raise
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._meter.body(len(body))
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        try:
+            self._meter.chunk()
+        except Excess as excess:
+            self._excess = excess
+            raise
+
+    def on_message_complete(self) -> None:
+        self._meter.end()
+        super().on_message_complete()
+        if not self.cycle.response_complete:
+            if self._address is not None:
+                self.book.busy(self, self._address)
+        elif not self.transport.is_closing():
+            self._stop_waiting()
+            self._keep_alive()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        pipelined = bool(self.pipeline)
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._see_it_close()
+        elif not pipelined:
+            if self._address is not None:
+                self.book.waiting(self, self._address)
+            if self._meter.answered():
+                self._wait(min(_REST_SECONDS, self.receive_timeout))
+            if self._meter.phase is not Phase.IDLE:
+                self._unset_keepalive_if_required()
+
+    def _keep_alive(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def _wait(self, seconds: float) -> None:
+        """Give the client so long to send what it owes: a head, or the rest of a request."""
+        self._stop_waiting()
+        self._wait_timer = self.loop.call_later(seconds, self._is_late)
+
+    def _stop_waiting(self) -> None:
+        if self._wait_timer is not None:
+            self._wait_timer.cancel()
+            self._wait_timer = None
+
+    def _is_late(self) -> None:
+        self._wait_timer = None
+        if self._meter.phase is Phase.HEAD:
+            self._refuse(408, "The head of the request took too long.")
+        else:
+            self.transport.close()
+            self._see_it_close()
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """Answer a request that never reached the application, and close."""
+        self._stop_waiting()
+        if self.transport.is_closing():
+            return
+        logger.info("%s (%s)", reason, self.client)
+        if self.cycle is None or (self.cycle.response_complete and not self._answered_early()):
+            body = reason.encode()
+            again = b"retry-after: 1\r\n" if status == 503 else b""
+            self.transport.write(
+                STATUS_LINE[status] + b"content-type: text/plain; charset=utf-8\r\n%s"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (again, len(body), body)
+            )
+        self.transport.close()
+        self._see_it_close()
+
+    def _answered_early(self) -> bool:
+        return self._meter.phase is Phase.BODY
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_buffer()
+
+    def resume_writing(self) -> None:
+        self._cancel_stall_timer()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._see_it_close()
+
+    def _see_it_close(self) -> None:
+        """A closed transport goes on until its buffer is sent, which has to have an end."""
+        if self.transport.get_write_buffer_size():
+            self._watch_buffer()
+
+    def _watch_buffer(self) -> None:
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self.send_timeout, self._stalled)
+
+    def _stalled(self) -> None:
+        logger.info("a client that does not read is cut off (%s)", self.client)
+        self.cut()
+
+    def cut(self) -> None:
+        """End the connection at once, whatever is unsent."""
+        self._cancel_stall_timer()
+        # Without lingering the kernel too drops what it has buffered, and the client is told.
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.transport.abort()
+
+    def _cancel_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+
+def limited_protocol(guards: GuardConfig) -> type[LimitedHttpProtocol]:
+    """Return the protocol class with the configured limits, and its book of connections."""
+
+    class Configured(LimitedHttpProtocol):
+        limits = MeterLimits(guards.max_header_bytes, guards.max_body_bytes)
+        receive_timeout = guards.receive_timeout
+        send_timeout = guards.send_timeout
+        book = ConnectionBook(room_for_connections(guards.max_connections))
+
+    return Configured

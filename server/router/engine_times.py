@@ -1,0 +1,56 @@
+"""How long a request took in the engines that ran it. No clock: events come in with the time."""
+
+from engine.shared.messages import RequestTiming
+
+
+class EngineTimes:
+    """Adds up the parts of a request that moves from engine to engine.
+
+    An engine says with its first output how long the request queued there and was prefilled, and
+    with its last one how long it decoded. Of an engine that the request left before that, whatever
+    passed here since its first output counts as decoding; if it said nothing at all, as queuing.
+    To wait for another engine is to queue.
+    """
+
+    __slots__ = ("_decode", "_ended_here", "_first_at", "_here", "_prefill", "_queue", "_ran",
+                 "_since", "engine")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.engine = -1
+        """Rank of the engine that runs the request, or ran it last; -1 before the first."""
+        self._queue = self._prefill = self._decode = 0.0
+        self._here: RequestTiming | None = None
+        self._ended_here = False
+        self._ran = False
+        self._first_at = 0.0
+        self._since: float | None = None
+
+    def sent(self, engine: int, now: float) -> None:
+        """The request goes to an engine."""
+        self.engine = engine
+        self.left(now)
+
+    def said(self, timing: RequestTiming, now: float, *, last: bool) -> None:
+        """An output of the engine came with its times; `last` if the request ended with it."""
+        if self._here is None:
+            self._first_at = now
+        self._here = timing
+        self._ended_here = last
+        self._ran = True
+
+    def left(self, now: float) -> None:
+        """The engine was lost, or what it does from now on is not the request's any more."""
+        here = self._here
+        if here is not None:
+            self._queue += here.queue
+            self._prefill += here.prefill
+            self._decode += here.decode if self._ended_here else now - self._first_at
+        elif self._since is not None:
+            self._queue += now - self._since
+        self._here = None
+        self._since = now
+
+    def ended(self, now: float) -> RequestTiming | None:
+        """Return the sums of a request that is over; None if no engine gave it a token."""
+        self.left(now)
+        return RequestTiming(self._queue, self._prefill, self._decode) if self._ran else None

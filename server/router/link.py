@@ -1,0 +1,145 @@
+"""A front end's line to the coordinator: membership, cluster views in, wake-up notices out."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import zmq
+
+from engine.shared.handshakes import HandshakeWatch
+from engine.shared.membership import (
+    HELLO_INTERVAL,
+    JOIN_TIMEOUT,
+    Identity,
+    Joined,
+    Membership,
+    Rejected,
+)
+from engine.shared.messages import ClusterView, CoordinatorReply, FrontEndNotice, encode
+from engine.shared.transport import Inbox, Transport
+
+logger = logging.getLogger(__name__)
+
+_SUBSCRIBE_ALL = b"\x01"
+
+
+class JoinRefused(Exception):
+    """The coordinator will not have this front end; the message says why."""
+
+
+class ClusterLink:
+    """Owns the registration and the subscription socket on an event loop."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        coordinator: str,
+        heartbeat_interval: float,
+        transport: Transport,
+    ) -> None:
+        self._membership = Membership(identity, heartbeat_interval)
+        self._coordinator = coordinator
+        self._interval = heartbeat_interval
+        self._transport = transport
+        self._name = f"front-end-{identity.incarnation:x}".encode()
+        self._registration: Inbox | None = None
+        self._handshakes: HandshakeWatch | None = None
+        self._publish_address = ""
+        self._refusal: str | None = None
+        self._views: Inbox | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._welcomed: asyncio.Future[int] = self._loop.create_future()
+
+    async def join(self) -> int:
+        """Register and return this front end's number.
+
+        Raises:
+            JoinRefused: the coordinator refused, or nobody answered in time.
+        """
+        socket = self._transport.connect(zmq.DEALER, self._coordinator, identity=self._name)
+        self._registration = Inbox(socket, CoordinatorReply, "registration")
+        self._registration.attach(self._loop, self._reply)
+        self._handshakes = self._transport.watch(socket, self._coordinator, binder=False)
+        if self._handshakes is not None:
+            self._loop.add_reader(self._handshakes.socket.fileno(), self._handshakes.check)
+        self._tick()
+        try:
+            return await asyncio.wait_for(self._welcomed, JOIN_TIMEOUT)
+        except TimeoutError:
+            raise JoinRefused(
+                f"no coordinator answered at {self._coordinator} within {JOIN_TIMEOUT:.0f} s"
+            ) from None
+
+    def subscribe(self, on_view: Callable[[ClusterView], None]) -> None:
+        """Call `on_view` with the present cluster view at once and with every later one."""
+        views = self._transport.connect(zmq.XSUB, self._publish_address)
+        views.send(_SUBSCRIBE_ALL)
+        self._views = Inbox(views, ClusterView, "front publish")
+        self._views.attach(self._loop, lambda _sender, view: on_view(view))
+
+    def ready(self) -> None:
+        """Tell the coordinator that this front end serves."""
+        self._membership.ready(None)
+        self._send_due()
+
+    def notify(self, notice: FrontEndNotice) -> None:
+        """Send a notice up the subscription socket."""
+        if self._views is not None:
+            self._views.send(encode(notice))
+
+    def _tick(self) -> None:
+        self._send_due()
+        joining = self._membership.epoch is None
+        self._timer = self._loop.call_later(
+            HELLO_INTERVAL if joining else self._interval, self._tick
+        )
+
+    def _send_due(self) -> None:
+        assert self._registration is not None
+        for message in self._membership.tick(time.monotonic()):
+            self._registration.send(encode(message))
+
+    def _reply(self, _sender: bytes, reply: CoordinatorReply) -> None:
+        event = self._membership.receive(reply)
+        if isinstance(event, Rejected):
+            if self._welcomed.done():
+                self._refused_again(event.reason)
+            else:
+                self._welcomed.set_exception(JoinRefused(event.reason))
+        elif isinstance(event, Joined):
+            self._joined(event)
+        if self._membership.epoch is None:
+            self._send_due()
+
+    def _refused_again(self, reason: str) -> None:
+        """Engines of another model have come: keep asking, until those of this one are back."""
+        if reason != self._refusal:
+            logger.error("the coordinator refused this front end, which keeps asking: %s", reason)
+        self._refusal = reason
+
+    def _joined(self, event: Joined) -> None:
+        self._refusal = None
+        if event.again:
+            logger.warning("registered again: the coordinator had forgotten this process")
+            self._send_due()
+            return
+        self._publish_address = event.welcome.publish_address
+        self._send_due()
+        if not self._welcomed.done():
+            self._welcomed.set_result(event.welcome.index)
+
+    def close(self) -> None:
+        """Say goodbye and close both sockets."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._handshakes is not None:
+            self._loop.remove_reader(self._handshakes.socket.fileno())
+            self._handshakes.socket.close(linger=0)
+        for inbox in (self._registration, self._views):
+            if inbox is None:
+                continue
+            if inbox is self._registration:
+                inbox.send(encode(self._membership.goodbye()))
+            inbox.close(linger_ms=200)

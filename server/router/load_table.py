@@ -1,0 +1,93 @@
+"""What the front ends of one node have sent to each engine, in shared memory.
+
+One cell of a cache line per front end and engine; a front end writes only its own row and reads
+all others. Together with what an engine says it has received from whom, every front end knows
+the requests that are on their way to an engine, its peers' included, at the moment it chooses.
+
+Counts only grow and each is one aligned 8-byte store, so readers need no lock: they see the old
+or the new value of each.
+"""
+
+import mmap
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.shared.messages import EngineStats, Received
+
+MAX_ENGINES = 1024
+_CELL_WORDS = 8  # one cache line
+_WORD = 8
+
+
+class Sent(NamedTuple):
+    """What one front-end process has sent to one engine process so far."""
+
+    front_end_incarnation: int
+    engine_incarnation: int
+    requests: int
+    prompt_tokens: int
+
+
+NOTHING = Sent(0, 0, 0, 0)
+
+
+def create_load_table(path: Path, num_front_ends: int) -> None:
+    """Make an empty table for front ends 0 to `num_front_ends` - 1 (sparse on disk)."""
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), num_front_ends * MAX_ENGINES * _CELL_WORDS * _WORD)
+
+
+class LoadTable:
+    """One front end's view of the table at `path`."""
+
+    def __init__(self, path: Path, front_end: int) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._words = memoryview(self._map).cast("Q")
+        self._front_end = front_end
+        self.num_front_ends = len(self._words) // (MAX_ENGINES * _CELL_WORDS)
+        self._peers = [i for i in range(self.num_front_ends) if i != front_end]
+
+    def publish(self, rank: int, sent: Sent) -> None:
+        """Write this front end's cell for an engine."""
+        if rank < MAX_ENGINES and self._front_end < self.num_front_ends:
+            at = self._at(self._front_end, rank)
+            for offset, value in enumerate(sent):
+                self._words[at + offset] = value
+
+    def peers(self, rank: int) -> list[tuple[int, Sent]]:
+        """Return what each other front end has sent to an engine, where it has sent anything."""
+        if rank >= MAX_ENGINES:
+            return []
+        found = []
+        for peer in self._peers:
+            at = self._at(peer, rank)
+            if self._words[at + 2]:
+                found.append((peer, Sent(*self._words[at : at + 4])))
+        return found
+
+    def _at(self, front_end: int, rank: int) -> int:
+        return (front_end * MAX_ENGINES + rank) * _CELL_WORDS
+
+    def close(self) -> None:
+        """Release the mapping."""
+        self._words.release()
+        self._map.close()
+
+
+def received_from(stats: EngineStats | None, position: int, incarnation: int) -> Received | None:
+    """Return what an engine had received from a front-end process, if it had heard of it.
+
+    Incarnations name processes; `position` is where the engine lists this one most likely.
+    """
+    if stats is None:
+        return None
+    entries = stats.received
+    # This is asked for every engine and request.
+    if position < len(entries) and entries[position].front_end_incarnation == incarnation:
+        return entries[position]
+    for entry in entries:
+        if entry.front_end_incarnation == incarnation:
+            return entry
+    return None

@@ -1,0 +1,479 @@
+import itertools
+import logging
+import re
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from engine.core.engine_core import CoreStep, EngineCore, StepFailed
+from engine.distributed.spec import GroupBroken
+from engine.executor.interface import ExecutorInfo, PendingResult
+from engine.executor.simulated import SimulatedExecutor, simulated_token
+from engine.scheduler.admission import NO_LOAD, Grant, RankState
+from engine.scheduler.batch import BatchPlan
+from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.shared.messages import (
+    AbortRequests,
+    AddRequest,
+    Received,
+    SamplingParams,
+    UtilityCall,
+    UtilityResult,
+)
+
+CONFIG = EngineConfig(
+    model=ModelConfig(max_model_len=64),
+    cache=CacheConfig(block_size=4, num_kv_blocks=32),
+    scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+)
+
+
+@pytest.fixture
+def core() -> EngineCore:
+    executor = SimulatedExecutor(CONFIG, timing="virtual", check=True)
+    core = EngineCore(CONFIG, executor, rank=2, incarnation=77)
+    core.front_end_joined(0, 100)
+    core.front_end_joined(1, 101)
+    return core
+
+
+def request(id: int, front_end: int = 0, *, length: int = 5, max_tokens: int = 3) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=id)
+    return AddRequest(id, f"request-{id}", front_end, 0, list(range(length)), sampling)
+
+
+def run(core: EngineCore) -> list[CoreStep]:
+    steps = []
+    while core.has_work:
+        steps.append(core.step())
+    return steps
+
+
+def test_a_request_comes_back_token_by_token_to_its_front_end(core: EngineCore) -> None:
+    assert not core.has_work
+    core.handle(request(1, front_end=1))
+    steps = run(core)
+    assert [list(step.outputs) for step in steps] == [[1]] * 3
+    outputs = [output for step in steps for output in step.outputs[1]]
+    tokens = list(range(5))
+    for _ in range(3):
+        tokens.append(simulated_token(1, len(tokens), tokens[-1], 32_000))
+    assert [output.token_ids for output in outputs] == [[token] for token in tokens[5:]]
+    assert [output.finish_reason for output in outputs] == [None, None, "length"]
+
+
+def test_the_setup_is_what_the_executor_found(core: EngineCore) -> None:
+    setup = core.setup
+    assert (setup.num_kv_blocks, setup.block_size, setup.max_model_len) == (32, 4, 64)
+    assert setup.model_fingerprint == "simulated-32000"
+    assert (setup.enable_prefix_caching, setup.gpu_memory_utilization) == (True, 0.9)
+    assert (setup.num_kv_blocks_set, setup.kv_cache_memory_bytes) == (32, None)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_says_how_long_requests_waited_for_a_slot(overlap: bool) -> None:
+    scheduling = msgspec.structs.replace(CONFIG.scheduler, max_num_seqs=1, async_scheduling=overlap)
+    config = msgspec.structs.replace(CONFIG, scheduler=scheduling)
+    clock = itertools.count()  # a second passes between any two looks at it
+    executor = SimulatedExecutor(config, timing="virtual", check=True)
+    core = EngineCore(config, executor, rank=0, incarnation=1, now=lambda: float(next(clock)))
+    core.front_end_joined(0, 100)
+    for id_ in (1, 2):
+        core.handle(request(id_, max_tokens=8))
+    last = {
+        output.id: output.timing
+        for step in run(core)
+        for output in step.outputs.get(0, [])
+        if output.finish_reason is not None
+    }
+    first, second = last[1], last[2]
+    assert first is not None
+    assert second is not None
+    assert first.decode >= 7
+    assert second.queue >= first.queue + first.prefill + first.decode
+    assert second.prefill <= 3
+
+
+def test_stats_tell_how_many_tokens_steps_had(core: EngineCore) -> None:
+    core.handle(request(1, length=5, max_tokens=3))
+    stats = run(core)[-1].stats
+    assert stats.step_tokens_total == 5 + 3
+    assert stats.step_tokens_buckets == [2, 1, *[0] * 12]
+
+
+def test_stats_tell_load_and_counts(core: EngineCore) -> None:
+    for id in range(6):
+        core.handle(request(id, id % 2))
+    before = core.stats()
+    assert (before.waiting, before.running, before.queued_prefill_tokens) == (6, 0, 30)
+    stats = core.step().stats
+    assert (stats.rank, stats.incarnation, stats.wave, stats.step) == (2, 77, 0, 1)
+    assert (stats.waiting, stats.running) == (2, 4)
+    assert stats.queued_prefill_tokens == 30 - 16
+    assert stats.kv_usage == 8 / 32
+    stats = run(core)[-1].stats
+    assert (stats.waiting, stats.running, stats.kv_usage) == (0, 0, 0)
+    assert stats.queued_prefill_tokens == 0
+    assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (30, 18)
+    assert stats.prefix_cache_queries_total == 30
+    assert stats.prefix_cache_hits_total == 8  # the two that started later
+
+
+def test_every_stats_is_newer_than_the_one_before(core: EngineCore) -> None:
+    core.handle(request(1))
+    versions = [core.stats().version, core.step().stats.version, core.stats().version]
+    assert versions == sorted(set(versions))
+
+
+def test_the_wave_is_reported(core: EngineCore) -> None:
+    core.clock.wave = 9
+    assert core.stats().wave == 9
+
+
+# -- front ends -----------------------------------------------------------------------------------
+
+
+def test_received_counts_are_kept_per_front_end_process(core: EngineCore) -> None:
+    core.handle(request(1, 0, length=5))
+    core.handle(request(2, 0, length=7))
+    core.handle(request(3, 1, length=1000))  # refused, and received all the same
+    assert core.stats().received == [Received(0, 100, 2, 12), Received(1, 101, 1, 1000)]
+    core.front_end_joined(0, 100)
+    assert core.stats().received[0] == Received(0, 100, 2, 12)
+    core.front_end_joined(0, 555)
+    core.handle(request(4, 0, length=3))
+    assert Received(0, 555, 1, 3) in core.stats().received
+
+
+def test_tokens_that_another_engine_drew_are_received_too(core: EngineCore) -> None:
+    begun = msgspec.structs.replace(request(1, 0, length=5), output_token_ids=[7, 8])
+    core.handle(begun)
+    assert core.stats().received[0] == Received(0, 100, 1, begun.num_tokens)
+    assert begun.num_tokens == 7
+
+
+def test_a_front_end_that_comes_back_keeps_its_counts(core: EngineCore) -> None:
+    core.handle(request(1, 0))
+    core.front_end_left(0)
+    assert [entry.front_end for entry in core.stats().received] == [1]
+    core.front_end_joined(0, 100)
+    core.handle(request(2, 0))
+    assert core.stats().received[0] == Received(0, 100, 2, 10)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_requests_of_a_front_end_go_with_it(core: EngineCore, replaced: bool) -> None:
+    core.handle(request(1, 0, max_tokens=50))
+    core.handle(request(2, 1))
+    core.handle(request(3, 0, length=1000))  # its answer waits for the next step
+    core.step()
+    core.handle(UtilityCall(1, 0, "info"))
+    if replaced:
+        core.front_end_joined(0, 999)
+    else:
+        core.front_end_left(0)
+    steps = run(core)
+    assert len(steps) == 2
+    assert all(list(step.outputs) == [1] for step in steps)
+    assert all(step.utility_results == [] for step in steps)
+
+
+def test_what_an_absent_front_end_asked_for_is_dropped(
+    core: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    core.front_end_left(1)
+    core.front_end_left(8)
+    core.handle(request(1, 1))
+    core.handle(request(2, 8))
+    core.handle(UtilityCall(1, 8, "info"))
+    assert not core.has_work
+    assert "front end 1 is not there" in caplog.text
+
+
+# -- errors of requests and aborts ----------------------------------------------------------------
+
+
+def test_a_request_that_cannot_run_is_answered_in_the_next_step(core: EngineCore) -> None:
+    core.handle(request(1, length=64))
+    core.handle(request(2))
+    answers = core.step().outputs[0]
+    assert [(answer.id, answer.finish_reason) for answer in answers] == [(1, "error"), (2, None)]
+    assert answers[0].error is not None
+    assert "64 tokens" in answers[0].error
+
+
+def test_a_request_that_nobody_can_make_sense_of_fails_alone(
+    core: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    core.handle(request(1))
+    broken = msgspec.structs.replace(request(2), prompt_token_ids=[1, None])  # type: ignore[list-item]
+    core.handle(broken)
+    answers = core.step().outputs[0]
+    assert [(answer.id, answer.finish_reason) for answer in answers] == [(2, "error"), (1, None)]
+    assert "request-2 could not be queued" in caplog.text
+    assert run(core)[-1].stats.generation_tokens_total == 3
+
+
+def test_an_answer_alone_is_work(core: EngineCore) -> None:
+    core.handle(request(1, length=64))
+    assert core.has_work
+    step = core.step()
+    assert [output.id for output in step.outputs[0]] == [1]
+    assert step.stats.step == 0
+    assert not core.has_work
+
+
+def test_aborted_requests_say_nothing_more(core: EngineCore) -> None:
+    core.handle(request(1, max_tokens=50))
+    core.handle(request(2))
+    core.step()
+    core.handle(AbortRequests([1, 12345]))
+    assert {output.id for step in run(core) for output in step.outputs[0]} == {2}
+
+
+# -- utilities ------------------------------------------------------------------------------------
+
+
+def call(
+    core: EngineCore, name: str, arguments: dict[str, str | int] | None = None
+) -> UtilityResult:
+    core.handle(UtilityCall(5, 1, name, {**(arguments or {})}))
+    assert core.has_work
+    [(front_end, result)] = core.step().utility_results
+    assert (front_end, result.call_id, result.rank) == (1, 5, 2)
+    return result
+
+
+def test_info_describes_the_engine(core: EngineCore) -> None:
+    result = call(core, "info").result
+    assert isinstance(result, dict)
+    assert result["num_kv_blocks"] == 32
+    assert result["vocab_size"] == 32_000
+
+
+def test_the_prefix_cache_can_be_reset(core: EngineCore) -> None:
+    core.handle(request(1, length=9))
+    run(core)
+    assert call(core, "reset_prefix_cache").result == {"blocks_forgotten": 2}
+    core.handle(request(2, length=9))
+    assert run(core)[0].outputs[0][0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("step", {}, "no utility 'step'; they have info, .*reset_prefix_cache"),
+        ("__init__", {}, "no utility"),
+        ("info", {"verbose": 1}, "wrong arguments for info: .*verbose"),
+    ],
+)
+def test_only_listed_utilities_with_right_arguments_are_called(
+    core: EngineCore, name: str, arguments: dict[str, str | int], error: str
+) -> None:
+    result = call(core, name, arguments)
+    assert result.result is None
+    assert result.error is not None
+    assert re.search(error, result.error)
+
+
+# -- what the shell around the core relies on -----------------------------------------------------
+
+
+class BrokenExecutor:
+    """Fails in its second step."""
+
+    def __init__(self) -> None:
+        self._executor = SimulatedExecutor(CONFIG, timing="virtual")
+        self._steps = 0
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._executor.info
+
+    @property
+    def grammars(self) -> None:
+        return None
+
+    def submit(self, plan: BatchPlan) -> PendingResult:
+        self._steps += 1
+        if self._steps == 2:
+            raise RuntimeError("the device is gone")
+        return self._executor.submit(plan)
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
+
+def test_a_failed_step_is_described_and_raised(caplog: pytest.LogCaptureFixture) -> None:
+    core = EngineCore(CONFIG, BrokenExecutor(), rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    core.handle(request(17, length=6))
+    core.step()
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(StepFailed, match="engine 0: RuntimeError") as failure,
+    ):
+        core.step()
+    assert isinstance(failure.value.__cause__, RuntimeError)
+    assert "step 2: 1 rows, 1 tokens" in caplog.text
+    assert "17 (request-17): slot 0, start 6, count 1, 8 tokens, 2 blocks" in caplog.text
+
+
+class HoldUntil:
+    """An admission policy that holds prefills before a step of its own count."""
+
+    exchanges = False
+
+    def __init__(self, calls: int) -> None:
+        self.tables: list[RankState] = []
+        self._calls = calls
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        self.tables += table
+        return Grant(token_cap=-1 if len(self.tables) > self._calls else 0)
+
+
+def test_the_admission_policy_sees_this_rank_and_decides() -> None:
+    executor = SimulatedExecutor(CONFIG, timing="virtual", check=True)
+    policy = HoldUntil(2)
+    core = EngineCore(CONFIG, executor, rank=0, incarnation=1, admission=policy)
+    core.front_end_joined(0, 1)
+    core.handle(request(1, max_tokens=1))
+    steps = run(core)
+    assert [len(step.outputs) for step in steps] == [0, 0, 1]
+    assert [step.stats.step for step in steps] == [0, 0, 1]
+    assert policy.tables[0] == RankState(0, 1, 5, 32, ready_prefill_tokens=5, ready_prefills=1)
+
+
+# -- in a lockstep group ---------------------------------------------------------------------------
+
+
+class BreakingExecutor(SimulatedExecutor):
+    """Loses its group in some of its steps, before anything has been computed."""
+
+    def __init__(self, breaks_at: set[int]) -> None:
+        super().__init__(CONFIG, timing="virtual", check=True)
+        self.plans: list[BatchPlan] = []
+        self._breaks_at = breaks_at
+
+    def submit(self, plan: BatchPlan) -> PendingResult:
+        self.plans.append(plan)
+        if len(self.plans) in self._breaks_at:
+            raise GroupBroken("a member died")
+        return super().submit(plan)
+
+
+def member(executor: SimulatedExecutor, admission: HoldUntil | None = None) -> EngineCore:
+    core = EngineCore(CONFIG, executor, rank=0, incarnation=1, admission=admission)
+    core.front_end_joined(0, 1)
+    return core
+
+
+def tokens_of(core: EngineCore, executor: BreakingExecutor) -> list[int]:
+    tokens = []
+    while core.needs_steps:
+        try:
+            step = core.step_together(0, ())
+        except GroupBroken:
+            continue
+        tokens += [token for output in step.outputs.get(0, []) for token in output.token_ids]
+    return tokens
+
+
+def test_a_step_without_work_is_an_empty_batch_and_counts_as_a_dummy() -> None:
+    executor = BreakingExecutor(set())
+    core = member(executor)
+    assert not core.needs_steps
+    step = core.step_together(0, ())
+    assert (step.outputs, step.stats.dummy_steps_total) == ({}, 1)
+    core.handle(request(1, max_tokens=1))
+    assert core.step_together(1, ()).stats.dummy_steps_total == 1
+    assert [len(plan.slots) for plan in executor.plans] == [0, 1]
+
+
+def test_a_step_whose_prefill_is_held_is_an_empty_batch_too() -> None:
+    executor = BreakingExecutor(set())
+    core = member(executor, HoldUntil(1))
+    core.handle(request(1, max_tokens=1))
+    assert core.step_together(0, ()).stats.dummy_steps_total == 1
+    assert core.needs_steps
+    assert len(core.step_together(1, ()).outputs[0]) == 1
+
+
+@pytest.mark.parametrize("breaks_at", [{1}, {2}, {3, 4, 5}])
+def test_a_step_that_its_group_gave_up_is_taken_again(breaks_at: set[int]) -> None:
+    undisturbed, disturbed = BreakingExecutor(set()), BreakingExecutor(breaks_at)
+    told = []
+    for executor in (undisturbed, disturbed):
+        core = member(executor)
+        core.handle(request(1, length=20, max_tokens=6))
+        told.append(tokens_of(core, executor))
+    assert told[0] == told[1]
+    for broken in breaks_at:
+        assert disturbed.plans[broken - 1] is disturbed.plans[broken]
+
+
+@pytest.mark.parametrize("policy", ["none", "balance", "cadence", "level"])
+def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: str) -> None:
+    scheduling = msgspec.structs.replace(CONFIG.scheduler, admission_policy=policy)
+    executor = BreakingExecutor({3})
+    config = msgspec.structs.replace(CONFIG, scheduler=scheduling)
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    exchanges = core.joined_group(2)
+    other = RankState(2, 1, 16, 20, decodes=2, ready_prefill_tokens=16, ready_prefills=1)
+    core.handle(request(1, max_tokens=30))
+    core.handle(msgspec.structs.replace(request(2, length=6, max_tokens=30), alone=4))
+    alone = []
+    for number in range(300):
+        if not core.needs_steps:
+            break
+        said = core.stats().alone
+        try:
+            own = core.rank_state(1000)
+            core.step_together(number, (own, other) if exchanges else ())
+        except GroupBroken:
+            continue
+        if said:
+            alone.append(executor.plans[-1])
+    assert not core.needs_steps
+    assert sum(plan.num_tokens for plan in alone) == 6 + 3, "its prompt and the rest of four steps"
+    assert all(len(plan.slots) <= 1 for plan in alone)
+
+
+def test_a_request_may_be_aborted_while_its_step_waits_for_another_group() -> None:
+    core = member(BreakingExecutor({2}))
+    core.handle(request(1, max_tokens=6))
+    core.step_together(0, ())
+    with pytest.raises(GroupBroken):
+        core.step_together(1, ())
+    core.handle(AbortRequests([1]))
+    assert core.needs_steps, "the rest of the step"
+    assert core.step_together(0, ()).outputs == {}
+    assert not core.needs_steps
+    stats = core.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
+
+
+def test_an_engine_does_not_sleep_in_the_middle_of_a_step() -> None:
+    core = member(BreakingExecutor({1}))
+    core.handle(request(1, max_tokens=6))
+    with pytest.raises(GroupBroken):
+        core.step_together(0, ())
+    core.handle(UtilityCall(1, 0, "sleep"))
+    answers = core.answers()
+    assert answers is not None
+    [(_, result)] = answers.utility_results
+    assert result.error is not None
+    assert "finished first" in result.error
+    assert not core.is_sleeping
+
+
+def test_only_policies_that_compare_ranks_are_told_loads() -> None:
+    core = member(BreakingExecutor(set()))
+    core.handle(request(1))
+    assert core.rank_state(0) == NO_LOAD
+    assert core.joined_group(2), "level is what groups use"
+    assert core.rank_state(7).waiting == 1
+    assert core.rank_state(7).last_step_us == 7

@@ -1,0 +1,190 @@
+"""Steps that are planned while the one before runs."""
+
+import logging
+import random
+
+import msgspec
+import pytest
+
+from engine.core.engine_core import EngineCore, StepFailed
+from engine.executor.interface import ExecutorInfo, PendingResult
+from engine.executor.simulated import SimulatedExecutor
+from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
+
+
+def config(overlap: bool) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(max_model_len=64),
+        cache=CacheConfig(block_size=4, num_kv_blocks=24),
+        scheduler=SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=overlap
+        ),
+    )
+
+
+class WatchedExecutor:
+    """Notes what is submitted and whose result is fetched; can fail in one step."""
+
+    def __init__(self, settings: EngineConfig, fails_in: int = -1) -> None:
+        self._executor = SimulatedExecutor(
+            settings, vocab_size=40, eos_token_ids=(0,), timing="virtual", check=True
+        )
+        self._fails_in = fails_in
+        self.events: list[tuple[str, int]] = []
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._executor.info
+
+    @property
+    def grammars(self) -> None:
+        return None
+
+    def submit(self, plan: BatchPlan) -> PendingResult:
+        self.events.append(("submit", plan.step))
+        return _Watched(self, plan.step, self._executor.submit(plan), plan.step == self._fails_in)
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
+
+class _Watched:
+    def __init__(
+        self, watcher: WatchedExecutor, step: int, pending: PendingResult, fails: bool
+    ) -> None:
+        self._watcher, self._step, self._pending, self._fails = watcher, step, pending, fails
+
+    def result(self) -> BatchResult:
+        self._watcher.events.append(("result", self._step))
+        if self._fails:
+            raise RuntimeError("the device is gone")
+        return self._pending.result()
+
+
+def engine(overlap: bool = True, fails_in: int = -1) -> tuple[EngineCore, WatchedExecutor]:
+    settings = config(overlap)
+    executor = WatchedExecutor(settings, fails_in)
+    core = EngineCore(settings, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    return core, executor
+
+
+def request(id: int, length: int, max_tokens: int, *, ignore_eos: bool = True) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=id, ignore_eos=ignore_eos)
+    prompt = [1 + (id % 2 + i) % 39 for i in range(length)]
+    return AddRequest(id, f"request-{id}", 0, 0, prompt, sampling)
+
+
+def test_a_step_is_submitted_before_the_result_of_the_one_before_is_fetched() -> None:
+    core, executor = engine()
+    core.handle(request(1, 5, 3))
+    given = []
+    while core.has_work:
+        outputs = core.step().outputs
+        given.append([output.token_ids for output in outputs.get(0, [])])
+    submits_and_results = [
+        ("submit", 1), ("submit", 2), ("result", 1), ("submit", 3), ("result", 2), ("result", 3)
+    ]  # fmt: skip
+    assert executor.events == submits_and_results
+    assert [len(tokens) for tokens in given] == [0, 1, 1, 1]
+
+
+def test_without_overlap_each_result_is_fetched_at_once() -> None:
+    core, executor = engine(overlap=False)
+    core.handle(request(1, 5, 2))
+    while core.has_work:
+        core.step()
+    assert executor.events == [("submit", 1), ("result", 1), ("submit", 2), ("result", 2)]
+
+
+def test_a_result_is_fetched_at_once_when_there_is_nothing_more_to_launch() -> None:
+    core, executor = engine()
+    core.handle(request(1, 5, 1))
+    assert core.step().outputs == {}
+    [output] = core.step().outputs[0]
+    assert output.finish_reason == "length"
+    assert not core.has_work
+    assert executor.events == [("submit", 1), ("result", 1)]
+
+
+def test_an_abort_of_everything_leaves_the_steps_in_flight_to_be_fetched() -> None:
+    core, executor = engine()
+    core.handle(request(1, 5, 30))
+    core.step()
+    core.step()
+    core.handle(AbortRequests([1]))
+    assert core.has_work, "a step still uses its blocks"
+    assert core.step().outputs == {}
+    assert not core.has_work
+    assert core.stats().kv_usage == 0
+    assert executor.events[-1] == ("result", 2)
+
+
+def test_a_failed_step_is_described_with_the_one_launched_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core, _ = engine(fails_in=2)
+    core.handle(request(7, 6, 9))
+    core.step()
+    core.step()
+    with caplog.at_level(logging.ERROR), pytest.raises(StepFailed, match="RuntimeError"):
+        core.step()
+    assert "2 plan(s) in flight" in caplog.text
+    assert "step 2: 1 rows" in caplog.text
+    assert "step 3: 1 rows" in caplog.text
+
+
+def serve(overlap: bool, seed: int) -> tuple[dict[int, list[int]], dict[int, str | None], int]:
+    """Run random traffic in which some requests are aborted once they have enough tokens."""
+    rng = random.Random(seed)
+    core, _ = engine(overlap)
+    tokens: dict[int, list[int]] = {}
+    ends: dict[int, str | None] = {}
+    arrivals = [request(id, rng.randint(1, 40), rng.randint(1, 24), ignore_eos=rng.random() < 0.7)
+                for id in range(60)]  # fmt: skip
+    enough = {id: rng.randint(1, 12) for id in range(0, 60, 5)}
+    while arrivals or core.has_work:
+        for message in arrivals[:2]:
+            tokens[message.id] = []
+            core.handle(message)
+        del arrivals[:2]
+        for output in core.step().outputs.get(0, []):
+            if output.id in ends:
+                continue
+            tokens[output.id] += output.token_ids
+            if output.finish_reason is not None:
+                ends[output.id] = output.finish_reason
+            elif len(tokens[output.id]) >= enough.get(output.id, 1000):
+                core.handle(AbortRequests([output.id]))
+                ends[output.id] = "abort"
+    stats = core.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage, stats.queued_prefill_tokens) == (
+        0, 0, 0.0, 0
+    )  # fmt: skip
+    return tokens, ends, stats.preemptions_total
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_overlap_changes_no_token_and_no_end(seed: int) -> None:
+    apart, overlapped = serve(False, seed), serve(True, seed)
+    assert apart[:2] == overlapped[:2]
+    assert apart[2] > 0
+    assert overlapped[2] > 0
+    assert {"length", "stop", "abort"} == set(apart[1].values())
+
+
+def test_steps_do_not_overlap_where_tokens_are_guessed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    guessing = msgspec.structs.replace(config(True).scheduler, speculative_ngram=3)
+    settings = msgspec.structs.replace(config(True), scheduler=guessing)
+    executor = WatchedExecutor(settings)
+    core = EngineCore(settings, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    core.handle(AddRequest(1, "1", 0, 0, [1, 2, 3], SamplingParams(max_tokens=9, seed=1)))
+    while core.has_work:
+        core.step()
+    kinds = [kind for kind, _ in executor.events]
+    assert kinds[:4] == ["submit", "result"] * 2
+    assert "one after the other" in caplog.text

@@ -1,0 +1,316 @@
+"""Utilities: pausing, sleeping and profiling an engine, and what can be wrong with a call."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from engine.core.engine_core import EngineCore, StepFailed
+from engine.executor.interface import CannotDo
+from engine.executor.simulated import SimulatedExecutor, simulated_token
+from engine.scheduler.batch import BatchPlan
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import (
+    AddRequest,
+    SamplingParams,
+    UtilityCall,
+    UtilityResult,
+    UtilityValue,
+)
+
+
+class Executor(SimulatedExecutor):
+    """Notes what operators had it do; what `refuses` names raises."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, timing="virtual", check=True)
+        self.calls: list[object] = []
+        self.refuses: dict[str, Exception] = {}
+
+    def _note(self, name: str, *arguments: object) -> None:
+        self.calls.append((name, *arguments))
+        if name in self.refuses:
+            raise self.refuses[name]
+
+    def submit(self, plan: BatchPlan):  # type: ignore[no-untyped-def]
+        self._note("submit")
+        return super().submit(plan)
+
+    def sleep(self, level: int) -> None:
+        self._note("sleep", level)
+        super().sleep(level)
+
+    def wake_up(self) -> None:
+        self._note("wake_up")
+
+    def start_profile(self) -> None:
+        self._note("start_profile")
+
+    def stop_profile(self, path: Path) -> None:
+        self._note("stop_profile", path)
+
+
+class Engine:
+    """A core with two front ends."""
+
+    def __init__(self, *, overlap: bool, profile_dir: str | None = None) -> None:
+        config = EngineConfig(
+            model=ModelConfig(max_model_len=64),
+            cache=CacheConfig(block_size=4, num_kv_blocks=32),
+            scheduler=SchedulerConfig(
+                max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=overlap
+            ),
+            executor=ExecutorConfig(torch_profiler_dir=profile_dir),
+        )
+        self.executor = Executor(config)
+        self.core = EngineCore(config, self.executor, rank=3, incarnation=0xABC)
+        self.core.front_end_joined(0, 100)
+        self.tokens: dict[int, list[int]] = {}
+
+    def add(self, id: int, *, length: int = 5, max_tokens: int = 6) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=id)
+        self.core.handle(AddRequest(id, f"r{id}", 0, 0, list(range(length)), sampling))
+        self.tokens[id] = []
+
+    def step(self) -> list[UtilityResult]:
+        step = self.core.step()
+        for output in step.outputs.get(0, []):
+            self.tokens[output.id] += output.token_ids
+        return [result for _, result in step.utility_results]
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+    def call(self, name: str, arguments: dict[str, UtilityValue] | None = None) -> UtilityResult:
+        self.core.handle(UtilityCall(9, 0, name, arguments or {}))
+        [result] = self.step()
+        assert (result.call_id, result.rank) == (9, 3)
+        return result
+
+    def assert_complete(self) -> None:
+        for id, tokens in self.tokens.items():
+            expected = list(range(5))
+            for _ in range(6):
+                expected.append(simulated_token(id, len(expected), expected[-1], 32_000))
+            assert tokens == expected[5:]
+        stats = self.core.stats()
+        assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
+
+
+@pytest.fixture(params=[False, True], ids=["apart", "overlapped"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return Engine(overlap=request.param)
+
+
+# -- pause ----------------------------------------------------------------------------------------
+
+
+def test_a_paused_engine_takes_requests_and_runs_them_after(engine: Engine) -> None:
+    engine.add(1)
+    engine.step()
+    engine.step()
+    assert engine.call("pause").result == {"is_paused": True}
+    engine.run()  # the step that was in flight, if any
+    launched = engine.executor.calls.count(("submit",))
+    engine.add(2)
+    assert not engine.core.has_work, "the loop has to sleep"
+    stats = engine.core.stats()
+    assert stats.halted
+    assert (stats.running, stats.waiting) == (1, 1)
+    assert engine.executor.calls.count(("submit",)) == launched
+    assert engine.call("resume").result == {"is_paused": False}
+    assert not engine.core.stats().halted
+    engine.run()
+    engine.assert_complete()
+
+
+@pytest.mark.parametrize("halt", ["pause", "sleep"])
+def test_every_front_end_hears_at_once_that_an_engine_is_halted(engine: Engine, halt: str) -> None:
+    engine.core.front_end_joined(1, 101)
+    end = {"pause": "resume", "sleep": "wake_up"}[halt]
+    for name, halted in ((halt, True), (end, False)):
+        engine.core.handle(UtilityCall(9, 0, name, {}))
+        step = engine.core.step()
+        assert step.stats.halted == halted
+        assert {index: outputs for index, outputs in step.outputs.items()} == {0: [], 1: []}
+        assert [each.outputs for each in step.stats.received] == [1 + (not halted)] * 2
+
+
+def test_requests_are_handed_over_only_while_an_operator_wants_it(engine: Engine) -> None:
+    engine.call("pause", {"mode": "move"})
+    assert engine.core.stats().hands_over
+    engine.call("sleep")
+    engine.call("resume")
+    assert engine.core.stats().hands_over, "still halted"
+    engine.call("wake_up")
+    assert not engine.core.stats().hands_over
+    engine.call("pause")
+    assert not engine.core.stats().hands_over
+
+
+def test_all_front_ends_hear_of_a_suspect_before_its_first_step(engine: Engine) -> None:
+    engine.core.front_end_joined(1, 101)
+    engine.add(1)
+    engine.step()
+    sampling = SamplingParams(max_tokens=6, seed=2)
+    engine.core.handle(AddRequest(2, "r2", 0, 0, list(range(5)), sampling, alone=2))
+    engine.tokens[2] = []
+    submitted = 0
+    for _ in range(10):
+        submitted = engine.executor.calls.count(("submit",))
+        step = engine.core.step()
+        for output in step.outputs.get(0, []):
+            engine.tokens[output.id] += output.token_ids
+        if step.changes_alone:
+            break
+    assert step.stats.alone == 2
+    assert set(step.outputs) == {0, 1}
+    assert engine.executor.calls.count(("submit",)) == submitted
+    engine.run()
+    assert engine.core.stats().alone == 0
+    engine.assert_complete()
+
+
+def test_a_paused_engine_answers_utilities_and_refusals(engine: Engine) -> None:
+    engine.call("pause")
+    result = engine.call("info").result
+    assert isinstance(result, dict)
+    assert (result["is_paused"], result["is_sleeping"]) == (True, False)
+    engine.add(5, length=200)
+    assert engine.core.has_work
+    [answer] = engine.core.step().outputs[0]
+    assert answer.finish_reason == "error"
+
+
+# -- sleep ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_sleep_with_their_engine_and_go_on_after(engine: Engine, level: int) -> None:
+    engine.add(1)
+    engine.add(2)
+    for _ in range(3):
+        engine.step()
+    assert engine.call("sleep", {"level": level}).result == {"is_sleeping": True}
+    assert engine.executor.calls[-1] == ("sleep", level)
+    assert engine.call("is_sleeping").result == {"is_sleeping": True}
+    assert not engine.core.has_work
+    stats = engine.core.stats()
+    assert stats.halted
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 2, 0)
+    engine.add(3)
+    assert not engine.core.has_work
+    assert engine.call("wake_up").result == {"is_sleeping": False}
+    engine.run()
+    engine.assert_complete()
+
+
+def test_cached_prefixes_are_gone_after_a_sleep(engine: Engine) -> None:
+    engine.add(1, length=9)
+    engine.run()
+    engine.call("sleep")
+    engine.call("wake_up")
+    assert engine.call("reset_prefix_cache").result == {"blocks_forgotten": 0}
+
+
+def test_an_engine_that_cannot_wake_up_says_why_and_sleeps_on(engine: Engine) -> None:
+    engine.call("sleep", {"level": 2})
+    engine.executor.refuses["wake_up"] = CannotDo("the weights have changed")
+    assert engine.call("wake_up").error == "the weights have changed"
+    assert engine.call("is_sleeping").result == {"is_sleeping": True}
+    del engine.executor.refuses["wake_up"]
+    engine.call("wake_up")
+    assert engine.call("is_sleeping").result == {"is_sleeping": False}
+
+
+def test_a_pause_outlasts_a_sleep(engine: Engine) -> None:
+    engine.add(1)
+    engine.call("pause")
+    engine.call("sleep")
+    engine.call("wake_up")
+    assert not engine.core.has_work
+    engine.call("resume")
+    engine.run()
+    engine.assert_complete()
+
+
+def test_a_step_that_fails_while_the_engine_goes_to_sleep_is_fatal() -> None:
+    engine = Engine(overlap=True)
+    engine.add(1)
+    engine.step()
+
+    class Broken:
+        def result(self) -> None:
+            raise RuntimeError("the device is gone")
+
+    engine.core._in_flight[0] = engine.core._in_flight[0]._replace(pending=Broken())  # type: ignore[arg-type]
+    with pytest.raises(StepFailed, match="RuntimeError"):
+        engine.core.handle(UtilityCall(1, 0, "sleep"))
+
+
+# -- profile --------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_written_into_the_configured_directory(tmp_path: Path) -> None:
+    engine = Engine(overlap=False, profile_dir=str(tmp_path))
+    engine.add(1)
+    assert engine.call("start_profile").result == {"directory": str(tmp_path)}
+    engine.step()
+    path = tmp_path / "engine-3-abc-step-2.json.gz"
+    result = engine.call("stop_profile").result
+    assert isinstance(result, dict)
+    assert result["trace"] == str(path)
+    assert ("stop_profile", path) in engine.executor.calls
+
+
+def test_without_a_directory_there_is_no_profile(engine: Engine) -> None:
+    error = engine.call("start_profile").error
+    assert error is not None
+    assert "--torch-profiler-dir" in error
+    assert engine.executor.calls == []
+
+
+# -- what can be wrong with a call ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("nothing", {}, "no utility 'nothing'"),
+        ("_in_flight", {}, "no utility"),
+        ("", {}, "no utility ''"),
+        ("sleep", {"level": 3}, "wrong arguments for sleep"),
+        ("sleep", {"level": "1"}, "wrong arguments for sleep"),
+        ("sleep", {"level": None}, "wrong arguments for sleep"),
+        ("sleep", {"depth": 1}, "wrong arguments for sleep"),
+        ("pause", {"mode": "abort"}, "wrong arguments for pause"),
+    ],
+)
+def test_a_bad_call_is_answered_and_changes_nothing(
+    engine: Engine, name: str, arguments: dict[str, UtilityValue], error: str
+) -> None:
+    engine.add(1)
+    result = engine.call(name, arguments)
+    assert result.result is None
+    assert result.error is not None
+    assert error in result.error
+    engine.run()
+    engine.assert_complete()
+
+
+def test_a_utility_that_raises_is_answered_and_logged(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.executor.refuses["sleep"] = OSError("no such device")
+    with caplog.at_level(logging.ERROR):
+        result = engine.call("sleep")
+    assert result.error == "sleep failed: OSError: no such device"
+    assert "utility sleep failed" in caplog.text
+    assert engine.call("wake_up").result == {"is_sleeping": False}

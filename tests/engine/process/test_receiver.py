@@ -1,0 +1,118 @@
+"""When an engine's reading thread says that front ends route to it; the others are played."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+import pytest
+import zmq
+
+from engine.lockstep.group_connection import GroupConnection
+from engine.process.receiver import InboxItem, Receiver, Welcomed
+from engine.shared.config import ClusterConfig, EngineConfig
+from engine.shared.messages import (
+    EngineGreeting,
+    EngineSetup,
+    FrontEndAddresses,
+    FrontEndEntry,
+    MemberMessage,
+    Ready,
+    RouteTaken,
+    Welcome,
+    encode,
+)
+from engine.shared.transport import Transport
+from engine.shared.version import PROTOCOL_VERSION
+
+INCARNATION = 77
+SETUP = EngineSetup(num_kv_blocks=9, block_size=16, max_model_len=64, model_fingerprint="f")
+GUARD = 10.0
+
+
+class Discarded:
+    """Takes what the sending thread would be told."""
+
+    def put(self, item: object) -> None: ...
+
+
+class World:
+    """A coordinator and a front end, played, around one receiver."""
+
+    def __init__(self, directory: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        cluster = ClusterConfig(
+            coordinator=f"ipc://{directory}/coordinator", heartbeat_interval=0.2
+        )
+        self._addresses = FrontEndAddresses(
+            f"ipc://{directory}/requests", f"ipc://{directory}/outputs"
+        )
+        self._publish = f"ipc://{directory}/publish"
+        transport = Transport(cluster, context)
+        self.registration = transport.bind(zmq.ROUTER, cluster.coordinator_address)
+        self.requests = transport.bind(zmq.ROUTER, self._addresses.requests)
+        self.orders = transport.bind(zmq.XPUB, self._publish)
+        self.routed = threading.Event()
+        self.inbox: SimpleQueue[InboxItem] = SimpleQueue()
+        self.receiver = Receiver(
+            EngineConfig(cluster=cluster), INCARNATION, transport, context,
+            inbox=self.inbox, outbox=Discarded(), lockstep=False, connection=GroupConnection(),
+            on_routed=self.routed.set,
+        )  # fmt: skip
+        self.receiver.start()
+
+    def receive(self, socket: "zmq.Socket[bytes]", of: object) -> tuple[bytes, object]:
+        assert socket.poll(1000 * GUARD), "nothing comes"
+        sender, *_, body = socket.recv_multipart()
+        return sender, msgspec.msgpack.decode(body, type=of)
+
+    def welcome(self, front_ends: list[FrontEndEntry]) -> None:
+        sender, _ = self.receive(self.registration, MemberMessage)
+        reply = Welcome(
+            epoch=1, index=0, wave=0, publish_address=self._publish, output_address="",
+            front_ends=front_ends, protocol=PROTOCOL_VERSION,
+        )  # fmt: skip
+        self.registration.send_multipart([sender, encode(reply)])
+        assert isinstance(self.inbox.get(timeout=GUARD), Welcomed)
+
+    @property
+    def front_end(self) -> FrontEndEntry:
+        return FrontEndEntry(0, 5, self._addresses)
+
+    def until_ready_is_told(self) -> None:
+        while not isinstance(self.receive(self.registration, MemberMessage)[1], Ready):
+            pass
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = World(tmp_path, context)
+    try:
+        yield made
+    finally:
+        made.receiver.stop()
+        for each in (made.registration, made.requests, made.orders):
+            each.close(linger=0)
+        context.destroy(linger=0)
+
+
+def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: World) -> None:
+    world.welcome([world.front_end])
+    world.receiver.ready(SETUP)
+    world.until_ready_is_told()
+    asked = 0
+    while asked < 5:  # the coordinator knows, but the front end has not heard of it yet
+        sender, greeting = world.receive(world.requests, EngineGreeting)
+        assert isinstance(greeting, EngineGreeting)
+        asked += greeting.asks
+    assert not world.routed.is_set()
+    world.requests.send_multipart([sender, encode(RouteTaken(greeting.session))])
+    assert world.routed.wait(GUARD)
+
+
+def test_an_engine_without_front_ends_can_be_counted_on_at_once(world: World) -> None:
+    world.welcome([])
+    assert not world.routed.is_set()
+    world.receiver.ready(SETUP)
+    assert world.routed.wait(GUARD)

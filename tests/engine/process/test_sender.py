@@ -1,0 +1,157 @@
+"""What an engine says goes out at once, from any thread, and stats are never lost."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from engine.process.sender import (
+    LATE_INTERVAL,
+    ConnectCoordinator,
+    ConnectFrontEnd,
+    DisconnectFrontEnd,
+    Dying,
+    Sender,
+    StepDone,
+)
+from engine.shared.config import ClusterConfig
+from engine.shared.messages import (
+    EngineDead,
+    EngineStats,
+    RequestOutput,
+    StepOutputs,
+)
+from engine.shared.transport import Transport
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Pull = zmq.Socket[bytes]
+
+
+def stats(step: int, running: int = 1) -> EngineStats:
+    return EngineStats(0, 1, step, 0, step, 0, running, 0.0, 0)
+
+
+@pytest.fixture
+def transport(context: Context) -> Transport:
+    return Transport(ClusterConfig(), context)
+
+
+@pytest.fixture
+def sender(transport: Transport) -> Iterator[Sender]:
+    made = Sender(transport)
+    made.start()
+    yield made
+    made.stop()
+
+
+def listen(transport: Transport, address: str) -> Pull:
+    return transport.bind(zmq.PULL, address)
+
+
+def received(pull: Pull, kind: type) -> object:
+    assert pull.poll(5000), "nothing came"
+    return msgspec.msgpack.decode(pull.recv(), type=kind)
+
+
+def wake_ups(thread_name: str) -> int:
+    """How often the thread has gone to sleep, by the kernel's count."""
+    (thread,) = [each for each in threading.enumerate() if each.name == thread_name]
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    (line,) = [each for each in status.splitlines() if each.startswith("voluntary_ctxt_switches")]
+    return int(line.split()[1])
+
+
+def test_outputs_are_on_their_way_when_put_returns(sender: Sender, transport: Transport) -> None:
+    pulls = [listen(transport, f"inproc://front-end-{i}") for i in range(2)]
+    for index in range(2):
+        sender.put(ConnectFrontEnd(index, f"inproc://front-end-{index}"))
+    outputs = {i: [RequestOutput(i, [7])] for i in range(2)}
+    sender.put(StepDone(stats(1), outputs))
+    for index, pull in enumerate(pulls):
+        assert pull.poll(0), "inproc delivers at once"
+        message = received(pull, StepOutputs)
+        assert message == StepOutputs(stats(1), outputs[index])
+
+
+def test_what_is_for_a_front_end_that_left_is_dropped(sender: Sender, transport: Transport) -> None:
+    pull = listen(transport, "inproc://front-end")
+    sender.put(ConnectFrontEnd(0, "inproc://front-end"))
+    sender.put(DisconnectFrontEnd(0))
+    sender.put(StepDone(stats(1), {0: [RequestOutput(1, [7])]}))
+    assert not pull.poll(50)
+
+
+def test_stats_that_a_long_step_holds_back_are_sent_without_another_step(
+    sender: Sender, transport: Transport
+) -> None:
+    coordinator = listen(transport, "inproc://coordinator")
+    sender.put(ConnectCoordinator("inproc://coordinator"))
+    sender.put(StepDone(stats(1), {}))
+    sender.put(StepDone(stats(2), {}))
+    assert received(coordinator, EngineStats) == stats(1)
+    began = time.monotonic()
+    assert received(coordinator, EngineStats) == stats(2)
+    assert time.monotonic() - began < 20 * LATE_INTERVAL
+
+
+def test_nothing_wakes_a_sender_that_holds_nothing_back_and_what_it_holds_later_is_sent(
+    sender: Sender, transport: Transport
+) -> None:
+    coordinator = listen(transport, "inproc://coordinator")
+    sender.put(ConnectCoordinator("inproc://coordinator"))
+    for step in (1, 3):
+        sender.put(StepDone(stats(step), {}))
+        sender.put(StepDone(stats(step + 1), {}))
+        assert received(coordinator, EngineStats) == stats(step)
+        assert received(coordinator, EngineStats) == stats(step + 1)
+        time.sleep(2 * LATE_INTERVAL)  # it finds that nothing is held any more
+        before = wake_ups("late-stats")
+        time.sleep(4 * LATE_INTERVAL)
+        assert wake_ups("late-stats") == before
+
+
+def test_stopping_sends_the_newest_stats(transport: Transport) -> None:
+    coordinator = listen(transport, "inproc://coordinator")
+    sender = Sender(transport)
+    sender.start()
+    sender.put(ConnectCoordinator("inproc://coordinator"))
+    for step in (1, 2, 3):
+        sender.put(StepDone(stats(step), {}))
+    sender.stop()
+    assert received(coordinator, EngineStats) == stats(1)
+    assert received(coordinator, EngineStats) == stats(3)
+
+
+def test_several_threads_may_speak_at_once(sender: Sender, transport: Transport) -> None:
+    pull = listen(transport, "inproc://front-end")
+    sender.put(ConnectFrontEnd(0, "inproc://front-end"))
+
+    def speak(first: int) -> None:
+        for id_ in range(first, first + 200):
+            sender.put(StepDone(stats(id_), {0: [RequestOutput(id_, [1])]}))
+
+    threads = [threading.Thread(target=speak, args=(1000 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    ids = []
+    while pull.poll(50):
+        message = msgspec.msgpack.decode(pull.recv(), type=StepOutputs)
+        ids += [output.id for output in message.outputs]
+    assert sorted(ids) == sorted(1000 * i + k for i in range(4) for k in range(200))
+
+
+def test_one_item_that_cannot_be_sent_does_not_silence_the_engine(
+    sender: Sender, transport: Transport
+) -> None:
+    pull = listen(transport, "inproc://front-end")
+    sender.put(ConnectFrontEnd(0, "inproc://front-end"))
+    sender.put(ConnectFrontEnd(1, "nonsense"))
+    dead = EngineDead(0, 1, "a step failed")
+    sender.put(Dying(dead))
+    assert received(pull, EngineDead) == dead

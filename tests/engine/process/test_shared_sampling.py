@@ -1,0 +1,52 @@
+"""Sequences of one request hold its long lists once."""
+
+from typing import Any
+
+import msgspec
+
+from engine.process.shared_sampling import SharedSampling
+from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams, encode
+
+LISTS: dict[str, Any] = {
+    "stop_token_ids": tuple(range(1000, 2000)),
+    "logit_bias": {token: 1.0 for token in range(1000)},
+    "allowed_token_ids": tuple(range(5000)),
+    "bad_words": tuple((7, token) for token in range(1000)),
+    "grammar": RegexGrammar("x" * 1000),
+}
+
+
+def arrived(id: int, front_end: int = 0, **sampling: Any) -> AddRequest:
+    """Return a message as it comes out of a decoder: sharing nothing with any other."""
+    params = SamplingParams(max_tokens=5, seed=id, **sampling)
+    message = AddRequest(id, str(id), front_end, 0, [1, 2], params)
+    return msgspec.msgpack.decode(encode(message), type=AddRequest)
+
+
+def test_many_sequences_hold_the_lists_of_their_request_once() -> None:
+    sharing = SharedSampling()
+    messages = [arrived(id, **LISTS) for id in range(50)]
+    shared = [sharing.shared(message) for message in messages]
+    assert shared == messages
+    for name in LISTS:
+        assert len({id(getattr(each.sampling, name)) for each in shared}) == 1
+    assert [each.sampling.seed for each in shared] == list(range(50))
+
+
+def test_what_differs_is_not_shared() -> None:
+    sharing = SharedSampling()
+    first = sharing.shared(arrived(1, **LISTS))
+    other = arrived(2, **{**LISTS, "stop_token_ids": (1,), "allowed_token_ids": None})
+    second = sharing.shared(other)
+    assert second == other
+    assert second.sampling.bad_words is first.sampling.bad_words
+    assert second.sampling.stop_token_ids == (1,)
+    stranger = arrived(3, front_end=1, **LISTS)
+    assert sharing.shared(stranger) is stranger
+    plain = arrived(4)
+    assert sharing.shared(plain) is plain
+    again = arrived(5, **LISTS)
+    assert sharing.shared(again) is again, "what nobody holds any more is not kept"
+    sharing.forget(0)
+    anew = arrived(6, **LISTS)
+    assert sharing.shared(anew) is anew

@@ -1,0 +1,88 @@
+"""Probes are answered from what the main loop said last."""
+
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from engine.probe import main, probe
+from engine.shared.config import HealthConfig
+from engine.shared.health import Health, serve_health
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def answers(health: Health) -> tuple[int, int]:
+    return health.answer("/health").status, health.answer("/ready").status
+
+
+def test_starting_lives_but_takes_nothing_however_long_it_takes() -> None:
+    clock = Clock()
+    health = Health(60.0, clock)
+    clock.now += 1000
+    assert answers(health) == (200, 503)
+
+
+def test_ready_while_the_loop_turns_and_neither_when_it_stalls() -> None:
+    clock = Clock()
+    health = Health(60.0, clock)
+    health.ready()
+    assert answers(health) == (200, 200)
+    clock.now += 61
+    assert answers(health) == (503, 503)
+    health.turn()
+    assert answers(health) == (200, 200)
+
+
+def test_draining_lives_but_takes_nothing() -> None:
+    health = Health(60.0)
+    health.ready()
+    health.drain()
+    assert answers(health) == (200, 503)
+    assert health.answer("/ready").body == "draining"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_answers_over_http_and_to_the_probe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    health, port = Health(60.0), free_port()
+    serve_health(HealthConfig(health_port=port), health)
+    monkeypatch.setenv("SWELL_HEALTH_PORT", str(port))
+    assert main(["SWELL_HEALTH_PORT", "/health"]) == 0
+    assert main(["SWELL_HEALTH_PORT", "/ready"]) == 1
+    health.ready()
+    assert main(["SWELL_HEALTH_PORT", "/ready"]) == 0
+    assert capsys.readouterr().out.split() == ["starting", "starting", "ready"]
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
+    caught.value.close()
+    assert caught.value.code == 404
+
+
+def test_the_probe_says_why_nobody_answers() -> None:
+    began = time.monotonic()
+    healthy, text = probe(free_port(), "/health", tls=False)
+    assert not healthy
+    assert "refused" in text
+    assert time.monotonic() - began < 5
+
+
+def test_a_taken_port_is_an_error() -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        with pytest.raises(OSError, match="in use"):
+            serve_health(HealthConfig(health_port=listener.getsockname()[1]), Health(60.0))

@@ -1,0 +1,78 @@
+"""The pair of sockets between the supervisor and a child."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from engine.shared.config import EngineConfig, EngineLaunch
+from engine.shared.lifeline import LIFELINE_VARIABLE, FrameReader, Lifeline, pack_frame
+from engine.shared.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
+
+
+def test_launch_parameters_and_statuses_cross_it() -> None:
+    ours, theirs = socket.socketpair()
+    launch = EngineLaunch(EngineConfig(), incarnation=2**47 + 1)
+    ours.sendall(pack_frame(launch))
+    child = Lifeline(theirs)
+    assert child.read_launch(EngineLaunch) == launch
+    child.progress("loading")
+    child.ready("serving", {"http": "x"})
+    child.failed("no")
+    assert FrameReader(ChildStatus).feed(ours.recv(65536)) == [
+        ChildProgress("loading"),
+        ChildReady("serving", {"http": "x"}),
+        ChildFailed("no"),
+    ]
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_frames_survive_any_cutting(size: int) -> None:
+    stream = b"".join(pack_frame(ChildProgress("phase " * n)) for n in range(5))
+    reader = FrameReader(ChildStatus)
+    pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+    messages = [message for piece in pieces for message in reader.feed(piece)]
+    assert messages == [ChildProgress("phase " * n) for n in range(5)]
+
+
+def test_a_supervisor_that_is_gone_is_an_error_not_a_hang() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with pytest.raises(EOFError):
+        Lifeline(theirs).read_launch(EngineLaunch)
+    theirs.close()
+    with pytest.raises(EOFError, match="swell"):
+        Lifeline(None).read_launch(EngineLaunch)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_child_ends_when_its_supervisor_dies_even_if_it_is_stuck(stuck: bool) -> None:
+    ours, theirs = socket.socketpair()
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if stuck else ""
+    program = (
+        f"import signal, sys; from engine.shared.lifeline import Lifeline; {ignore}"
+        "Lifeline.from_environment().watch(); print('up', flush=True);"
+        "sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, LIFELINE_VARIABLE: str(theirs.fileno())},
+    )
+    theirs.close()
+    assert child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout.readline() == b"up\n"
+    ours.close()
+    code = child.wait(timeout=5)
+    assert code == (1 if stuck else -signal.SIGTERM)
+    child.stdout.close()
+    child.stdin.close()

@@ -1,0 +1,148 @@
+"""Log lines where nobody reads them, nothing has room for them, or everything is closed."""
+
+import fcntl
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from engine.shared.log_stream import MAX_BACKLOG, LogStream
+
+LINE = f"{'x' * 999}\n"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[IO[bytes], LogStream]]:
+    """A pipe's reading end, and a stream in front of its other."""
+    reading, writing = os.pipe()
+    reader = os.fdopen(reading, "rb", buffering=0)
+    yield reader, LogStream(writing)
+    os.close(writing)
+    reader.close()
+
+
+def everything(reader: IO[bytes]) -> bytes:
+    """Read until nothing comes for a while."""
+    read = b""
+    while select.select([reader], [], [], 0.5)[0] and (piece := reader.read(1 << 16)):
+        read += piece
+    return read
+
+
+def test_a_line_is_out_before_write_returns(pipe: tuple[IO[bytes], LogStream]) -> None:
+    reader, stream = pipe
+    print("last words", file=stream)
+    assert reader.read(100) == b"last words\n"
+
+
+def test_a_reader_that_stops_reading_blocks_nobody_and_gets_all_later(
+    pipe: tuple[IO[bytes], LogStream],
+) -> None:
+    reader, stream = pipe
+    for _ in range(500):
+        stream.write(LINE)  # a pipe holds 64 KiB
+    assert everything(reader) == LINE.encode() * 500
+
+
+def test_what_is_too_much_is_dropped_and_counted_once(pipe: tuple[IO[bytes], LogStream]) -> None:
+    reader, stream = pipe
+    lines = 2 * MAX_BACKLOG // len(LINE)
+    for _ in range(lines):
+        stream.write(LINE)
+    stream.write("")
+    read = everything(reader)
+    stream.write("on we go\n")
+    read += everything(reader)
+    told = [line for line in read.splitlines() if b"lost" in line]
+    (note,) = told
+    lost = int(note.split()[0][1:])
+    assert read.count(b"\nx") + read.startswith(b"x") + lost == lines
+    assert read.endswith(b"on we go\n")
+
+
+def test_a_reader_that_has_gone_raises_nothing() -> None:
+    reading, writing = os.pipe()
+    stream = LogStream(writing)
+    os.close(reading)
+    for _ in range(200):
+        print(LINE, file=stream)
+    os.close(writing)
+
+
+def test_threads_do_not_cut_into_each_others_lines(pipe: tuple[IO[bytes], LogStream]) -> None:
+    reader, stream = pipe
+    threads = [
+        threading.Thread(target=lambda c=letter: [stream.write(f"{c * 700}\n") for _ in range(200)])
+        for letter in "abcd"
+    ]
+    for thread in threads:
+        thread.start()
+    read = everything(reader)
+    for thread in threads:
+        thread.join()
+    lines = read.splitlines()
+    assert len(lines) == 800
+    assert all(len(set(line)) == 1 and len(line) == 700 for line in lines)
+
+
+def test_a_caller_that_made_the_pipe_non_blocking_does_no_harm() -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETFL, os.O_NONBLOCK)
+    stream = LogStream(writing)
+    for _ in range(200):
+        stream.write(LINE)
+    with os.fdopen(reading, "rb", buffering=0) as reader:
+        assert everything(reader) == LINE.encode() * 200
+    os.close(writing)
+
+
+def test_a_full_disk_loses_lines_and_says_so_when_there_is_room_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = """
+import resource, signal
+from engine.shared.log_stream import LogStream
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+stream = LogStream(2)
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+stream.write("first\\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+stream.write("this is cut off as the disk is full\\n")
+stream.write("lost\\n")
+stream.write("lost\\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+stream.write("room again\\n")
+"""
+    with log.open("ab") as file:
+        subprocess.run([sys.executable, "-c", program], stderr=file, check=True, timeout=30)
+    assert log.read_text().splitlines() == [
+        "first",
+        "this is cut of",
+        "[3 log lines were lost: File too large]",
+        "room again",
+    ]
+
+
+def test_no_space_left_is_no_error_of_the_program() -> None:
+    with Path("/dev/full").open("wb") as full:
+        stream = LogStream(full.fileno())
+        print("not written", file=stream, flush=True)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
+def test_what_is_opened_never_takes_the_place_of_a_closed_standard_error(closed: str) -> None:
+    program = (
+        "import os, sys; from engine.log_stream import open_standard_descriptors as o; o();"
+        "from engine.shared.logs import name_process; name_process('x', 'info');"
+        "assert os.open('/dev/zero', os.O_RDONLY) > 2;"
+        "assert all(os.path.exists(f'/proc/self/fd/{n}') for n in range(3));"
+        "print('to nobody', file=sys.stderr)"
+    )
+    command = f'"{sys.executable}" -c "{program}" {closed}'
+    subprocess.run(command, shell=True, check=True, timeout=30)

@@ -1,0 +1,116 @@
+"""The registration handshake seen from a member."""
+
+import msgspec
+
+from engine.shared.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
+from engine.shared.messages import (
+    EngineSetup,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Ready,
+    Refused,
+    Seat,
+    Welcome,
+)
+from engine.shared.version import PROTOCOL_VERSION
+
+ME = Identity(kind="engine", index=-1, incarnation=42, host="h", pid=1, group_config={})
+SETUP = EngineSetup(num_kv_blocks=1, block_size=16, max_model_len=16, model_fingerprint="f")
+
+
+def welcome(epoch: int, index: int = 3, wave: int = 0) -> Welcome:
+    return Welcome(
+        epoch=epoch,
+        index=index,
+        wave=wave,
+        publish_address="p",
+        output_address="o",
+        protocol=PROTOCOL_VERSION,
+    )
+
+
+def kinds(messages: list[object]) -> list[type]:
+    return [type(message) for message in messages]
+
+
+def test_a_coordinator_of_another_protocol_is_not_joined() -> None:
+    for theirs, named in ((0, "older than 1"), (PROTOCOL_VERSION + 1, str(PROTOCOL_VERSION + 1))):
+        member = Membership(ME, heartbeat_interval=1.0)
+        event = member.receive(msgspec.structs.replace(welcome(epoch=1), protocol=theirs))
+        assert isinstance(event, Rejected)
+        assert f"protocol is {PROTOCOL_VERSION} here" in event.reason
+        assert f"but {named} at the coordinator" in event.reason
+        assert member.epoch is None
+
+
+def test_hello_is_repeated_until_answered() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    assert kinds(member.tick(0.0)) == [Hello]
+    assert member.tick(HELLO_INTERVAL / 2) == []
+    assert kinds(member.tick(HELLO_INTERVAL)) == [Hello]
+    event = member.receive(welcome(epoch=1))
+    assert isinstance(event, Joined)
+    assert not event.again
+    assert member.index == 3
+    assert kinds(member.tick(0.6)) == [Heartbeat]
+    assert member.tick(1.5) == []
+    assert kinds(member.tick(1.6)) == [Heartbeat]
+
+
+def test_ready_is_sent_at_once_and_repeated_as_the_heartbeat() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    member.tick(0.0)
+    member.receive(welcome(epoch=1))
+    member.tick(0.1)
+    member.ready(SETUP)
+    assert member.tick(0.2) == [Ready("engine", 3, 42, SETUP)]
+    assert member.tick(1.3) == [Ready("engine", 3, 42, SETUP)]
+
+
+def test_a_coordinator_that_forgot_the_member_is_told_everything_again() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    member.tick(0.0)
+    member.receive(welcome(epoch=1, wave=5))
+    member.ready(SETUP)
+    member.tick(0.1)
+    member.receive(HeartbeatAck(epoch=2, known=False))
+    (hello,) = member.tick(0.2)
+    assert isinstance(hello, Hello)
+    assert (hello.index, hello.wave) == (3, 5)
+    event = member.receive(welcome(epoch=2))
+    assert isinstance(event, Joined)
+    assert event.again
+    assert kinds(member.tick(0.3)) == [Ready]
+
+
+def test_the_answer_to_a_repeated_hello_is_no_second_event() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    member.tick(0.0)
+    assert member.receive(welcome(epoch=1)) is not None
+    assert member.receive(welcome(epoch=1)) is None
+
+
+def test_only_a_final_refusal_ends_the_attempt() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    member.tick(0.0)
+    assert member.receive(Refused("held", final=False)) is None
+    assert kinds(member.tick(HELLO_INTERVAL)) == [Hello]
+    assert member.receive(Refused("dtype differs")) == Rejected("dtype differs")
+
+
+def test_where_a_member_stands_with_its_group_is_told_at_once_and_in_every_heartbeat() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    member.tick(0.0)
+    member.receive(welcome(epoch=1))
+    member.tick(0.1)
+    apart, joined = Seat("apart", 0, "h:1"), Seat("joined", 1, "h:1")
+    member.sit(apart)
+    assert member.tick(0.2) == [Heartbeat("engine", 3, 42, apart)]
+    member.sit(joined)
+    member.ready(SETUP)
+    assert member.tick(0.3) == [Ready("engine", 3, 42, SETUP, joined)]
+    member.receive(HeartbeatAck(epoch=2, known=False))
+    member.tick(0.4)
+    member.receive(welcome(epoch=2))
+    assert member.tick(0.5) == [Ready("engine", 3, 42, SETUP, joined)]

@@ -1,0 +1,52 @@
+"""Which engines front ends of each kind of load balancing reach."""
+
+import pytest
+
+from engine.shared.config import ClusterConfig, ParallelConfig
+from engine.shared.scope import EVERYTHING, MissingRank, Reach, front_end_reach
+
+HERE = ClusterConfig(node="a")
+
+
+def test_internal_balancing_reaches_every_engine() -> None:
+    reach = front_end_reach(ParallelConfig(), HERE)
+    assert reach == EVERYTHING
+    assert reach.contains(7, "elsewhere")
+
+
+def test_hybrid_balancing_reaches_the_engines_of_the_own_node() -> None:
+    reach = front_end_reach(ParallelConfig(data_parallel_lb="hybrid"), HERE)
+    assert reach == Reach(node="a")
+    assert reach.contains(7, "a")
+    assert not reach.contains(7, "b")
+
+
+def test_external_balancing_reaches_one_engine_wherever_it_is() -> None:
+    parallel = ParallelConfig(data_parallel_lb="external", data_parallel_rank=7)
+    reach = front_end_reach(parallel, HERE)
+    assert reach.contains(7, "b")
+    assert not reach.contains(6, "a")
+
+
+def test_external_balancing_needs_to_know_its_engine() -> None:
+    with pytest.raises(MissingRank, match="--data-parallel-rank"):
+        front_end_reach(ParallelConfig(data_parallel_lb="external"), HERE)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "engines", "first_rank"),
+    [
+        (ParallelConfig(data_parallel_size=4), 4, None),
+        (ParallelConfig(data_parallel_size=4, data_parallel_size_local=2), 2, None),
+        (ParallelConfig(data_parallel_size_local=2, data_parallel_start_rank=6), 2, 6),
+        (ParallelConfig(data_parallel_size=4, data_parallel_rank=3), 1, 3),
+        (ParallelConfig(data_parallel_size_local=0), 0, None),
+    ],
+)
+def test_a_node_runs_so_many_engines_from_such_a_rank(
+    parallel: ParallelConfig, engines: int, first_rank: int | None
+) -> None:
+    assert parallel.engines_on_node == engines
+    assert parallel.rank_on_node(0) == first_rank
+    if first_rank is not None:
+        assert parallel.rank_on_node(1) == first_rank + 1

@@ -1,0 +1,75 @@
+"""Settings from flags, environment, YAML and defaults."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from engine.shared import settings
+from engine.shared.config import EngineConfig
+from engine.shared.settings import SettingsError
+from server.config import FrontEndConfig, ServeConfig
+
+
+def load(argv: list[str], environment: dict[str, str] | None = None, file: Path | None = None):  # type: ignore[no-untyped-def]
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser, EngineConfig, frozenset())
+    return settings.load(EngineConfig, vars(parser.parse_args(argv)), environment or {}, file)
+
+
+def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "swell.yaml"
+    file.write_text("max-num-seqs: 3\nblock_size: 8\nmax-num-batched-tokens: 64\n")
+    config = load(
+        ["--max-num-seqs", "5"], {"SWELL_MAX_NUM_SEQS": "4", "SWELL_BLOCK_SIZE": "32"}, file
+    )
+    assert config.scheduler.max_num_seqs == 5
+    assert config.cache.block_size == 32
+    assert config.scheduler.max_num_batched_tokens == 64
+    assert config.cache.enable_prefix_caching
+
+
+def test_switches_lists_and_optional_numbers_are_understood() -> None:
+    config = load(
+        ["--no-enable-prefix-caching", "--served-model-name", "a", "b", "--max-model-len", "99"]
+    )
+    assert not config.cache.enable_prefix_caching
+    assert config.model.served_model_name == ("a", "b")
+    assert config.model.max_model_len == 99
+    assert load([], {"SWELL_SERVED_MODEL_NAME": "x,y"}).model.served_model_name == ("x", "y")
+
+
+def test_an_empty_variable_counts_as_absent() -> None:
+    assert load([], {"SWELL_MODEL": ""}).model.model
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "named"),
+    [
+        (["--max-num-seqs", "0"], {}, "--max-num-seqs"),
+        (["--max-num-seqs", "many"], {}, "--max-num-seqs"),
+        (["--dtype", "int3"], {}, "--dtype"),
+        ([], {"SWELL_BLOCK_SIZE": "-1"}, "SWELL_BLOCK_SIZE"),
+        (["--prompt-lookup-min", "5", "--prompt-lookup-max", "3"], {}, "^prompt_lookup_min is 5"),
+    ],
+)
+def test_a_bad_value_is_refused_by_the_name_it_came_under(
+    argv: list[str], environment: dict[str, str], named: str
+) -> None:
+    with pytest.raises(SettingsError, match=named):
+        load(argv, environment)
+
+
+@pytest.mark.parametrize("text", ["nonsense: 1\n", "- a\n", "a: [\n"])
+def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "swell.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match="--config"):
+        load([], {}, file)
+
+
+@pytest.mark.parametrize("config_type", [EngineConfig, FrontEndConfig, ServeConfig])
+def test_every_setting_has_a_help_text_and_one_name(config_type: type) -> None:
+    every = list(settings.settings_of(config_type))
+    assert all(setting.help.endswith(".") for setting in every)
+    assert len({setting.name for setting in every}) == len(every)

@@ -1,0 +1,88 @@
+"""What settings make of a node, and how many engines it can run."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.shared.config import ClusterConfig, ExecutorConfig, ParallelConfig
+from server.config import NodesConfig, ServeConfig
+from server.fleet.capacity import engine_capacity, visible_devices
+from server.fleet.joining import BadNode, joining
+from server.fleet.role import engine_role
+from server.router.load_table import MAX_ENGINES
+
+LOCAL = "ipc:///tmp/x/coordinator"
+
+
+def test_a_node_alone_numbers_its_engines_itself() -> None:
+    config, leads, is_alone = joining(ServeConfig(), LOCAL)
+    assert (leads, is_alone) == (True, True)
+    assert config.cluster.coordinator_address == LOCAL
+    assert engine_role(config, 1).member == ("engine", 1)
+
+
+def test_a_head_listens_where_other_nodes_find_it_and_leaves_ranks_to_the_coordinator() -> None:
+    nodes = NodesConfig(data_parallel_address="localhost", data_parallel_rpc_port=29550)
+    config, leads, is_alone = joining(ServeConfig(nodes=nodes), LOCAL)
+    assert (leads, is_alone) == (True, False)
+    assert config.cluster.coordinator_address == "tcp://127.0.0.1:29550"
+    assert engine_role(config, 1).member == ("engine", -1)
+
+
+def test_a_headless_node_joins_the_head_with_engines_only() -> None:
+    nodes = NodesConfig(data_parallel_address="head.example", headless=True)
+    config, leads, is_alone = joining(ServeConfig(nodes=nodes), LOCAL)
+    assert (leads, is_alone) == (False, False)
+    assert config.cluster.coordinator_address == "tcp://head.example:7550"
+    assert config.supervisor.api_server_count == 0
+
+
+def test_ranks_that_were_given_are_kept_and_later_engines_get_free_ones() -> None:
+    parallel = ParallelConfig(data_parallel_size_local=2, data_parallel_start_rank=2)
+    config = ServeConfig(parallel=parallel, cluster=ClusterConfig(coordinator="head:7550"))
+    found = joining(config, LOCAL)
+    assert engine_role(found.config, 1).member == ("engine", 3)
+    assert engine_role(found.config, 2, numbered=False).member == ("engine", -1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "coordinator", "named"),
+    [
+        (NodesConfig(headless=True), None, "--headless needs --data-parallel-address"),
+        (NodesConfig(data_parallel_address="a"), "b:1", "give one of them"),
+    ],
+)
+def test_contradictions_are_named(nodes: NodesConfig, coordinator: str | None, named: str) -> None:
+    config = ServeConfig(nodes=nodes, cluster=ClusterConfig(coordinator=coordinator))
+    with pytest.raises(BadNode, match=named):
+        joining(config, LOCAL)
+
+
+def test_devices_are_counted_without_cuda(tmp_path: Path) -> None:
+    assert visible_devices({}, tmp_path / "none") == 0
+    for number in range(4):
+        (tmp_path / f"0000:0{number}").mkdir()
+    assert visible_devices({}, tmp_path) == 4
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "1, 3"}, tmp_path) == 2
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, tmp_path) == 1
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "devices", "capacity"),
+    [
+        (ParallelConfig(data_parallel_size=2), 0, MAX_ENGINES),
+        (ParallelConfig(data_parallel_size=2), 8, 8),
+        (ParallelConfig(data_parallel_size=2, tensor_parallel_size=4), 8, 2),
+        (ParallelConfig(data_parallel_size_local=0), 8, 0),
+        (ParallelConfig(data_parallel_rank=3, data_parallel_lb="external"), 8, 1),
+    ],
+)
+def test_a_node_has_room_for_as_many_engines_as_it_has_devices_for(
+    parallel: ParallelConfig, devices: int, capacity: int
+) -> None:
+    assert engine_capacity(ServeConfig(parallel=parallel), devices) == capacity
+    simulated = ServeConfig(parallel=parallel, executor=ExecutorConfig(executor="simulated"))
+    told = parallel.engines_on_node
+    outside = parallel.data_parallel_lb == "external" or not told
+    assert engine_capacity(simulated, devices) == (told if outside else MAX_ENGINES)

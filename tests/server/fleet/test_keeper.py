@@ -1,0 +1,247 @@
+"""Places that are kept filled, with real processes, whatever goes wrong around them."""
+
+import asyncio
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from engine.shared.messages import ControlQuery, ScaleEngines
+from server.fleet.child import watch_children_without_threads
+from server.fleet.keeper import Keeper, StartupFailed
+from server.fleet.restarts import Restarts
+from server.fleet.role import Role
+from server.fleet.scaling import EngineScaler
+
+CHILD = """
+import sys
+from engine.shared.lifeline import Lifeline
+lifeline = Lifeline.from_environment()
+print("[/odd] words", flush=True)
+lifeline.ready("it serves")
+lifeline.watch()
+sys.stdin.read()
+import threading
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def role(tmp_path: Path) -> Role:
+    """A place whose holder is ready at once and then sleeps."""
+    (tmp_path / "sleeper.py").write_text(CHILD)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    return Role(
+        name="sleeper",
+        module="sleeper",
+        launch=lambda _: None,
+        environment={"PYTHONPATH": path},
+    )
+
+
+def keeper(
+    report_death: Callable[[Role], None] = lambda role: None,
+    prepare: Callable[[], object] = lambda: None,
+) -> Keeper:
+    return Keeper(Console(file=io.StringIO()), "text", report_death, prepare)
+
+
+async def until(condition: Callable[[], bool], within: float = 20.0) -> None:
+    async with asyncio.timeout(within):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def stop(kept: Keeper, role: Role) -> None:
+    await kept.release(role)
+    if role.child is not None and role.child.alive:
+        role.child.kill()
+        await role.child.wait()
+
+
+def test_an_interpreter_that_is_missing_for_a_while_does_not_end_a_place(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        kept = keeper()
+        kept.fill(role)
+        await kept.until_ready([role])
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        assert role.child is not None
+        first = role.child.pid
+        role.child.kill()
+        await until(lambda: role.phase == "waiting to be started")
+        monkeypatch.undo()
+        await until(role.ready.is_set)
+        assert role.child.pid != first
+        await stop(kept, role)
+
+    asyncio.run(run())
+
+
+def test_no_process_to_be_had_at_the_first_start_fails_it_with_the_reason(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        kept = keeper()
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        kept.fill(role)
+        with pytest.raises(StartupFailed, match=r"sleeper cannot be started.*No such file"):
+            await kept.until_ready([role])
+        await stop(kept, role)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        BlockingIOError(11, "Resource temporarily unavailable"),
+        OSError(12, "Cannot allocate memory"),
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+    ],
+    ids=repr,
+)
+def test_a_fork_that_fails_is_tried_again(role: Role, failure: Exception) -> None:
+    failures = [failure, failure]
+
+    def prepare() -> None:
+        if kills and failures:
+            raise failures.pop()
+
+    kills: list[int] = []
+
+    async def run() -> None:
+        kept = keeper(prepare=prepare)
+        kept.fill(role)
+        await kept.until_ready([role])
+        assert role.child is not None
+        kills.append(role.child.pid)
+        role.child.kill()
+        await until(lambda: not role.ready.is_set())
+        await until(role.ready.is_set)
+        assert not failures
+        await stop(kept, role)
+
+    asyncio.run(run())
+
+
+def test_children_need_no_threads_that_there_may_be_no_memory_for(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        kept = keeper()
+        monkeypatch.setattr(threading.Thread, "start", no_memory)
+        kept.fill(role)
+        await kept.until_ready([role])
+        await stop(kept, role)
+        assert role.child is not None
+        assert not role.child.alive
+
+    watch_children_without_threads()
+    asyncio.run(run())
+
+
+def test_an_error_around_a_death_does_not_end_a_place(
+    role: Role, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.fleet.keeper.LONGEST_SPAWN_BACKOFF", 0.1)
+
+    def report_death(_: Role) -> None:
+        raise ValueError("nobody expected this")
+
+    async def run() -> None:
+        kept = keeper(report_death)
+        kept.fill(role)
+        await kept.until_ready([role])
+        assert role.child is not None
+        first = role.child.pid
+        role.child.kill()
+        await until(lambda: role.child is not None and role.child.pid != first)
+        await until(role.ready.is_set)
+        await stop(kept, role)
+
+    asyncio.run(run())
+    assert "nobody expected this" in caplog.text
+
+
+def test_lines_that_cannot_be_shown_do_not_stop_the_reading(
+    role: Role, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sleeper.py").write_text(
+        CHILD.replace("lifeline.watch()", "for _ in range(200): print('x' * 1000, flush=True)")
+        .replace("sys.stdin.read()", "lifeline.progress('all is written')")
+    )  # fmt: skip
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("server.fleet.keeper.relay_line", fail)
+
+    async def run() -> None:
+        kept = keeper()
+        kept.fill(role)
+        await until(lambda: role.phase == "all is written")
+        await stop(kept, role)
+
+    asyncio.run(run())
+    assert "cannot be shown" in caplog.text
+
+
+def scaler(kept: Keeper, engines: dict[int, Role], make: Callable[[int], Role]) -> EngineScaler:
+    return EngineScaler(kept, engines, make, retire_within=5, start_within=20)
+
+
+def test_an_unexpected_error_while_scaling_is_told_and_not_the_end_of_scaling(role: Role) -> None:
+    made = [ValueError("a bug"), role]
+
+    def make(_: int) -> Role:
+        match made.pop(0):
+            case Role() as place:
+                return place
+            case Exception() as error:
+                raise error
+            case _:
+                raise AssertionError
+
+    async def run() -> None:
+        kept = keeper()
+        scaling = scaler(kept, {}, make)
+        task = asyncio.create_task(scaling.run())
+        scaling.handle(ScaleEngines(1))
+        await until(lambda: not scaling.handle(ControlQuery()).busy)
+        assert "a bug" in (scaling.handle(ControlQuery()).error or "")
+        scaling.handle(ScaleEngines(1))
+        await until(lambda: not scaling.handle(ControlQuery()).busy)
+        assert scaling.handle(ControlQuery()).error is None
+        assert scaling.engines == {0: role}
+        task.cancel()
+        await stop(kept, role)
+
+    asyncio.run(run())
+
+
+def test_a_replacement_waits_for_an_interpreter_that_is_missing(role: Role) -> None:
+    failures = [OSError(2, "No such file or directory")]
+
+    def prepare() -> None:
+        if failures:
+            raise failures.pop()
+
+    async def run() -> None:
+        kept = keeper(prepare=prepare)
+        role.restarts = Restarts(proven=True)
+        kept.fill(role)
+        await kept.until_ready([role])
+        await stop(kept, role)
+
+    asyncio.run(run())

@@ -1,0 +1,41 @@
+"""When a place is filled again: deaths, and processes that could not even be made."""
+
+from server.fleet.restarts import (
+    FIRST_BACKOFF,
+    LONGEST_BACKOFF,
+    LONGEST_SPAWN_BACKOFF,
+    STABLE_AFTER,
+    Restarts,
+)
+
+
+def test_the_first_process_of_a_place_is_not_tried_again() -> None:
+    assert Restarts().wait_after(1.0, was_ready=False) is None
+    assert Restarts().wait_after_failed_spawn() is None
+
+
+def test_deaths_back_off_and_are_forgiven() -> None:
+    restarts = Restarts()
+    waits = [restarts.wait_after(1.0, was_ready=True) for _ in range(10)]
+    assert waits[:3] == [FIRST_BACKOFF, 2 * FIRST_BACKOFF, 4 * FIRST_BACKOFF]
+    assert waits[-1] == LONGEST_BACKOFF
+    assert restarts.wait_after(STABLE_AFTER + 1, was_ready=True) == FIRST_BACKOFF
+
+
+def test_failed_spawns_of_a_place_that_has_served_are_tried_for_ever_and_soon() -> None:
+    restarts = Restarts()
+    restarts.wait_after(1.0, was_ready=True)
+    waits = [restarts.wait_after_failed_spawn() for _ in range(50)]
+    assert waits[0] == FIRST_BACKOFF
+    assert waits[-1] == LONGEST_SPAWN_BACKOFF
+    restarts.wait_after(1.0, was_ready=True)
+    assert restarts.wait_after_failed_spawn() == FIRST_BACKOFF, "one came about in between"
+
+
+def test_a_replacement_is_tried_again_unless_it_says_that_this_is_hopeless() -> None:
+    assert Restarts(proven=True).wait_after_failed_spawn() == FIRST_BACKOFF
+    assert Restarts(proven=True).wait_after(0.1, was_ready=False) == FIRST_BACKOFF
+    assert Restarts(proven=True).wait_after(0.1, was_ready=False, hopeless=True) is None
+    seasoned = Restarts(proven=True)
+    seasoned.wait_after(5.0, was_ready=True)
+    assert seasoned.wait_after(0.1, was_ready=False, hopeless=True) is not None

@@ -1,0 +1,16 @@
+"""What the supervisor tells the processes that it starts."""
+
+import msgspec
+
+from engine.shared.config import ParallelConfig
+from server.config import ServeConfig
+from server.fleet.role import engine_role
+
+
+def test_an_engine_is_told_its_number_on_the_node_whatever_its_rank() -> None:
+    config = ServeConfig(parallel=ParallelConfig(data_parallel_size_local=2))
+    for start in (None, 6):
+        parallel = msgspec.structs.replace(config.parallel, data_parallel_start_rank=start)
+        node = msgspec.structs.replace(config, parallel=parallel)
+        launches = [engine_role(node, place).launch(1) for place in range(2)]
+        assert [launch.config.parallel.number_on_node for launch in launches] == [0, 1]

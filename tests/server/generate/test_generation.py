@@ -1,0 +1,169 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.shared.messages import RequestOutput, TokenLogprob
+from server.access.limits import MAX_UNREAD
+from server.generate.fold import (
+    Answer,
+    ChoiceFold,
+    DeltaSum,
+    FoldOptions,
+    GenerationFailed,
+    Prompt,
+)
+from server.generate.unread import Unread, parts
+from server.router.token_stream import merge, weight
+from server.text.detokenizer import TokenTable
+from server.text.tokenizer import ServedTokenizer
+
+SCORE = TokenLogprob(-0.5, 1, list(range(20)), [-1.0] * 20)
+TEXT = "hello 你好 world 🙂🙂 END of the stream"
+
+
+def fold_all(
+    tokenizer: ServedTokenizer, outputs: list[RequestOutput], **options: Any
+) -> tuple[Answer, ChoiceFold]:
+    prompt = Prompt(tokenizer.encode("the fox", add_special_tokens=False), "the fox")
+    fold = ChoiceFold(TokenTable(tokenizer), prompt, FoldOptions(**options))
+    deltas = []
+    for output in outputs:
+        deltas.append(fold.push(output))
+        if fold.finished:
+            break
+    total = DeltaSum()
+    for delta in deltas:
+        total.add(delta)
+    return total.answer(), fold
+
+
+def outputs_of(ids: list[int], cuts: list[int], reason: Any = "length") -> list[RequestOutput]:
+    outputs, rest = [], list(ids)
+    for cut in [*cuts, len(ids)]:
+        part, rest = rest[:cut], rest[cut:]
+        scores = [TokenLogprob(-float(i), 1, [i], [-float(i)]) for i in part]
+        outputs.append(RequestOutput(1, part, None if rest else reason, logprobs=scores))
+        if not rest:
+            break
+    return outputs
+
+
+@given(
+    cuts=st.lists(st.integers(1, 6), max_size=30),
+    stop=st.sampled_from([(), ("END",), ("🙂🙂",), ("world", "wor"), ("好 w",), ("absent",)]),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 25),
+)
+def test_the_answer_does_not_depend_on_how_tokens_arrive(
+    tokenizer: ServedTokenizer,
+    cuts: list[int],
+    stop: tuple[str, ...],
+    include: bool,
+    min_tokens: int,
+) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    options = {"stop": stop, "include_stop": include, "min_tokens": min_tokens, "logprobs": True}
+    one_by_one, first = fold_all(tokenizer, outputs_of(ids, [1] * len(ids)), **options)
+    answer, fold = fold_all(tokenizer, outputs_of(ids, cuts), **options)
+    assert answer == one_by_one
+    assert fold.num_tokens == first.num_tokens == len(answer.token_ids)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 50])
+def test_a_stop_string_drops_what_follows_it(tokenizer: ServedTokenizer, width: int) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    answer, fold = fold_all(tokenizer, outputs_of(ids, [width] * len(ids)), stop=("END",))
+    assert answer.text == TEXT.partition("END")[0]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", "END")
+    upto = tokenizer.decode(ids[: fold.num_tokens], skip_special_tokens=True)
+    assert upto.endswith("END")
+    assert list(answer.token_ids) == ids[: fold.num_tokens]
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer: ServedTokenizer) -> None:
+    ids = tokenizer.encode("a stream, a stream", add_special_tokens=False)
+    early, _ = fold_all(tokenizer, outputs_of(ids, [1] * 40), stop=("stream",))
+    late, _ = fold_all(tokenizer, outputs_of(ids, [1] * 40), stop=("stream",), min_tokens=4)
+    assert early.text == "a "
+    assert late.text.startswith("a stream, a")
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "hello"), (True, "hello<|end|>")])
+def test_the_token_that_stops_is_counted_and_shown_if_asked_for(
+    tokenizer: ServedTokenizer, include: bool, text: str
+) -> None:
+    end = tokenizer.backend.token_to_id("<|end|>")
+    ids = [*tokenizer.encode("hello", add_special_tokens=False), end]
+    output = RequestOutput(1, ids, "stop", stop_token_id=end)
+    answer, fold = fold_all(
+        tokenizer,
+        [output],
+        include_stop=include,
+        skip_special_tokens=False,
+        stop_token_ids=(end,),
+    )
+    assert (answer.text, answer.stop_reason) == (text, end)
+    assert fold.num_tokens == len(ids)
+
+
+def test_offsets_point_at_each_tokens_text(tokenizer: ServedTokenizer) -> None:
+    ids = tokenizer.encode("hello world, hello", add_special_tokens=False)
+    answer, _ = fold_all(tokenizer, outputs_of(ids, [2] * 20), logprobs=True, echo=True)
+    table = TokenTable(tokenizer)
+    assert answer.text == "the foxhello world, hello"
+    assert answer.logprobs is not None
+    assert answer.logprobs[0].logprob is None
+    for token in answer.logprobs:
+        name = table.name_of(token.token_id)
+        assert answer.text[token.text_offset :].startswith(name)
+
+
+def test_an_incomplete_character_ends_the_text_once(tokenizer: ServedTokenizer) -> None:
+    ids = [tokenizer.backend.token_to_id(token) for token in "aðŁ"]
+    answer, _ = fold_all(tokenizer, outputs_of(ids, [1, 1, 1]))
+    assert answer.text == "a\ufffd"
+
+
+def test_a_failed_request_raises(tokenizer: ServedTokenizer) -> None:
+    with pytest.raises(GenerationFailed, match="out of blocks"):
+        fold_all(tokenizer, [RequestOutput(1, [], "error", error="out of blocks")])
+
+
+def test_much_that_is_read_at_once_is_folded_in_parts() -> None:
+    scores = [TokenLogprob(-0.5, 1, list(range(20)), [-1.0] * 20) for _ in range(3000)]
+    whole = RequestOutput(1, list(range(3000)), "stop", 7, scores, scores[:2], 5)
+    cut = parts(whole)
+    assert len(cut) > 50
+    assert max(weight(each) for each in cut) <= 1024
+    assert merge(cut) == whole
+    assert parts(RequestOutput(1, [], "length")) == [RequestOutput(1, [], "length")]
+
+
+def test_unread_outputs_of_many_sequences_come_back_in_order() -> None:
+    unread = Unread()
+    given: dict[int, list[int]] = {index: [] for index in range(40)}
+    found: dict[int, list[int]] = {index: [] for index in range(40)}
+    for step in range(300):
+        for index in range(step % 40, 40, 1 + step % 3):
+            given[index].append(step)
+            unread.put(index, RequestOutput(1, [step]))
+        if step % 50 == 49:
+            for index, output in unread.take():
+                found[index] += output.token_ids
+    unread.fail(LookupError("an engine died"))
+    while found != given:
+        for index, output in unread.take():
+            found[index] += output.token_ids
+    with pytest.raises(LookupError):
+        unread.take()
+    assert unread.has_room
+
+
+def test_nothing_more_is_taken_for_a_client_that_does_not_read() -> None:
+    unread = Unread()
+    while not unread.full:
+        for index in range(128):
+            unread.put(index, RequestOutput(1, [7], logprobs=[SCORE]))
+    assert unread._weight < 1.1 * MAX_UNREAD

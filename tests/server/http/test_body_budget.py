@@ -1,0 +1,104 @@
+"""Unfinished uploads: how much of them a node holds."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from server.access.admission_table import AdmissionTable, create_admission_table
+from server.config import FrontEndConfig, GuardConfig
+from server.http.body_budget import FREE_BYTES, BodyBudget, NoRoomForBody
+from server.http.call import BodyLimits, Call
+from server.http.errors import ApiError
+from server.schemas.completions import CompletionRequest
+
+PIECE = 2**18
+
+
+def test_all_front_ends_of_a_node_share_the_room(tmp_path: Path) -> None:
+    create_admission_table(tmp_path, 2)
+    tables = [AdmissionTable(tmp_path, index) for index in range(2)]
+    here, there = (BodyBudget(table, 4 * PIECE).hold() for table in tables)
+    for body in (here, here, there, there):
+        body.grow(PIECE)
+    with pytest.raises(NoRoomForBody):
+        there.grow(1)
+    there.release()
+    there.release()
+    here.grow(2 * PIECE)
+    here.release()
+    assert tables[0].body_bytes() == 0
+    for table in tables:
+        table.close()
+
+
+def test_a_front_end_that_died_holds_nothing(tmp_path: Path) -> None:
+    create_admission_table(tmp_path, 2)
+    died = AdmissionTable(tmp_path, 1)
+    BodyBudget(died, 4 * PIECE).hold().grow(4 * PIECE)
+    died.close()
+    table = AdmissionTable(tmp_path, 0)
+    BodyBudget(table, 4 * PIECE).hold().grow(PIECE)
+    assert table.body_bytes() == PIECE
+    table.close()
+
+
+def test_small_bodies_are_taken_whatever_is_held() -> None:
+    table = AdmissionTable(None)
+    budget = BodyBudget(table, PIECE)
+    budget.hold().grow(PIECE)
+    small = budget.hold()
+    small.grow(FREE_BYTES)
+    with pytest.raises(NoRoomForBody):
+        small.grow(1)
+
+
+def test_a_body_larger_than_all_room_is_taken_alone() -> None:
+    budget = BodyBudget(AdmissionTable(None), PIECE)
+    large = budget.hold()
+    large.grow(8 * PIECE)
+    large.release()
+
+
+def test_sixteen_unfinished_uploads_do_not_hold_a_gigabyte() -> None:
+    table = AdmissionTable(None)
+    limits = BodyLimits(12 * PIECE, 60.0, BodyBudget(table, 16 * PIECE))
+    scope = {"type": "http", "path": "/", "headers": [(b"content-type", b"application/json")]}
+
+    async def send(message: Any) -> None: ...
+
+    held: list[int] = []
+
+    async def scenario() -> list[Any]:
+        async def receive() -> dict[str, Any]:
+            held.append(table.body_bytes())
+            if len(held) > 500:
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": b" " * PIECE, "more_body": True}
+
+        calls = [Call(scope, receive, send, limits) for _ in range(16)]
+        uploads = [asyncio.create_task(call.body(CompletionRequest)) for call in calls]
+        while len(held) <= 500 and not all(upload.done() for upload in uploads):
+            await asyncio.sleep(0)
+        for upload in uploads:
+            upload.cancel()
+        return await asyncio.gather(*uploads, return_exceptions=True)
+
+    ends = asyncio.run(scenario())
+    assert max(held) <= 17 * PIECE
+    refused = [end for end in ends if isinstance(end, ApiError)]
+    assert {each.status for each in refused} == {413, 503}
+    assert all(each.headers[0][0] == "retry-after" for each in refused if each.status == 503)
+    assert table.body_bytes() == 0
+
+
+class TestSmallBodies:
+    @pytest.fixture
+    def config(self, config: FrontEndConfig) -> FrontEndConfig:
+        return msgspec.structs.replace(config, guards=GuardConfig(max_body_bytes_in_flight=1))
+
+    def test_requests_are_served_while_there_is_no_room_for_uploads(self, http: Any) -> None:
+        http.complete()

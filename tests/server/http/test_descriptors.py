@@ -1,0 +1,54 @@
+"""A front end does not stop for the kernel while its connections grow in number."""
+
+import os
+import resource
+import subprocess
+import sys
+
+from server.http.descriptors import room_for_connections
+
+SCRIPT = """
+import os, resource, sys
+from pathlib import Path
+from server.http.descriptors import make_room_for_descriptors
+
+def table_size():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("FDSize:"))
+
+soft, hard = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+before = os.listdir("/proc/self/fd")
+make_room_for_descriptors()
+assert os.listdir("/proc/self/fd") == before, "something was left open"
+print(table_size())
+"""
+
+
+def table_size(soft: int, hard: int) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(soft), str(hard)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+def test_the_table_of_descriptors_has_room_for_thousands_from_the_start() -> None:
+    limit = os.sysconf("SC_OPEN_MAX")
+    assert table_size(limit, limit) >= min(limit, 8192)
+
+
+def test_a_low_limit_is_respected() -> None:
+    assert 300 <= table_size(300, 300) <= 512
+
+
+def test_a_thousand_connections_do_not_shut_out_all_others() -> None:
+    hard = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    assert table_size(1024, hard) >= hard
+
+
+def test_connections_leave_descriptors_for_everything_else() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert room_for_connections(10) == 10
+    if limit != resource.RLIM_INFINITY:
+        assert room_for_connections(limit + 1) < limit

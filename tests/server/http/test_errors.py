@@ -1,0 +1,209 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine.shared.messages import RequestOutput
+from server.router.generation_client import NoEngineAvailable
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"].startswith("application/json")
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"suffix": "after"}, "suffix"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"stop_token_ids": [10**9]}, "stop_token_ids"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": 5}, "stream_options"),
+        ({"stream": "yes"}, "stream"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": ["hello", 5]}, "prompt[1]"),
+        ({"prompt": [5, -1]}, "prompt[1]"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": ["hello"] * 100, "n": 100}, "prompt"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"request_id": "two words"}, "request_id"),
+    ],
+)
+def test_wrong_fields_are_named(
+    http: Any, engines: Any, fields: dict[str, Any], param: str
+) -> None:
+    response = http.post("/v1/completions", {"model": "tiny", "prompt": "hello", **fields})
+    error = error_of(response, 400)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert engines.streams == []
+
+
+def test_a_missing_prompt_is_named(http: Any) -> None:
+    assert error_of(http.post("/v1/completions", {}), 400)["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"not json",
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b"[]",
+        b"5",
+        b"null",
+        b"[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_bodies_that_are_no_json_object_are_refused(http: Any, path: str, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    error_of(http.request("POST", path, content=body, headers=headers), 400)
+
+
+def test_numbers_that_json_does_not_have_are_refused(http: Any) -> None:
+    body = b'{"prompt": "x", "temperature": NaN}'
+    headers = {"Content-Type": "application/json"}
+    response = http.request("POST", "/v1/completions", content=body, headers=headers)
+    assert error_of(response, 400)["param"] == "temperature"
+
+
+def test_bodies_of_another_type_are_refused(http: Any) -> None:
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    response = http.request("POST", "/v1/completions", content=b"{}", headers=headers)
+    assert "application/json" in error_of(response, 415)["message"]
+
+
+def test_unknown_models_and_paths_are_not_found(http: Any) -> None:
+    error = error_of(http.post("/v1/completions", {"model": "gpt", "prompt": "x"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    error_of(http.get("/v1/models/gpt"), 404)
+    error_of(http.get("/nowhere"), 404)
+    error_of(http.get("/v1/completions/more"), 404)
+
+
+def test_a_wrong_method_names_the_right_one(http: Any) -> None:
+    response = http.get("/v1/completions")
+    error_of(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_what_does_not_fit_says_by_how_much(http: Any) -> None:
+    error = error_of(http.post("/v1/completions", {"prompt": [5] * 500, "max_tokens": 13}), 400)
+    assert error["code"] == "context_length_exceeded"
+    for number in ("512", "513", "500", "13"):
+        assert number in error["message"]
+    assert http.complete(prompt=[5] * 500, max_tokens=12)
+    error_of(http.post("/v1/completions", {"prompt": [5] * 512}), 400)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_engines_clients_are_told_to_come_back(
+    http: Any, engines: Any, stream: bool
+) -> None:
+    engines.ready = False
+    response = http.post("/v1/completions", {"prompt": "x", "stream": stream})
+    error_of(response, 503)
+    assert int(response.headers["retry-after"]) >= 1
+
+
+def test_choices_that_found_an_engine_are_closed_when_another_finds_none(
+    http: Any, engines: Any
+) -> None:
+    engines.refuse_from = 2
+    error_of(http.post("/v1/completions", {"prompt": "x", "n": 4}), 503)
+    assert [stream.closed.is_set() for stream in engines.streams] == [True, True]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (NoEngineAvailable("gone"), 503),
+        (RequestOutput(1, [], "error", error="secret detail"), 500),
+        (RuntimeError("secret detail"), 500),
+    ],
+)
+def test_failures_before_the_first_token_are_ordinary_answers(
+    http: Any, engines: Any, failure: Any, status: int, n: int
+) -> None:
+    engines.script = lambda stream: [failure]
+    for stream in (False, True):
+        response = http.post("/v1/completions", {"prompt": "x", "stream": stream, "n": n})
+        error = error_of(response, status)
+        assert "secret" not in error["message"]
+    assert all(stream.closed.is_set() for stream in engines.streams)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_failures_in_a_stream_are_an_event_before_the_end(
+    http: Any, engines: Any, path: str
+) -> None:
+    engines.script = lambda stream: [RequestOutput(1, [70]), NoEngineAvailable("gone")]
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    *chunks, failure = http.stream(path, body)
+    assert chunks
+    assert failure["error"]["type"] == "server_error"
+    assert engines.streams[0].closed.is_set()
+
+
+def test_too_large_a_body_is_refused(app: Any) -> None:
+    sent: list[dict[str, Any]] = []
+    part = b"x" * 2**22
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": part, "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [],
+    }
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 413

@@ -1,0 +1,513 @@
+"""Clients that send or read badly, over real connections."""
+
+import asyncio
+import contextlib
+import select
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+import uvloop
+
+from engine.shared.messages import AddRequest, RequestOutput, SamplingParams
+from server.access.guards import tls_options
+from server.config import FrontEndConfig, GuardConfig
+from server.http.listener import HttpServer
+from server.http.protocol import limited_protocol
+from server.http.request_meter import MAX_PIPELINED
+from server.router.token_stream import MAX_BACKLOG, RequestStream
+
+GUARD_SECONDS = 20
+BODY = b'{"prompt": "x", "stream": true}'
+
+
+def head(length: int) -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % length
+    )
+
+
+HEAD = head(len(BODY))
+
+
+@contextlib.asynccontextmanager
+async def served(app: Any, guards: GuardConfig) -> AsyncIterator[int]:
+    """Serve an app on a free port of this process, as a front end does."""
+    server = HttpServer(
+        uvicorn.Config(
+            app,
+            http=limited_protocol(guards),
+            log_level="critical",
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=guards.keep_alive_timeout,
+            **tls_options(guards),
+        ),
+        guards.receive_timeout,
+    )
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        # Accepted connections inherit small buffers, so that a client that does not read shows.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+        listening.listen()
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def guarded() -> None:
+        async with asyncio.timeout(GUARD_SECONDS):
+            await scenario()
+
+    uvloop.run(guarded())
+
+
+async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", HEAD[:-2]])
+def test_a_head_that_is_never_complete_is_not_waited_for(app: Any, sent: bytes) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(receive_timeout=0.1)) as port:
+            reader, writer = await connect(port)
+            writer.write(sent)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_second_head_on_a_connection_is_not_waited_for_either(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(receive_timeout=0.1)) as port:
+            reader, writer = await connect(port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b"HTTP/1.1 408 " in answer
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_head_has_a_largest_size(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_header_bytes=4096)) as port:
+            reader, writer = await connect(port)
+            writer.write(b"GET /health HTTP/1.1\r\n")
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof() and not reader._buffer:  # type: ignore[attr-defined]
+                    writer.write(b"X-Filler: %s\r\n" % (b"x" * 1000))
+                    await writer.drain()
+                    await asyncio.sleep(0.001)
+            assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+            writer.close()
+
+    run(scenario)
+
+
+class TestHurriedServer:
+    @pytest.fixture
+    def config(self, config: FrontEndConfig) -> FrontEndConfig:
+        return msgspec.structs.replace(config, guards=GuardConfig(receive_timeout=0.1))
+
+    def test_a_body_that_is_never_complete_is_not_waited_for(self, app: Any) -> None:
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                reader, writer = await connect(port)
+                writer.write(HEAD + BODY[:-5])
+                answer = await reader.read()
+                assert answer.startswith(b"HTTP/1.1 408 ")
+                assert b"request_timeout" in answer
+                writer.close()
+
+        run(scenario)
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+async def flood(port: int, start: bytes, piece: bytes, most: int = 2**24) -> tuple[bytes, int]:
+    """Send a start, then a piece over and over; return the answer and how much was sent."""
+    reader, writer = await connect(port)
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        writer.write(start)
+        while sent < most and not reader.at_eof():
+            writer.write(piece)
+            sent += len(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        answer = await reader.read()
+    writer.close()
+    return answer, sent
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [b"X-Filler: %s\r\n" % (b"x" * 1000), b"x" * 4096, b"a: b\r\n" * 1000],
+    ids=["lines", "one line", "short lines"],
+)
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/health"])
+def test_trailers_without_end_are_cut_off(app: Any, piece: bytes, path: bytes) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            start = CHUNKED.replace(b"/v1/completions", path)
+            start += b"%x\r\n%s\r\n0\r\nX: " % (len(BODY), BODY)
+            _, sent = await flood(port, start, piece)
+            assert sent < 2**22
+
+    run(scenario)
+
+
+def test_trailers_are_no_headers(app: Any) -> None:
+    async def scenario() -> None:
+        seen: list[Any] = []
+
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive())["more_body"]:
+                pass
+            seen.extend(scope["headers"])
+            await app(scope, receive, send)
+
+        async with served(application, GuardConfig()) as port:
+            reader, writer = await connect(port)
+            writer.write(CHUNKED.replace(b"POST /v1/completions", b"GET /health") + b"1\r\n \r\n")
+            writer.write(b"0\r\nAuthorization: Bearer late\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+        assert b"authorization" not in dict(seen)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("piece", [b"0" * 4096, b"5;" + b"e" * 4096, b"e" * 4096])
+def test_chunk_sizes_and_extensions_without_end_are_cut_off(app: Any, piece: bytes) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            _, sent = await flood(port, CHUNKED, piece)
+            assert sent < 2**22
+
+    run(scenario)
+
+
+def test_a_head_that_comes_at_once_has_a_largest_size_too(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_header_bytes=4096)) as port:
+            reader, writer = await connect(port)
+            writer.write(b"GET /health HTTP/1.1\r\nX: %s\r\n\r\n" % (b"x" * 5000))
+            assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+            writer.close()
+
+    run(scenario)
+
+
+UNFINISHED = head(10**6).replace(b"/v1/completions", b"/nowhere")
+HURRIED = GuardConfig(receive_timeout=0.2, keep_alive_timeout=1)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [UNFINISHED],
+        [UNFINISHED, b"x"],
+        [UNFINISHED, b"x", b"x"],
+        [CHUNKED.replace(b"/v1/completions", b"/nowhere"), b"5", b"\r"],
+        [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n"],
+        [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n", b"G"],
+        [b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", b"x"],
+    ],
+    ids=["unfinished", "one byte", "two bytes", "chunked", "blank line", "next head", "upgrade"],
+)  # fmt: skip
+def test_a_connection_ends_whatever_was_answered_early(app: Any, sent: list[bytes]) -> None:
+    async def scenario() -> None:
+        async with served(app, HURRIED) as port:
+            reader, writer = await connect(port)
+            for piece in sent:
+                writer.write(piece)
+                if piece is sent[0]:
+                    await reader.readuntil(b"}")
+            await reader.read()
+            writer.close()
+
+    run(scenario)
+
+
+def test_who_keeps_sending_after_an_answer_is_cut_off(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
+            endless = head(10**9).replace(b"/v1/completions", b"/nowhere")
+            _, sent = await flood(port, endless, b"x" * 4096, most=2**25)
+            assert sent < 2**24
+
+    run(scenario)
+
+
+def test_a_client_may_send_all_before_it_reads_an_early_answer(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig(keep_alive_timeout=1)) as port:
+            reader, writer = await connect(port)
+            for _ in range(2):
+                body = b"x" * 2**20
+                writer.write(head(len(body)).replace(b"/v1/completions", b"/nowhere") + body)
+                await writer.drain()
+                answer = await reader.readuntil(b"}}")
+                assert answer.startswith(b"HTTP/1.1 404 ")
+            assert await reader.read() == b""
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_client_that_sends_all_of_a_body_that_is_too_large_reads_why_it_was_refused(
+    app: Any,
+) -> None:
+    limit = FrontEndConfig().guards.max_body_bytes
+    body = b"x" * (8 * limit)
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            for sent in (head(len(body)) + body, CHUNKED + b"%x\r\n%s\r\n" % (len(body), body)):
+                reader, writer = await connect(port)
+                writer.write(sent)
+                await writer.drain()
+                answer = await reader.readuntil(b"}}")
+                assert answer.startswith(b"HTTP/1.1 413 ")
+                assert b"body_too_large" in answer
+                writer.close()
+
+    run(scenario)
+
+
+def test_the_answer_that_others_are_queued_behind_ends_when_the_client_hangs_up(
+    app: Any, engines: Any
+) -> None:
+    engines.script = lambda stream: []
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            _, writer = await connect(port)
+            writer.write((HEAD + BODY) * 3)
+            await engines.submitted.wait()
+            writer.close()
+            await engines.streams[0].closed.wait()
+            assert len(engines.streams) == 1
+
+    run(scenario)
+
+
+def test_requests_that_wait_on_one_connection_are_counted(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            reader, writer = await connect(port)
+            few = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * MAX_PIPELINED
+            writer.write(few)
+            for _ in range(MAX_PIPELINED):
+                await reader.readuntil(b'"}')
+            writer.write(few * 20)
+            rest = await reader.read()
+            assert rest.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED
+            writer.close()
+
+    run(scenario)
+
+
+def test_connections_beyond_the_limit_push_out_idle_ones_only(app: Any, engines: Any) -> None:
+    engines.script = lambda stream: []
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_connections=4)) as port:
+            busy = await connect(port)
+            busy[1].write(HEAD + BODY)
+            await engines.submitted.wait()
+            idle = [await connect(port) for _ in range(40)]
+            served_late = await connect(port)
+            served_late[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await served_late[0].readuntil(b'"}')
+            with contextlib.suppress(ConnectionError):
+                assert await idle[0][0].read() == b""
+            assert not busy[0].at_eof()
+            for _, writer in (busy, served_late, *idle):
+                writer.close()
+
+    run(scenario)
+
+
+def test_connections_are_refused_when_all_others_are_being_answered(app: Any, engines: Any) -> None:
+    engines.script = lambda stream: []
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_connections=2)) as port:
+            busy = [await connect(port) for _ in range(2)]
+            for _, writer in busy:
+                writer.write(HEAD + BODY)
+            await until(lambda: len(engines.streams) == 2)
+            reader, writer = await connect(port)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1\r\n" in answer
+            for each in (writer, busy[0][1], busy[1][1]):
+                each.close()
+
+    run(scenario)
+
+
+def test_a_patient_client_is_served_whatever_its_pieces(app: Any) -> None:
+    async def scenario() -> None:
+        async with served(app, GuardConfig()) as port:
+            reader, writer = await connect(port)
+            for byte in HEAD + BODY:
+                writer.write(bytes([byte]))
+                await writer.drain()
+            assert b"[DONE]" in await reader.readuntil(b"data: [DONE]\n\n")
+            writer.close()
+
+    run(scenario)
+
+
+def hung_up(client: socket.socket) -> bool:
+    """Whether the other side has closed the connection; nothing is read."""
+    poll = select.poll()
+    poll.register(client, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+class Flood:
+    """A generation client whose engines generate as fast as they can, read or not."""
+
+    def __init__(self, engines: Any) -> None:
+        self._engines = engines
+        self.streams: list[RequestStream] = []
+        self.closed = asyncio.Event()
+        self.pumps: list[asyncio.Task[None]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engines, name)
+
+    def submit(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, **_: Any
+    ) -> RequestStream:
+        request = AddRequest(1, request_id, 0, 0, prompt_token_ids, sampling)
+        stream = RequestStream(request, lambda stream: self.closed.set())
+        self.streams.append(stream)
+        self.pumps.append(asyncio.create_task(self._generate(stream)))
+        return stream
+
+    async def _generate(self, stream: RequestStream) -> None:
+        while not self.closed.is_set():
+            for _ in range(64):
+                if not stream.finished:
+                    stream.put(RequestOutput(1, [70 + i % 20 for i in range(8)]))
+            await asyncio.sleep(0)
+
+
+class TestReaders:
+    @pytest.fixture
+    def engines(self, engines: Any) -> Any:
+        return Flood(engines)
+
+    def test_a_client_that_never_reads_is_cut_off_and_its_engine_freed(
+        self, app: Any, engines: Any
+    ) -> None:
+        async def scenario() -> None:
+            async with served(app, GuardConfig(send_timeout=0.3)) as port:
+                with socket.socket() as client:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    client.connect(("127.0.0.1", port))
+                    client.setblocking(False)
+                    client.sendall(HEAD + BODY)
+                    await until(lambda: engines.closed.is_set())
+                    # It hangs up on the client, without having sent more than buffers hold.
+                    await until(lambda: hung_up(client))
+
+        run(scenario)
+
+    @pytest.mark.parametrize("choices", [1, 3])
+    def test_what_is_kept_for_a_client_that_pauses_has_an_end(
+        self, app: Any, engines: Any, choices: int
+    ) -> None:
+        async def scenario() -> None:
+            async with served(app, GuardConfig()) as port:
+                reader, writer = await connect(port)
+                body = b'{"prompt": "x", "stream": true, "n": %d}' % choices
+                writer.write(head(len(body)) + body)
+                writer.transport.pause_reading()
+                await until(lambda: engines.closed.is_set())
+                for stream in engines.streams:
+                    unread = sum(len(each.token_ids) for each in stream._unread)
+                    assert unread <= MAX_BACKLOG + 64 * 8
+                writer.transport.resume_reading()
+                answer = b""
+                while b"data: [DONE]" not in answer:
+                    part = await reader.read(1 << 16)
+                    assert part, "the connection was closed"
+                    answer = answer[-500:] + part
+                assert b"client_too_slow" in answer
+                writer.close()
+
+        run(scenario)
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> GuardConfig:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
+
+
+def test_https_is_served_with_a_certificate(app: Any, certified: GuardConfig) -> None:
+    async def scenario() -> None:
+        import ssl
+
+        trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
+        async with served(app, certified) as port, httpx.AsyncClient(verify=trusting) as client:
+            answer = await client.get(f"https://127.0.0.1:{port}/health")
+            assert answer.status_code == 200
+            body = {"prompt": "x", "stream": True}
+            url = f"https://127.0.0.1:{port}/v1/completions"
+            assert (await client.post(url, json=body)).text.endswith("data: [DONE]\n\n")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
+def test_a_handshake_that_is_never_complete_is_not_waited_for(
+    app: Any, certified: GuardConfig, sent: bytes
+) -> None:
+    async def scenario() -> None:
+        async with served(app, msgspec.structs.replace(certified, receive_timeout=0.1)) as port:
+            reader, writer = await connect(port)
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+
+    run(scenario)

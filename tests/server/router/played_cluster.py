@@ -1,0 +1,162 @@
+"""A dispatcher without sockets; the test plays the engines and the coordinator."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.shared.messages import (
+    AbortRequests,
+    AddRequest,
+    ClusterView,
+    EngineDead,
+    EngineEntry,
+    EngineGreeting,
+    EngineInput,
+    EngineSetup,
+    EngineStats,
+    Received,
+    RequestOutput,
+    SamplingParams,
+    StepOutputs,
+)
+from server.router.dispatch import Dispatcher
+from server.router.generation_client import KillsEngines, NoEngineAvailable
+from server.router.routing import LeastLoaded
+from server.router.state import ClusterState
+from server.router.token_stream import RequestStream
+
+GREEDY = SamplingParams(max_tokens=100, seed=1, temperature=0.0)
+SETUP = EngineSetup(num_kv_blocks=9, block_size=16, max_model_len=64, model_fingerprint="f")
+ME = 77
+
+
+@dataclass
+class Played:
+    """One engine process as the front end meets it."""
+
+    rank: int
+    incarnation: int
+    version: int = 0
+    outputs: int = 0
+    flags: dict[str, Any] = field(default_factory=dict)
+    held: dict[int, AddRequest] = field(default_factory=dict)
+    received: int = 0
+    tokens: int = 0
+    reachable: bool = True
+    begun: set[int] = field(default_factory=set)
+
+    @property
+    def identity(self) -> bytes:
+        return b"%d-%d" % (self.rank, self.incarnation)
+
+    @property
+    def alone(self) -> list[AddRequest]:
+        """Requests that it is to run alone and has not begun to."""
+        return [r for r in self.held.values() if r.alone and r.id not in self.begun]
+
+    def stats(self) -> EngineStats:
+        self.version += 1
+        return EngineStats(
+            rank=self.rank, incarnation=self.incarnation, version=self.version, wave=0, step=0,
+            waiting=0, running=len(self.held), kv_usage=0.0, queued_prefill_tokens=0,
+            received=[Received(0, ME, self.received, self.tokens, self.outputs)], **self.flags,
+        )  # fmt: skip
+
+
+class Cluster:
+    """A front end's dispatcher among played engines."""
+
+    def __init__(self, *ranks: int, max_resumes: int = 1, resume_timeout: float = 30.0) -> None:
+        self.now = 0.0
+        self.state = ClusterState(0, ME, grace=5.0, table=None)
+        self.dispatcher = Dispatcher(
+            front_end=0, first_id=0, state=self.state, policy=LeastLoaded(), metrics=self,
+            send=self._send, notify=lambda notice: None, on_idle=lambda: None,
+            max_resumes=max_resumes, resume_timeout=resume_timeout,
+        )  # fmt: skip
+        self.engines: dict[int, Played] = {}
+        self._incarnations = 10
+        self._version = 0
+        for rank in ranks:
+            self.start(rank)
+
+    def routing_decision(self, rank: int, reason: str) -> None: ...
+
+    def request_resumed(self) -> None: ...
+
+    def observe_wake(self, seconds: float) -> None: ...
+
+    def _send(self, identity: bytes, message: EngineInput) -> bool:
+        engine = next((e for e in self.engines.values() if e.identity == identity), None)
+        if engine is None or not engine.reachable:
+            return False
+        if isinstance(message, AddRequest):
+            engine.held[message.id] = message
+            engine.received += 1
+            engine.tokens += message.num_tokens
+        elif isinstance(message, AbortRequests):
+            for id_ in message.ids:
+                engine.held.pop(id_, None)
+        return True
+
+    def start(self, rank: int) -> Played:
+        """A new engine process joins and greets."""
+        self._incarnations += 1
+        engine = self.engines[rank] = Played(rank, self._incarnations)
+        self.publish()
+        greeting = EngineGreeting(rank, engine.incarnation, 1)
+        self.dispatcher.greeting(engine.identity, greeting, self.now)
+        return engine
+
+    def publish(self) -> None:
+        """The coordinator publishes who is there."""
+        self._version += 1
+        entries = [
+            EngineEntry(e.rank, e.incarnation, True, "h", 0, SETUP, e.stats())
+            for e in self.engines.values()
+        ]
+        view = ClusterView(
+            epoch=1, version=self._version, wave=0, running=True, engines=entries, num_front_ends=1
+        )
+        self.dispatcher.view_changed(view, self.now)
+
+    def tell(self, engine: Played, *outputs: RequestOutput, **flags: Any) -> None:
+        """An engine sends outputs, with stats that say what `flags` say from now on."""
+        engine.flags |= flags
+        engine.begun.add(flags.get("alone", 0))
+        engine.outputs += 1
+        for output in outputs:
+            if output.finish_reason is not None:
+                engine.held.pop(output.id)
+        message = StepOutputs(engine.stats(), list(outputs))
+        self.dispatcher.step_outputs(message, self.now)
+
+    def die(self, engine: Played) -> None:
+        """An engine says its last words."""
+        del self.engines[engine.rank]
+        dead = EngineDead(engine.rank, engine.incarnation, "boom")
+        self.dispatcher.engine_died(dead, self.now)
+
+    def submit(self, name: str, **options: Any) -> RequestStream:
+        return self.dispatcher.submit(name, [1, 2], GREEDY, self.now, **options)
+
+    def tick(self, seconds: float = 1.0) -> None:
+        self.now += seconds
+        for engine in self.engines.values():
+            greeting = EngineGreeting(engine.rank, engine.incarnation, 1)
+            self.dispatcher.greeting(engine.identity, greeting, self.now)
+        self.dispatcher.tick(self.now)
+
+    def runs(self, stream: RequestStream) -> Played | None:
+        """Return the engine that has a request, if any has."""
+        found = [e for e in self.engines.values() if stream.request.id in e.held]
+        assert len(found) < 2
+        return found[0] if found else None
+
+
+def error_of(stream: RequestStream) -> NoEngineAvailable | KillsEngines | None:
+    """Return the error that a stream ended with, if any."""
+    try:
+        stream.take()
+    except (NoEngineAvailable, KillsEngines) as error:
+        return error
+    return None

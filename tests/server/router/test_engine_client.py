@@ -1,0 +1,520 @@
+"""Requests to engines and outputs back over real sockets; the engines are played by the test."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from engine.shared.config import ClusterConfig
+from engine.shared.messages import (
+    AbortRequests,
+    AddRequest,
+    ClusterView,
+    EngineDead,
+    EngineEntry,
+    EngineGreeting,
+    EngineInput,
+    EngineStats,
+    FrontEndNotice,
+    RequestOutput,
+    RequestTiming,
+    RouteTaken,
+    StepOutputs,
+    UtilityCall,
+    UtilityResult,
+    UtilityValue,
+    WakeUp,
+    encode,
+)
+from engine.shared.transport import Transport
+from server.router.engine_client import EngineClient
+from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
+from server.router.routing import LeastLoaded
+from server.router.state import ClusterState
+from tests.server.router.played_cluster import GREEDY, SETUP
+
+GUARD = 10.0
+
+
+@dataclass
+class Counts:
+    """What the client reported to its metrics."""
+
+    routed: list[tuple[int, str]] = field(default_factory=list)
+    resumed: int = 0
+    wakes: int = 0
+
+    def routing_decision(self, rank: int, reason: str) -> None:
+        self.routed.append((rank, reason))
+
+    def request_resumed(self) -> None:
+        self.resumed += 1
+
+    def observe_wake(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.wakes += 1
+
+
+class PlayedEngine:
+    """The engine's side of both sockets."""
+
+    def __init__(self, world: "World", rank: int, incarnation: int, session: int) -> None:
+        self.rank, self.incarnation = rank, incarnation
+        self._version = 0
+        identity = f"{rank}-{incarnation}".encode()
+        transport = world.transport
+        self.requests = transport.connect(zmq.DEALER, world.requests_address, identity=identity)
+        self.outputs = transport.connect(zmq.PUSH, world.outputs_address)
+        self.requests.send(encode(EngineGreeting(rank, incarnation, session)))
+
+    async def receive(self) -> AddRequest | AbortRequests | UtilityCall:
+        async with asyncio.timeout(GUARD):
+            while not self.requests.poll(0):
+                await asyncio.sleep(0)
+        message = msgspec.msgpack.decode(self.requests.recv(), type=EngineInput)
+        assert isinstance(message, AddRequest | AbortRequests | UtilityCall)
+        return message
+
+    def silent(self) -> bool:
+        return not self.requests.poll(50)
+
+    def send(self, *outputs: RequestOutput, running: int = 1, alone: int = 0) -> None:
+        self._version += 1
+        stats = EngineStats(
+            rank=self.rank, incarnation=self.incarnation, version=self._version, wave=0, step=0,
+            waiting=0, running=running, kv_usage=0.0, queued_prefill_tokens=0,
+            alone=alone,
+        )  # fmt: skip
+        self.outputs.send(encode(StepOutputs(stats, list(outputs))))
+
+    def answer(
+        self, call_id: int, result: dict[str, UtilityValue] | None, error: str | None = None
+    ) -> None:
+        self.outputs.send(encode(UtilityResult(call_id, self.rank, result, error)))
+
+    def die(self, reason: str | None = None) -> None:
+        if reason is not None:
+            self.outputs.send(encode(EngineDead(self.rank, self.incarnation, reason)))
+        self.requests.close(linger=0)
+        self.outputs.close(linger=500)
+
+
+class World:
+    """A client with its sockets, and whatever engines a test plays."""
+
+    def __init__(self, directory: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self.transport = Transport(ClusterConfig(), context)
+        self.requests_address = f"ipc://{directory}/requests"
+        self.outputs_address = f"ipc://{directory}/outputs"
+        self.counts = Counts()
+        self.notices: list[FrontEndNotice] = []
+        self.engines: list[PlayedEngine] = []
+        self._version = 0
+        self.client = EngineClient(
+            front_end=0,
+            state=ClusterState(0, 77, grace=5.0, table=None),
+            policy=LeastLoaded(),
+            metrics=self.counts,
+            requests=self.transport.bind(zmq.ROUTER, self.requests_address),
+            outputs=self.transport.bind(zmq.PULL, self.outputs_address),
+            max_resumes=1,
+            resume_timeout=5.0,
+        )
+        self.client.connect_coordinator(self.notices.append)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(GUARD):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    def engine(self, rank: int, incarnation: int, session: int = 1) -> PlayedEngine:
+        engine = PlayedEngine(self, rank, incarnation, session)
+        self.engines.append(engine)
+        return engine
+
+    def publish(self, *engines: PlayedEngine, running: bool = False) -> None:
+        self._version += 1
+        entries = [EngineEntry(e.rank, e.incarnation, True, "h", 0, SETUP, None) for e in engines]
+        self.client.view_changed(
+            ClusterView(
+                epoch=1, version=self._version, wave=3, running=running, engines=entries,
+                num_front_ends=1,
+            )
+        )  # fmt: skip
+
+    async def one_engine(self) -> PlayedEngine:
+        engine = self.engine(0, 10)
+        self.publish(engine)
+        await self.until(lambda: self.client.ready)
+        return engine
+
+    async def two_engines(self) -> tuple[PlayedEngine, PlayedEngine]:
+        first, second = self.engine(0, 10), self.engine(1, 11)
+        self.publish(first, second)
+        await self.until(lambda: len(self.client._state.loads()) == 2)
+        return first, second
+
+
+@asynccontextmanager
+async def world(directory: Path) -> AsyncIterator[World]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = World(directory, context)
+    try:
+        yield made
+    finally:
+        made.client.close()
+        context.destroy(linger=0)
+
+
+def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            streams = [w.client.submit(f"r{i}", [1, 2, 3], GREEDY) for i in range(2)]
+            assert {stream.rank for stream in streams} == {0, 1}
+            for stream in streams:
+                engine = engines[stream.rank]
+                request = await engine.receive()
+                assert isinstance(request, AddRequest)
+                assert (request.prompt_token_ids, request.wave) == ([1, 2, 3], 3)
+                engine.send(RequestOutput(request.id, [5], num_cached_tokens=2))
+                engine.send(RequestOutput(request.id, [6, 7], "length"))
+                await w.until(lambda s=stream: s.finished)  # type: ignore[misc]
+                output = await stream.next()
+                assert (output.token_ids, output.finish_reason) == ([5, 6, 7], "length")
+                assert output.num_cached_tokens == 2
+            assert w.client.num_in_flight == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_request_to_paused_engines_comes_with_a_wake_up_notice(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engine = await w.one_engine()
+            w.client.submit("a", [1], GREEDY)
+            assert w.notices == [WakeUp(0, 0, 3)]
+            w.publish(engine, running=True)
+            assert w.counts.wakes == 1
+            w.client.submit("b", [1], GREEDY)
+            assert len(w.notices) == 1
+
+    asyncio.run(scenario())
+
+
+def test_closing_an_unfinished_stream_aborts_it_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engine = await w.one_engine()
+            stream = w.client.submit("a", [1], GREEDY)
+            stream.close()
+            stream.close()
+            request = await engine.receive()
+            assert await engine.receive() == AbortRequests([request.id])  # type: ignore[union-attr]
+            assert engine.silent()
+            assert w.client.num_in_flight == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["last words", "view", "unreachable"])
+def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(tmp_path: Path, how: str) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            stream = w.client.submit("a", [1, 2], GREEDY)
+            dying, other = engines[stream.rank], engines[1 - stream.rank]
+            request = await dying.receive()
+            assert isinstance(request, AddRequest)
+            dying.send(RequestOutput(request.id, [7, 8], timing=RequestTiming(2.0, 1.0)))
+            assert (await stream.next()).token_ids == [7, 8]
+            if how == "last words":
+                dying.die("boom")
+            elif how == "view":
+                w.publish(other)
+            else:
+                dying.die()
+                await provoke(w, dying.rank)
+            moved = await other.receive()
+            while isinstance(moved, AddRequest) and moved.request_id != request.request_id:
+                moved = await other.receive()
+            assert isinstance(moved, AddRequest)
+            assert moved.id != request.id
+            assert (moved.prompt_token_ids, moved.output_token_ids) == ([1, 2], [7, 8])
+            assert moved.sampling.seed == request.sampling.seed
+            other.send(RequestOutput(moved.id, [9], "stop", timing=RequestTiming(4.0, 3.0, 0.5)))
+            output = await stream.next()
+            assert (output.token_ids, output.finish_reason) == ([9], "stop")
+            assert w.counts.resumed == 1
+            took = stream.times.ended(time.monotonic())
+            assert took is not None
+            assert stream.times.engine == other.rank
+            assert took.queue >= 6.0
+            assert took.prefill == 4.0
+            assert took.decode > 0.5
+
+    async def provoke(w: World, rank: int) -> None:
+        # A send to a peer that has gone fails as soon as its disconnection is noticed.
+        async with asyncio.timeout(GUARD):
+            while w.counts.resumed == 0:
+                w.client.submit("probe", [1], GREEDY)
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
+def test_a_moved_request_weighs_with_all_its_tokens(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            stream = w.client.submit("a", [1, 2], GREEDY)
+            dying, other = engines[stream.rank], engines[1 - stream.rank]
+            request = await dying.receive()
+            dying.send(RequestOutput(request.id, [7, 8, 9]))  # type: ignore[union-attr]
+            await stream.next()
+            dying.die("boom")
+            moved = await other.receive()
+            assert isinstance(moved, AddRequest)
+            (load,) = w.client._state.loads()
+            assert (load.requests, load.prefill_tokens) == (1, moved.num_tokens) == (1, 5)
+
+    asyncio.run(scenario())
+
+
+def test_late_outputs_of_an_engine_given_up_for_dead_are_dropped(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            stream = w.client.submit("a", [1], GREEDY)
+            old, new = engines[stream.rank], engines[1 - stream.rank]
+            request = await old.receive()
+            assert isinstance(request, AddRequest)
+            w.publish(new)
+            moved = await new.receive()
+            assert isinstance(moved, AddRequest)
+            old.send(RequestOutput(request.id, [666], "stop"))
+            new.send(RequestOutput(moved.id, [5], "stop"))
+            assert (await stream.next()).token_ids == [5]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_wrongly_passed_for_dead_is_told_to_drop_what_moved_on(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            stream = w.client.submit("a", [1], GREEDY)
+            silent, other = engines[stream.rank], engines[1 - stream.rank]
+            request = await silent.receive()
+            assert isinstance(request, AddRequest)
+            w.publish(other)
+            await other.receive()
+            w.publish(*engines)
+            silent.send(RequestOutput(request.id, [666]))
+            assert await silent.receive() == AbortRequests([request.id])
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engine = await w.one_engine()
+            w.client.submit("a", [1], GREEDY)
+            request = await engine.receive()
+            assert isinstance(request, AddRequest)
+            stream = w.client._dispatcher.in_flight[request.id]
+            engine.send(RequestOutput(request.id, [7]))
+            await w.until(lambda: stream.output_token_ids == [7])
+            engine.requests.close(linger=0)
+            reconnected = w.engine(0, 10, session=2)
+            assert await reconnected.receive() == AbortRequests([request.id])
+            again = await reconnected.receive()
+            assert isinstance(again, AddRequest)
+            assert (again.request_id, again.output_token_ids) == ("a", [7])
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_engines_keep_dying_ends_when_one_dies_of_it_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            first, second = await w.two_engines()
+            stream = w.client.submit("a", [1], GREEDY)
+            other = second if stream.rank == 0 else first
+            w.publish(other)
+            w.publish()
+            third = w.engine(2, 12)
+            w.publish(third)
+            request = await third.receive()
+            assert isinstance(request, AddRequest)
+            assert request.alone
+            third.send(alone=request.id)
+            third.die("boom")
+            with pytest.raises(KillsEngines, match="ended 3 engines"):
+                await stream.next()
+            assert w.client.num_in_flight == 0
+
+    asyncio.run(scenario())
+
+
+def test_late_last_words_of_a_predecessor_fail_no_call_of_its_successor(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            await w.one_engine()
+            successor = w.engine(0, 20)
+            w.publish(successor)
+            await w.until(lambda: w.client._state.address_of(0) is not None)
+            call = asyncio.create_task(w.client.call_utility(0, "info", {}))
+            received = await successor.receive()
+            assert isinstance(received, UtilityCall)
+            successor.outputs.send(encode(EngineDead(0, 10, "the predecessor's")))
+            successor.answer(received.call_id, {"rank": 0})
+            [result] = await call
+            assert result.error is None
+
+    asyncio.run(scenario())
+
+
+def test_a_request_waits_for_a_replacement_when_the_only_engine_dies(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            await w.one_engine()
+            stream = w.client.submit("a", [1], GREEDY)
+            w.publish()
+            with pytest.raises(NoEngineAvailable):
+                w.client.submit("b", [1], GREEDY)
+            replacement = w.engine(0, 20)
+            w.publish(replacement)
+            moved = await replacement.receive()
+            assert isinstance(moved, AddRequest)
+            assert (moved.id, moved.request_id) == (stream.request.id, "a")
+
+    asyncio.run(scenario())
+
+
+def test_a_pinned_request_goes_there_or_nowhere(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            await w.two_engines()
+            for _ in range(3):
+                assert w.client.submit("a", [1], GREEDY, pinned_rank=1).rank == 1
+            with pytest.raises(NoSuchEngine, match="engine 5"):
+                w.client.submit("a", [1], GREEDY, pinned_rank=5)
+            assert w.counts.routed == [(1, "pinned")] * 3
+            w.publish(w.engines[0])  # the other is down, not unknown
+            with pytest.raises(NoEngineAvailable, match="engine 1 cannot serve") as down:
+                w.client.submit("a", [1], GREEDY, pinned_rank=1)
+            assert not isinstance(down.value, NoSuchEngine)
+
+    asyncio.run(scenario())
+
+
+def test_a_utility_call_gathers_the_answers_of_all_engines(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engines = await w.two_engines()
+            call = asyncio.create_task(w.client.call_utility(None, "sleep", {"level": 2}))
+            for engine in reversed(engines):
+                received = await engine.receive()
+                assert isinstance(received, UtilityCall)
+                assert (received.name, received.arguments) == ("sleep", {"level": 2})
+                assert received.front_end == 0
+                engine.answer(received.call_id + 50, {"is_sleeping": False})  # to nobody
+                engine.answer(received.call_id, {"is_sleeping": True})
+            results = await call
+            assert [result.rank for result in results] == [0, 1]
+            assert all(result.result == {"is_sleeping": True} for result in results)
+
+    asyncio.run(scenario())
+
+
+def test_a_utility_call_to_one_engine_goes_there_or_nowhere(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            first, second = await w.two_engines()
+            call = asyncio.create_task(w.client.call_utility(1, "info", {}))
+            received = await second.receive()
+            assert isinstance(received, UtilityCall)
+            second.answer(received.call_id, None, "wrong arguments")
+            [result] = await call
+            assert (result.rank, result.error) == (1, "wrong arguments")
+            assert first.silent()
+            with pytest.raises(NoEngineAvailable, match="engine 7 cannot be called"):
+                await w.client.call_utility(7, "info", {})
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_answer_a_utility_call_is_answered_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            first, second = await w.two_engines()
+            call = asyncio.create_task(w.client.call_utility(None, "info", {}, within=0.3))
+            await first.receive()
+            second.die("the device is gone")
+            results = await call
+            assert "within 0.3 s" in (results[0].error or "")
+            assert "died" in (results[1].error or "")
+            second_call = asyncio.create_task(w.client.call_utility(0, "info", {}))
+            received = await first.receive()
+            assert isinstance(received, UtilityCall)
+            first.answer(received.call_id, {"rank": 0})
+            [result] = await second_call
+            assert result.error is None
+
+    asyncio.run(scenario())
+
+
+def test_nobody_can_be_called_before_an_engine_joins(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            with pytest.raises(NoEngineAvailable, match="no engine can be called"):
+                await w.client.call_utility(None, "info", {})
+
+    asyncio.run(scenario())
+
+
+def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engine = await w.one_engine()
+            stream = w.client.submit("a", [1], GREEDY)
+            request = await engine.receive()
+            for junk in (b"", b"\xff\xff", b"\x93\x01\x02\x03", encode(WakeUp(0, 0, 0))):
+                engine.outputs.send(junk)
+                engine.requests.send(junk)
+            engine.send(RequestOutput(request.id, [5], "stop"))  # type: ignore[union-attr]
+            assert (await stream.next()).token_ids == [5]
+            assert w.client._outputs.dropped == 4
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_asks_is_told_as_soon_as_requests_go_to_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            engine = w.engine(0, 10)
+            engine.requests.send(encode(EngineGreeting(0, 10, 1, asks=True)))
+            await w.until(lambda: w.client._state.greeted_from(0, 10) is not None)
+            assert engine.silent(), "the coordinator has not listed it"
+            w.publish(engine)
+            assert engine.silent(), "it does not ask all the time"
+            engine.requests.send(encode(EngineGreeting(0, 9, 1, asks=True)))
+            engine.requests.send(encode(EngineGreeting(0, 10, 4, asks=True)))
+            async with asyncio.timeout(GUARD):
+                while not engine.requests.poll(0):
+                    await asyncio.sleep(0)
+            answer = msgspec.msgpack.decode(engine.requests.recv(), type=EngineInput)
+            assert answer == RouteTaken(session=4)
+            assert engine.silent(), "another incarnation is not routed to"
+
+    asyncio.run(scenario())

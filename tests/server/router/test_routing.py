@@ -1,0 +1,183 @@
+"""Who gets a request, by policy."""
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.routing_bench import (
+    Result,
+    Simulation,
+    Workload,
+    percentile,
+    shared_prefixes,
+    skewed,
+)
+from server.config import RoutingConfig
+from server.router.routing import (
+    AFFINITY_BLOCK,
+    POLICIES,
+    EngineLoad,
+    LeastLoaded,
+    PowerOfTwo,
+    PrefixAffinity,
+    RoundRobin,
+    cost,
+)
+
+
+def load(rank: int, requests: int = 0, *, waiting: int = 0, tokens: int = 0) -> EngineLoad:
+    return EngineLoad(rank, requests, waiting, tokens, 0.0)
+
+
+def prompt(seed: int, blocks: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(1000) for _ in range(blocks * AFFINITY_BLOCK)]
+
+
+def test_every_configured_name_has_its_policy() -> None:
+    for name, policy in POLICIES.items():
+        RoutingConfig(routing_policy=name)  # type: ignore[arg-type]
+        choice = policy(3).choose([load(0), load(1, 4)], [1, 2, 3])
+        assert choice.rank in (0, 1)
+
+
+def test_least_loaded_weighs_queued_tokens_and_memory_pressure() -> None:
+    policy = LeastLoaded()
+    assert policy.choose([load(0, 3), load(1, 2, tokens=2000)]).rank == 0
+    pressed = EngineLoad(0, 4, 2, 0, 0.99)
+    assert cost(pressed) > cost(EngineLoad(0, 4, 2, 0, 0.5))
+    assert policy.choose([pressed, load(1, 6)]).rank == 1
+
+
+def test_round_robin_takes_turns_by_rank_while_engines_come_and_go() -> None:
+    policy = RoundRobin()
+    four = [load(rank) for rank in range(4)]
+    assert [policy.choose(four).rank for _ in range(5)] == [0, 1, 2, 3, 0]
+    assert policy.choose([four[0], four[2], four[3]]).rank == 2
+    assert policy.choose(four[:2]).rank == 0
+
+
+def test_power_of_two_avoids_the_fullest_and_spreads_over_all() -> None:
+    policy = PowerOfTwo(7)
+    loads = [load(0, 9), load(1), load(2), load(3)]
+    chosen = Counter(policy.choose(loads).rank for _ in range(300))
+    assert set(chosen) == {1, 2, 3}
+    assert min(chosen.values()) > 60
+    assert policy.choose([load(5)]).rank == 5
+
+
+class TestPrefixAffinity:
+    def test_prompts_of_different_roots_are_not_taken_for_alike(self) -> None:
+        policy = PrefixAffinity()
+        shared = prompt(1, 4)
+        policy.choose([load(0)], shared, cache_root=b"a" * 16)
+        loads = [load(0, 1), load(1)]
+        assert policy.choose(loads, shared).rank == 1
+        assert policy.choose(loads, shared, cache_root=b"b" * 16).rank == 1
+        assert policy.choose(loads, shared, cache_root=b"a" * 16) == (0, "prefix")
+
+    def test_prompts_that_begin_alike_go_to_one_engine(self) -> None:
+        policy = PrefixAffinity()
+        loads = [load(rank) for rank in range(8)]
+        shared = prompt(1, 4)
+        home = policy.choose(loads, shared + prompt(2, 1)).rank
+        for seed in range(3, 40):
+            choice = policy.choose(loads, shared + prompt(seed, 1))
+            assert choice == (home, "prefix")
+
+    def test_the_longest_beginning_decides(self) -> None:
+        policy = PrefixAffinity()
+        system, question = prompt(1, 2), prompt(2, 2)
+        policy.choose([load(0)], system + question)
+        policy.choose([load(1)], system + prompt(3, 2))
+        loads = [load(0), load(1)]
+        assert policy.choose(loads, system + question).rank == 0
+        assert policy.choose(loads, system + prompt(3, 2) + prompt(4, 1)).rank == 1
+
+    def test_a_much_busier_engine_is_left_alone_and_the_prefix_moves(self) -> None:
+        policy = PrefixAffinity()
+        shared = prompt(1, 2)
+        policy.choose([load(0)], shared)
+        assert policy.choose([load(0, 2), load(1)], shared) == (0, "prefix")
+        assert policy.choose([load(0, 9), load(1)], shared).rank == 1
+        assert policy.choose([load(0), load(1)], shared) == (1, "prefix")
+
+    def test_the_longer_the_prefix_the_more_it_is_worth(self) -> None:
+        policy = PrefixAffinity()
+        short, long = prompt(1, 1), prompt(2, 64)
+        for each in (short, long):
+            policy.choose([load(0)], each)
+        loads = [load(0, 5), load(1)]
+        assert policy.choose(loads, long) == (0, "prefix")
+        assert policy.choose(loads, short).rank == 1
+
+    def test_an_engine_that_has_gone_is_not_chosen(self) -> None:
+        policy = PrefixAffinity()
+        shared = prompt(1, 2)
+        policy.choose([load(0)], shared)
+        assert policy.choose([load(1), load(2)], shared).rank in (1, 2)
+
+    def test_what_is_not_used_for_long_is_forgotten(self) -> None:
+        policy = PrefixAffinity(capacity=8)
+        for seed in range(10):
+            policy.choose([load(seed % 2)], prompt(seed, 2))
+        assert len(policy._rank_of) == 8
+        loads = [load(0), load(1)]
+        assert policy.choose(loads, prompt(9, 2)).reason == "prefix"
+        assert policy.choose(loads, prompt(0, 2)).reason == "tie"
+
+    def test_prompts_shorter_than_a_block_go_to_the_least_loaded(self) -> None:
+        policy = PrefixAffinity()
+        for _ in range(3):
+            choice = policy.choose([load(0, 3), load(1)], [1, 2, 3])
+            assert choice == (1, "least_loaded")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_choice_among_a_hundred_engines_takes_well_below_a_millisecond(name: str) -> None:
+    policy = POLICIES[name](0)
+    loads = [load(rank, rank % 7) for rank in range(100)]
+    tokens = prompt(1, 64)
+    policy.choose(loads, tokens)
+    began = time.process_time()
+    for _ in range(100):
+        policy.choose(loads, tokens)
+    assert (time.process_time() - began) / 100 < 0.001
+
+
+def simulate(workload: Workload, policy: str, directory: Path, requests: int) -> Result:
+    specs = list(workload(random.Random(1), requests, 4))
+    return Simulation(POLICIES[policy], 4, 2, 1, directory).run(specs)
+
+
+def test_prefix_affinity_finds_more_in_the_caches_and_answers_sooner(tmp_path: Path) -> None:
+    plain = simulate(shared_prefixes, "least-loaded", tmp_path, 400)
+    affine = simulate(shared_prefixes, "prefix-affinity", tmp_path, 400)
+    assert affine.cached > 1.1 * plain.cached
+    assert percentile(affine.total, 0.99) < percentile(plain.total, 0.99)
+    assert max(affine.busy) < 1.3 * sum(affine.busy) / len(affine.busy)
+
+
+def test_the_least_loaded_engine_answers_sooner_than_the_next_in_turn(tmp_path: Path) -> None:
+    waited = {
+        policy: percentile(simulate(skewed, policy, tmp_path, 400).first_token, 0.99)
+        for policy in ("least-loaded", "round-robin")
+    }
+    assert waited["least-loaded"] < 0.8 * waited["round-robin"]
+
+
+def test_front_ends_that_do_not_see_each_other_do_not_all_choose_the_same_engine() -> None:
+    loads = [load(rank, requests=3 if rank else 0) for rank in range(8)]
+    alone = LeastLoaded()
+    assert {alone.choose(loads).rank for _ in range(20)} == {0}
+    chosen = [LeastLoaded(start).choose(loads, unseen_front_ends=15).rank for start in range(200)]
+    assert 30 <= chosen.count(0) <= 80, "an empty engine is preferred, not besieged"
+    assert len(set(chosen)) == 8
+
+
+def test_few_engines_are_compared_whatever_the_number_of_front_ends() -> None:
+    loads = [load(0, requests=0), load(1, requests=9)]
+    assert {LeastLoaded(s).choose(loads, unseen_front_ends=99).rank for s in range(20)} == {0}

@@ -1,0 +1,205 @@
+"""Requests that were in flight on engines that died: nobody innocent is answered with an error."""
+
+import pytest
+
+from engine.shared.messages import RequestOutput
+from server.router.generation_client import KillsEngines
+from server.router.probation import MOST_TRIES, STEPS_ALONE
+from server.router.token_stream import RequestStream
+from tests.server.router.played_cluster import Cluster, Played, error_of
+
+
+def all_died_twice(cluster: Cluster, *names: str) -> list[RequestStream]:
+    """Submit requests and let two engines die with all of them in flight."""
+    streams = [cluster.submit(name) for name in names]
+    for _ in range(2):
+        for engine in [each for each in cluster.engines.values() if each.held]:
+            cluster.die(engine)
+        for rank in (0, 1):
+            if rank not in cluster.engines:
+                cluster.start(rank)
+    assert all(error_of(stream) is None for stream in streams)
+    return streams
+
+
+def on_trial(cluster: Cluster) -> tuple[Played, int]:
+    """Return the engine that has a request to run alone, and the request's id."""
+    [(engine, request)] = [(e, r) for e in cluster.engines.values() for r in e.alone]
+    return engine, request.id
+
+
+def stream_of(streams: list[RequestStream], id_: int) -> RequestStream:
+    return next(stream for stream in streams if stream.request.id == id_)
+
+
+def test_a_first_death_moves_requests_at_once_and_mixed_with_others() -> None:
+    cluster = Cluster(0)
+    streams = [cluster.submit(name) for name in "abc"]
+    cluster.die(cluster.engines[0])
+    engine = cluster.start(0)
+    assert [cluster.runs(stream) for stream in streams] == [engine] * 3
+    assert not engine.alone
+
+
+def test_a_request_that_survived_two_engines_runs_alone_instead_of_failing() -> None:
+    cluster = Cluster(0)
+    [stream] = all_died_twice(cluster, "a")
+    engine, id_ = on_trial(cluster)
+    assert engine.held[id_].alone == STEPS_ALONE
+    cluster.tell(engine, alone=id_)
+    cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
+    assert not stream.suspicion.died_on
+    assert stream.request.alone == 0
+    cluster.die(engine)
+    assert error_of(stream) is None or stream.output_token_ids == [5]
+    assert cluster.runs(stream) is not None, "an ordinary request again"
+
+
+def test_suspects_are_tried_one_at_a_time() -> None:
+    cluster = Cluster(0)
+    streams = all_died_twice(cluster, "a", "b", "c")
+    for _ in range(3):
+        engine, id_ = on_trial(cluster)
+        cluster.tell(engine, alone=id_)
+        cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
+    assert not cluster.dispatcher._probation
+    assert all(cluster.runs(stream) is not None for stream in streams)
+    assert all(not stream.request.alone for stream in streams)
+
+
+def test_only_what_ran_alone_is_convicted_and_the_others_are_cleared() -> None:
+    cluster = Cluster(0)
+    streams = all_died_twice(cluster, "killer", "b", "c")
+    engine, id_ = on_trial(cluster)
+    killer = stream_of(streams, id_)
+    innocent = cluster.submit("d")
+    cluster.tell(engine, alone=id_)
+    cluster.die(engine)
+    error = error_of(killer)
+    assert isinstance(error, KillsEngines)
+    assert "alone" in str(error)
+    cluster.start(engine.rank)
+    cluster.tick()
+    for stream in [*streams, innocent]:
+        if stream is not killer:
+            assert error_of(stream) is None
+            assert cluster.runs(stream) is not None
+            assert not stream.request.alone, "the killer explains all deaths"
+            assert not stream.suspicion.died_on
+
+
+@pytest.mark.parametrize("how", ["view", "unreachable"])
+def test_a_killer_is_convicted_however_its_end_is_noticed(how: str) -> None:
+    cluster = Cluster(0)
+    [killer] = all_died_twice(cluster, "killer")
+    engine, id_ = on_trial(cluster)
+    cluster.tell(engine, alone=id_)
+    if how == "unreachable":
+        engine.reachable = False
+        bystander = cluster.submit("b")
+        assert error_of(killer) is None, "it may be the connection only"
+        assert cluster.runs(killer) is None or cluster.runs(killer) is engine
+        assert bystander.rank != engine.rank or not engine.reachable
+    del cluster.engines[engine.rank]
+    cluster.publish()
+    assert isinstance(error_of(killer), KillsEngines)
+
+
+def test_a_death_before_the_trial_began_convicts_nobody_but_not_for_ever() -> None:
+    cluster = Cluster(0)
+    [stream] = all_died_twice(cluster, "a")
+    for tries in range(MOST_TRIES):
+        assert error_of(stream) is None, tries
+        engine, _ = on_trial(cluster)
+        cluster.die(engine)
+        for rank in (0, 1):
+            if rank not in cluster.engines:
+                cluster.start(rank)
+    assert isinstance(error_of(stream), KillsEngines)
+    assert not cluster.dispatcher.in_flight
+
+
+def test_who_waits_for_a_turn_outlasts_the_resume_timeout() -> None:
+    cluster = Cluster(0, resume_timeout=3.0)
+    streams = all_died_twice(cluster, "a", "b")
+    for _ in range(10):
+        cluster.tick()
+    assert all(error_of(stream) is None for stream in streams)
+    for _ in range(30):
+        cluster.tick()
+    assert all(isinstance(error_of(stream), KillsEngines) for stream in streams)
+    assert not any(engine.held for engine in cluster.engines.values())
+
+
+def test_deaths_while_another_front_ends_request_ran_alone_do_not_count() -> None:
+    cluster = Cluster(0)
+    stream = cluster.submit("a")
+    for _ in range(4):
+        engine = cluster.engines[0]
+        cluster.tell(engine, alone=999)
+        cluster.die(engine)
+        cluster.start(0)
+    engine = cluster.engines[0]
+    assert cluster.runs(stream) is engine
+    assert not engine.alone
+    assert not stream.suspicion.died_on
+
+
+def test_the_engine_falling_silent_convicts_nobody() -> None:
+    cluster = Cluster(0, 1)
+    [stream] = all_died_twice(cluster, "a")
+    engine, id_ = on_trial(cluster)
+    cluster.tell(engine, alone=id_)
+    cluster.now += 4.0  # half the grace and more, and less than the time limit
+    del cluster.engines[engine.rank]
+    cluster.publish()
+    assert error_of(stream) is None
+    assert on_trial(cluster)[0] is not engine
+
+
+def test_no_sibling_of_a_convicted_request_is_tried_before_its_client_is_told() -> None:
+    cluster = Cluster(0, 1)
+    streams = [cluster.submit(name) for name in ("k-0", "k-1")]  # one on each engine
+    for _ in range(2):
+        for engine in [each for each in cluster.engines.values() if each.held]:
+            cluster.die(engine)
+        cluster.start(0)
+        cluster.start(1)
+    engine, id_ = on_trial(cluster)
+    cluster.tell(engine, alone=id_)
+    cluster.die(engine)
+    cluster.start(engine.rank)
+    convicted = stream_of(streams, id_)
+    [sibling] = [each for each in streams if each is not convicted]
+    assert isinstance(error_of(convicted), KillsEngines)
+    assert cluster.runs(sibling) is None
+    sibling.close()
+    cluster.tick()
+    assert not any(engine.held for engine in cluster.engines.values())
+
+
+def test_who_is_suspected_again_runs_alone_for_longer() -> None:
+    cluster = Cluster(0)
+    [stream] = all_died_twice(cluster, "a")
+    steps = []
+    for _ in range(4):
+        engine, id_ = on_trial(cluster)
+        steps.append(engine.held[id_].alone)
+        cluster.tell(engine, alone=id_)
+        cluster.tell(engine, alone=0)
+        for _ in range(2):
+            cluster.die(cluster.runs(stream))  # type: ignore[arg-type]
+            for rank in (0, 1):
+                if rank not in cluster.engines:
+                    cluster.start(rank)
+    assert steps == [STEPS_ALONE, 4 * STEPS_ALONE, 16 * STEPS_ALONE, 16 * STEPS_ALONE]
+
+
+def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
+    cluster = Cluster(0)
+    streams = all_died_twice(cluster, "a", "b")
+    engine, id_ = on_trial(cluster)
+    stream_of(streams, id_).close()
+    assert id_ not in engine.held
+    cluster.tick()
+    assert on_trial(cluster)[1] != id_
