@@ -160,7 +160,7 @@ class Simulation:
         for state in self._front_ends:
             state.update_view(ClusterView(1, 1, 0, True, entries, front_ends), 0.0)
             for rank in range(engines):
-                state.greeted(rank, rank + 1, b"route", session=1, now=0.0)
+                state.heard_hello(rank, rank + 1, b"route", session=1, now=0.0)
         self._arrived: dict[int, float] = {}
         self._begun: set[int] = set()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []

@@ -1,17 +1,17 @@
 """Which engines form the lockstep group: decided from where each says that it stands.
 
 The engines of a group meet, prepare and part together. `GroupFormation` compares what every
-engine says of itself (its `Seat`, part of every heartbeat) with the newest plan and makes another
-one when somebody is missing, has left or is new. A plan is published until all its members are
-in, first without an address (they leave what they are in and load their share of the experts),
-then with the leader's, once all are prepared. So no single message is needed, and a coordinator
-that has just been started learns from the seats what its predecessor did.
+engine says of itself (its `GroupStatus`, part of every heartbeat) with the newest plan and makes
+another one when somebody is missing, has left or is new. A plan is published until all its
+members are in, first without an address (they leave what they are in and load their share of the
+experts), then with the leader's, once all are prepared. So no single message is needed, and a
+coordinator that has just been started learns from the statuses what its predecessor did.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from engine.shared.messages import FormGroup, GroupMember, Seat
+from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 REPEAT_INTERVAL = 0.1
 """Seconds after which a plan that not every member is known to follow is published again."""
@@ -34,7 +34,7 @@ class Standing(NamedTuple):
     """One engine that is there: which process, and where it stands, if it has got that far."""
 
     incarnation: int
-    seat: Seat | None
+    group_status: GroupStatus | None
 
 
 class GroupFormation:
@@ -98,15 +98,15 @@ class GroupFormation:
         self._publish_at = now + REPEAT_INTERVAL
         return [self.plan]
 
-    # -- what the seats say ----------------------------------------------------------------------
+    # -- what the statuses say ---------------------------------------------------------------------
 
     def _learn(self, now: float) -> None:
         """Take over what engines know from before this coordinator was started."""
-        seats = [e.seat for e in self._engines.values() if e.seat is not None]
-        newest = max((seat.topology for seat in seats), default=0)
+        statuses = [e.group_status for e in self._engines.values() if e.group_status is not None]
+        newest = max((group_status.topology for group_status in statuses), default=0)
         if newest > self._topology:
             self._topology = newest
-            joined = [s for s in seats if s.state == "joined" and s.topology == newest]
+            joined = [s for s in statuses if s.state == "joined" and s.topology == newest]
             self.plan = FormGroup(newest, joined[0].members) if joined else None
             if joined:
                 self._expected = {member.rank for member in joined[0].members}
@@ -114,9 +114,9 @@ class GroupFormation:
             self._unseen_until = now + self._grace
         self._unseen -= set(self._engines)
 
-    def _seat(self, member: GroupMember) -> Seat | None:
+    def _group_status(self, member: GroupMember) -> GroupStatus | None:
         engine = self._engines.get(member.rank)
-        return engine.seat if engine and engine.incarnation == member.incarnation else None
+        return engine.group_status if engine and engine.incarnation == member.incarnation else None
 
     def _members(self) -> Iterable[GroupMember]:
         return self.plan.members if self.plan is not None else ()
@@ -130,8 +130,12 @@ class GroupFormation:
             engine = self._engines.get(member.rank)
             if engine is None or engine.incarnation != member.incarnation:
                 return "gone"
-            seat = engine.seat
-            if seat is not None and seat.state == "apart" and seat.topology == self._topology:
+            group_status = engine.group_status
+            if (
+                group_status is not None
+                and group_status.state == "apart"
+                and group_status.topology == self._topology
+            ):
                 breach = "left"
         return breach
 
@@ -142,9 +146,9 @@ class GroupFormation:
 
     def _all_are(self, state: str) -> bool:
         """Whether all members of the plan say that they are so far with it."""
-        seats = [self._seat(member) for member in self._members()]
+        statuses = [self._group_status(member) for member in self._members()]
         return all(
-            s is not None and (s.state, s.topology) == (state, self._topology) for s in seats
+            s is not None and (s.state, s.topology) == (state, self._topology) for s in statuses
         )
 
     def _is_complete(self) -> bool:
@@ -152,9 +156,9 @@ class GroupFormation:
 
     def _leader_address(self) -> str:
         assert self.plan is not None
-        seat = self._seat(self.plan.members[0])
-        assert seat is not None
-        return seat.address
+        group_status = self._group_status(self.plan.members[0])
+        assert group_status is not None
+        return group_status.address
 
     # -- plans -----------------------------------------------------------------------------------
 
@@ -163,7 +167,7 @@ class GroupFormation:
         return [
             GroupMember(rank, engine.incarnation)
             for rank, engine in sorted(self._engines.items())
-            if engine.seat is not None
+            if engine.group_status is not None
         ]
 
     def _make_plan(self, now: float) -> float:

@@ -40,6 +40,7 @@ from engine.shared.messages import (
     FrontEndEntry,
     FrontEnds,
     Goodbye,
+    GroupStatus,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -47,13 +48,12 @@ from engine.shared.messages import (
     MemberMessage,
     Ready,
     Refused,
-    Seat,
     StartWave,
     WakeUp,
     WaveComplete,
     Welcome,
 )
-from engine.shared.scope import EVERYTHING, Reach
+from engine.shared.scope import EVERYTHING, Scope
 from engine.shared.version import PROTOCOL_VERSION, swell_version
 
 
@@ -83,10 +83,10 @@ class _Member:
     draining: bool = False
     group_config: dict[str, str] = field(default_factory=dict)
     addresses: FrontEndAddresses | None = None
-    reach: Reach = EVERYTHING
+    scope: Scope = EVERYTHING
     setup: EngineSetup | None = None
     stats: EngineStats | None = None
-    seat: Seat | None = None
+    group_status: GroupStatus | None = None
 
 
 class CoordinatorState:
@@ -183,14 +183,14 @@ class CoordinatorState:
         if held is None or held.incarnation != hello.incarnation:
             members[index] = _Member(
                 index, hello.incarnation, hello.host, hello.pid, now,
-                group_config=hello.group_config, addresses=hello.addresses, reach=hello.reach,
+                group_config=hello.group_config, addresses=hello.addresses, scope=hello.scope,
             )  # fmt: skip
             name = f"{hello.kind.replace('_', ' ')} {index}"
             actions.append(
                 Notice(f"{name} joined from {hello.host}, pid {hello.pid}, Swell {hello.version}")
             )
             if hello.kind == "engine":
-                actions += self._send_strangers_away(hello)
+                actions += self._dismiss_other_models(hello)
                 self._count_restart(index, hello.incarnation)
                 self._choose_wave(hello)
                 self._wave.adopt(hello.wave)
@@ -260,7 +260,7 @@ class CoordinatorState:
         }
         return refused_by_settings(hello, others)
 
-    def _send_strangers_away(self, engine: Hello) -> list[Action]:
+    def _dismiss_other_models(self, engine: Hello) -> list[Action]:
         """Remove front ends of another model than an engine that was let in."""
         actions: list[Action] = []
         for index, member in list(self._members["front_end"].items()):
@@ -279,7 +279,7 @@ class CoordinatorState:
         if member is None:
             return [Reply(sender, HeartbeatAck(epoch, known=False))]
         member.last_seen = now
-        member.seat = message.seat
+        member.group_status = message.group_status
         actions: list[Action] = [Reply(sender, HeartbeatAck(epoch, known=True))]
         if isinstance(message, Draining) and not member.draining:
             member.draining, member.ready = True, False
@@ -333,7 +333,7 @@ class CoordinatorState:
         if self._formation is None:
             return []
         engines = {
-            index: Standing(member.incarnation, member.seat)
+            index: Standing(member.incarnation, member.group_status)
             for index, member in self._members["engine"].items()
         }
         known = self._formation.plan
@@ -361,7 +361,7 @@ class CoordinatorState:
     def _balanced_outside(self) -> bool:
         """Whether every front end serves one engine, so that nobody here needs to know loads."""
         front_ends = self._members["front_end"].values()
-        return bool(front_ends) and all(each.reach.rank is not None for each in front_ends)
+        return bool(front_ends) and all(each.scope.rank is not None for each in front_ends)
 
     def _wave_report(self, report: WaveComplete | StartWave) -> None:
         member = self._members["engine"].get(report.rank)
@@ -378,7 +378,7 @@ class CoordinatorState:
 
     def _front_ends_order(self) -> FrontEnds:
         entries = [
-            FrontEndEntry(member.index, member.incarnation, member.addresses, member.reach)
+            FrontEndEntry(member.index, member.incarnation, member.addresses, member.scope)
             for member in self._members["front_end"].values()
             if member.addresses is not None
         ]

@@ -22,7 +22,7 @@ from engine.shared.membership import Identity
 from engine.shared.messages import FrontEndAddresses
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
-from engine.shared.scope import MissingRank, front_end_reach, node_name
+from engine.shared.scope import MissingRank, front_end_scope, node_name
 from engine.shared.transport import InsecureCluster, Transport, advertised_host, bound_address
 from server.access.admission_table import AdmissionTable
 from server.access.guards import BadGuards, tls_options
@@ -81,7 +81,7 @@ class FrontEnd:
         self._launch = launch
         self._config = launch.config
         self._lifeline = lifeline
-        self._reach = front_end_reach(self._config.parallel, self._config.cluster)
+        self._scope = front_end_scope(self._config.parallel, self._config.cluster)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._transport = Transport(self._config.cluster, self._context)
         self._host = advertised_host(self._config.cluster)
@@ -155,7 +155,7 @@ class FrontEnd:
                 addresses=FrontEndAddresses(
                     bound_address(self._requests, host), bound_address(self._outputs, host)
                 ),
-                reach=self._reach,
+                scope=self._scope,
             ),
             cluster.coordinator_address,
             cluster.heartbeat_interval,
@@ -177,7 +177,7 @@ class FrontEnd:
             self._launch.incarnation,
             self._config.cluster.engine_timeout,
             table,
-            self._reach,
+            self._scope,
             num_ranks=self._config.parallel.data_parallel_size,
         )
         return EngineClient(

@@ -74,7 +74,7 @@ def test_scheduling_knows_no_tensors_sockets_or_clocks(path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [ROOT / "coordinator/state.py", ROOT / "coordinator/wave.py", ROOT / "engine/lockstep/wave.py",
-     ROOT / "coordinator/formation.py", ROOT / "engine/lockstep/seat.py",
+     ROOT / "coordinator/formation.py", ROOT / "engine/lockstep/group_membership.py",
      ROOT / "server/router/state.py", ROOT / "server/router/routing.py",
      ROOT / "server/router/dispatch.py", ROOT / "server/router/engine_times.py",
      ROOT / "server/router/outgoing.py", ROOT / "server/router/probation.py",

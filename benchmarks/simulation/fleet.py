@@ -204,7 +204,7 @@ class Fleet:
         view = self._coordinator.view()
         for front_end in self._front_ends:
             for rank in range(self._shape.engines):
-                front_end.cluster.greeted(rank, rank + 1, b"route", session=1, now=0.0)
+                front_end.cluster.heard_hello(rank, rank + 1, b"route", session=1, now=0.0)
             front_end.cluster.update_view(view, 0.0)
 
     def _tick(self, now: int) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from engine.core.load_reports import engine_setup, engine_stats
 from engine.core.outbox import Outbox
 from engine.core.profiles import Profiles
-from engine.core.receive_counts import FrontEndBooks, News
+from engine.core.receive_counts import FrontEndCounts, News
 from engine.core.utilities import call_utility
 from engine.core.wave_clock import OwnClock, WaveClock
 from engine.distributed.spec import GroupBroken
@@ -106,7 +106,7 @@ class EngineCore:
         )
         self._max_in_flight = _steps_in_flight(config.scheduler)
         self._in_flight: deque[_Launched] = deque()
-        self._front_ends = FrontEndBooks()
+        self._front_ends = FrontEndCounts()
         self._outbox = Outbox()
         self._step = 0
         self._num_dummy_steps = 0

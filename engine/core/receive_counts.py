@@ -25,7 +25,7 @@ class News(NamedTuple):
     alone: int = 0
 
 
-class FrontEndBooks:
+class FrontEndCounts:
     """All front ends that an engine has met, by index.
 
     Counts of a front end that left stay: the same process may turn out to be alive, and counts

@@ -12,7 +12,7 @@ import torch
 
 from engine.distributed.group import Group
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
-from engine.executor.loading import device_for, load_model, most_head_threads, set_threads
+from engine.executor.loading import device_for, load_model, max_head_threads, set_threads
 from engine.grammar.masks import GrammarTable, grammar_table
 from engine.models.decoder import Decoder, Followers
 from engine.models.expert_parallel import MirrorGroup
@@ -49,7 +49,7 @@ class Leader(Followers, Protocol):
         """This process, which is the first, and the others."""
         ...
 
-    def least_blocks(self, own: int) -> int:
+    def min_blocks(self, own: int) -> int:
         """Wait until all have answered; return the fewest KV blocks that any has memory for.
 
         They answer when they have loaded their part, and at the end of a trial.
@@ -112,7 +112,7 @@ class InProcessExecutor:
         self._group: Group | None = None
         model, fingerprint = self._load()
         spec = model.spec
-        self._most_head_threads = most_head_threads(spec, config, engines_on_node)
+        self._max_head_threads = max_head_threads(spec, config, engines_on_node)
         max_model_len = model_length(spec, config.model)
         self._report("allocating the KV cache")
         free = self._free_blocks(model, max_model_len, engines_on_node * processes)
@@ -282,7 +282,7 @@ class InProcessExecutor:
             block_size=self._config.cache.block_size,
             grammars=self._grammars,
             record_decodes=not self._config.executor.enforce_eager,
-            most_head_threads=self._most_head_threads,
+            max_head_threads=self._max_head_threads,
         )
 
     def _free_blocks(self, model: Decoder, max_model_len: int, processes: int) -> int:
@@ -293,7 +293,7 @@ class InProcessExecutor:
         cache = self._config.cache
         free = available_memory(self._device, processes) // _block_bytes(cache, model)
         if self._leader is not None:
-            free = self._leader.least_blocks(free)
+            free = self._leader.min_blocks(free)
         is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
         if self._device.type != "cuda" or is_given:
             return free
@@ -325,7 +325,7 @@ class InProcessExecutor:
         if leader is None:
             return free
         leader.end_trial()
-        return leader.least_blocks(free)
+        return leader.min_blocks(free)
 
     def _in_step_thread(self, function: Callable[[], None]) -> None:
         if self._worker is None:

@@ -24,7 +24,7 @@ from engine.shared.model_files import model_directory
 
 logger = logging.getLogger(__name__)
 
-_MOST_HEAD_THREADS = 4
+_MAX_HEAD_THREADS = 4
 """More were not measured; each reads its share of a few dozen megabytes."""
 
 
@@ -95,13 +95,13 @@ def set_threads(config: EngineConfig, engines_on_node: int) -> None:
         logger.debug("the inter-operator thread pool was started already")
 
 
-def most_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int) -> int:
+def max_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int) -> int:
     """Return how many threads the LM head of a large batch may have, whatever the layers have."""
     parallel, executor = config.parallel, config.executor
     is_spread = parallel.enable_expert_parallel or parallel.tensor_parallel_size > 1
     if is_spread or executor.threads or executor.batch_invariant or not fits_caches(spec):
         return 1
-    return min(_MOST_HEAD_THREADS, num_cores() // engines_on_node)
+    return min(_MAX_HEAD_THREADS, num_cores() // engines_on_node)
 
 
 def _free_cores(config: EngineConfig) -> int:

@@ -57,7 +57,7 @@ class TeamLeader:
         self._team.tell(Logits(len(hidden)))
         self.group.broadcast(hidden.contiguous())
 
-    def least_blocks(self, own: int) -> int:
+    def min_blocks(self, own: int) -> int:
         """Wait until all have answered; return the fewest KV blocks that any has memory for."""
         return min(own, *(answer.free_blocks for answer in self._team.collect()))
 

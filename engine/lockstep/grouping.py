@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from engine.distributed.spec import GroupBroken, GroupSpec, listener_address, open_listener
 from engine.executor.interface import GroupExecutor
 from engine.lockstep.group_connection import GroupConnection
-from engine.lockstep.seat import GroupSeat, Place
-from engine.shared.messages import FormGroup, GroupMember, Seat
+from engine.lockstep.group_membership import GroupMembership, Place
+from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 if TYPE_CHECKING:
     from engine.distributed.group import Group
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Grouping:
-    """One engine's doings around its `GroupSeat`.
+    """One engine's doings around its `GroupMembership`.
 
     Args:
         host: name or address under which the other members reach this process.
@@ -33,7 +33,7 @@ class Grouping:
         *,
         host: str,
         timeout: float,
-        report: Callable[[Seat], None],
+        report: Callable[[GroupStatus], None],
     ) -> None:
         from engine.distributed.group import join_group  # imports torch
 
@@ -44,24 +44,24 @@ class Grouping:
         self._timeout = timeout
         self._report = report
         self._listener = open_listener(host)
-        self._seat = GroupSeat(member, listener_address(self._listener))
+        self._membership = GroupMembership(member, listener_address(self._listener))
 
     @property
     def is_joined(self) -> bool:
         """Whether the engine is in a group as far as it knows."""
-        return self._seat.is_joined
+        return self._membership.is_joined
 
     def announce(self) -> None:
         """Tell the coordinator that this engine could take part."""
-        self._report(self._seat.seat)
+        self._report(self._membership.status)
 
     def ordered(self, order: FormGroup) -> "Group | None":
         """Carry an order out; return the group that the engine has joined, if so."""
-        before = self._seat.seat
-        place = self._seat.ordered(order)
-        if self._seat.seat != before:
+        before = self._membership.status
+        place = self._membership.ordered(order)
+        if self._membership.status != before:
             self._connection.detach()
-            self._report(self._seat.seat)
+            self._report(self._membership.status)
         if place is None:
             return None
         if place.address:
@@ -76,8 +76,8 @@ class Grouping:
         else:
             logger.warning("%s", error)
         self._connection.detach()
-        self._seat.lost()
-        self._report(self._seat.seat)
+        self._membership.lost()
+        self._report(self._membership.status)
 
     def close(self) -> None:
         """Leave the group for good."""
@@ -88,8 +88,8 @@ class Grouping:
         self._executor.prepare_group(place.position, place.size)
         if self._listener.fileno() < 0:  # the group before it was hosted there
             self._listener = open_listener(self._host)
-        self._seat.prepared(listener_address(self._listener))
-        self._report(self._seat.seat)
+        self._membership.prepared(listener_address(self._listener))
+        self._report(self._membership.status)
 
     def _join(self, place: Place) -> "Group | None":
         spec = GroupSpec(place.address, place.position, place.size, place.topology, self._timeout)
@@ -101,6 +101,6 @@ class Grouping:
             return None
         self._connection.attach(group)
         self._executor.join_group(group)
-        self._seat.joined()
-        self._report(self._seat.seat)
+        self._membership.joined()
+        self._report(self._membership.status)
         return group

@@ -23,7 +23,7 @@ class SendingRule(NamedTuple):
 
     few_tokens: int = 256
     """Tokens per rank up to which a message less is worth more than a shorter one."""
-    most_needed: float = 0.7
+    max_needed: float = 0.7
     """Share of the tokens that a rank needs, on average, from which it may as well get all."""
 
 
@@ -132,7 +132,7 @@ class ExpertGroup:
         """Whether every rank gets all tokens in one message, and none says first how many."""
         if max(self.counts) <= self.rule.few_tokens:
             return True
-        return 1 - (1 - 1 / self.group.size) ** self._per_token >= self.rule.most_needed
+        return 1 - (1 - 1 / self.group.size) ** self._per_token >= self.rule.max_needed
 
 
 class _Arrived(NamedTuple):

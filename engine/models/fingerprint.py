@@ -14,7 +14,7 @@ _CHUNK_BYTES = 256
 _APART_BYTES = 2**20
 """A larger one is read in chunks so far apart: processes that hold a part of a model do not read
 the others' parts for it."""
-_LEAST_CHUNKS = 4
+_MIN_CHUNKS = 4
 
 _LENGTH = 32
 
@@ -46,7 +46,7 @@ def _sample(tensor: Tensor) -> npt.NDArray[np.uint8]:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     if len(flat) <= _WHOLE_BYTES:
         return flat
-    chunks = max(_LEAST_CHUNKS, len(flat) // _APART_BYTES)
+    chunks = max(_MIN_CHUNKS, len(flat) // _APART_BYTES)
     apart = (len(flat) - _CHUNK_BYTES) // (chunks - 1)
     sampled = np.lib.stride_tricks.as_strided(
         flat[: (chunks - 1) * apart + _CHUNK_BYTES], (chunks, _CHUNK_BYTES), (apart, 1)

@@ -17,7 +17,7 @@ _PACKED_ROWS = 16
 """Rows that packed weights are laid out for; measured to serve 1 to 512 rows well."""
 _CONVERTED_ROWS = 192
 """Rows whose product is worth converting 16-bit weights, where float32 is faster."""
-_MOST_CONVERTED = 1 << 26
+_MAX_CONVERTED = 1 << 26
 """Most weights that are converted at once, which bounds the memory that takes (256 MB)."""
 _UNPACKED_WEIGHTS = 1 << 18
 """Weights up to which float32 products are faster from the plain layout."""
@@ -83,7 +83,7 @@ class PackedLinear:
 
 def _float32_rows(weight: Tensor) -> int:
     """Return from how many rows on it pays to convert these weights for one product, if ever."""
-    if weight.dtype.itemsize != 2 or weight.numel() > _MOST_CONVERTED or not float32_is_faster():
+    if weight.dtype.itemsize != 2 or weight.numel() > _MAX_CONVERTED or not float32_is_faster():
         return sys.maxsize
     return _CONVERTED_ROWS
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.models.layers import DenseLinear, Linear, swiglu
 
 _FEW_TOKENS = 64
-_MOST_WASTE = 4
+_MAX_WASTE = 4
 """How many times the arithmetic of the chosen experts may be spent to spare calls."""
 _SMALL_LAYER = 16 * 2**20
 """Bytes of a layer's experts that stay in a processor's cache."""
@@ -95,7 +95,7 @@ class StackedExperts:
     @staticmethod
     def suits(num_experts: int, per_token: int, num_bytes: int) -> bool:
         """Whether a layer of so many experts and bytes is small enough."""
-        return num_experts <= _MOST_WASTE * per_token and num_bytes <= _SMALL_LAYER
+        return num_experts <= _MAX_WASTE * per_token and num_bytes <= _SMALL_LAYER
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if len(x) > _FEW_TOKENS:

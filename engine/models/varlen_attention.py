@@ -150,7 +150,7 @@ class CudaAttention:
                 reason,
             )
             return self._stock
-        if difference > _MOST_DIFFERENCE:
+        if difference > _MAX_DIFFERENCE:
             logger.warning("attention: the kernel is off by %.3f and not used", difference)
             return self._stock
         return varlen
@@ -175,7 +175,7 @@ class CudaAttention:
         return float((one - other).abs().max())
 
 
-_MOST_DIFFERENCE = 0.05
+_MAX_DIFFERENCE = 0.05
 """Between two ways to compute averages of standard normal values in 16 bits."""
 
 

@@ -1,42 +1,42 @@
 """Which front ends an engine is connected to, as the coordinator's lists say: no I/O.
 
-The shell connects and disconnects what `update` and `tick` return, and sends each greeting on the
+The shell connects and disconnects what `update` and `tick` return, and sends each hello on the
 request connection of its front end. Greetings are repeated, as a sign of life that takes the very
 way that requests and answers take; losing one costs an interval.
 
-An engine that has just become able to serve asks with its greetings who routes to it already.
+An engine that has just become able to serve asks with its hellos who routes to it already.
 Whoever starts it waits for that before it ends another engine, so that no front end is without.
 """
 
 from typing import NamedTuple
 
-from engine.shared.messages import EngineGreeting, FrontEndEntry, RouteTaken
+from engine.shared.messages import FrontEndEntry, RouteHello, RouteTaken
 from engine.shared.roster import Roster
 
 ASK_INTERVAL = 0.02
-"""Seconds between greetings while front ends are asked whether they route to the engine."""
+"""Seconds between hellos while front ends are asked whether they route to the engine."""
 
 
-class LineChanges(NamedTuple):
+class LinkChanges(NamedTuple):
     """What to do, in this order."""
 
     left: list[int]
     """Front ends to disconnect from."""
     joined: list[FrontEndEntry]
     """Front ends to connect to."""
-    greetings: list[tuple[int, EngineGreeting]]
+    hellos: list[tuple[int, RouteHello]]
     """What to send, by front end."""
 
 
-class FrontEndLines:
-    """The connections of one engine process to all front ends within its reach.
+class FrontEndLinks:
+    """The connections of one engine process to all front ends within its scope.
 
     Args:
         incarnation: of the engine.
         node: name of the engine's node.
         grace: seconds for which front ends that a restarted coordinator does not list are kept,
             and for which front ends that do not answer are asked.
-        interval: seconds between greetings.
+        interval: seconds between hellos.
     """
 
     def __init__(self, incarnation: int, node: str, grace: float, interval: float) -> None:
@@ -60,18 +60,18 @@ class FrontEndLines:
         """A front end routes to the engine."""
         self._answered.add(answer.session)
 
-    def take_strangers(self, now: float) -> list[int] | None:
+    def take_unconfirmed(self, now: float) -> list[int] | None:
         """Return which front ends still do not route to an engine that serves, once.
 
         None before it serves and as long as it is worth to wait for them, and afterwards.
         """
         if self._ask_until is None:
             return None
-        strangers = [each for each, of in self._sessions.items() if of not in self._answered]
-        if strangers and now < self._ask_until:
+        unconfirmed = [each for each, of in self._sessions.items() if of not in self._answered]
+        if unconfirmed and now < self._ask_until:
             return None
         self._ask_until = None
-        return strangers
+        return unconfirmed
 
     @property
     def wait(self) -> float:
@@ -80,33 +80,33 @@ class FrontEndLines:
 
     def update(
         self, rank: int, epoch: int, entries: list[FrontEndEntry], now: float
-    ) -> LineChanges:
+    ) -> LinkChanges:
         """Take a complete list of the coordinator of `epoch`; `rank` is this engine's."""
-        listed = {each.index: each for each in entries if each.reach.contains(rank, self._node)}
+        listed = {each.index: each for each in entries if each.scope.contains(rank, self._node)}
         change = self._roster.update(epoch, listed, now)
         self._forget(change.left)
         for index in change.joined:
             self._num_sessions += 1
             self._sessions[index] = self._num_sessions
         joined = [listed[index] for index in change.joined]
-        return LineChanges(change.left, joined, self._greetings(rank, change.joined))
+        return LinkChanges(change.left, joined, self._route_hellos(rank, change.joined))
 
-    def tick(self, rank: int, now: float) -> LineChanges:
+    def tick(self, rank: int, now: float) -> LinkChanges:
         """Time has passed."""
         left = self._roster.expire(now)
         self._forget(left)
         due = now >= self._greet_at
         if due:
             self._greet_at = now + self.wait
-        return LineChanges(left, [], self._greetings(rank, list(self._sessions) if due else []))
+        return LinkChanges(left, [], self._route_hellos(rank, list(self._sessions) if due else []))
 
     def _forget(self, indices: list[int]) -> None:
         for index in indices:
             self._answered.discard(self._sessions.pop(index, 0))
 
-    def _greetings(self, rank: int, indices: list[int]) -> list[tuple[int, EngineGreeting]]:
+    def _route_hellos(self, rank: int, indices: list[int]) -> list[tuple[int, RouteHello]]:
         asks = self._ask_until is not None
         return [
-            (index, EngineGreeting(rank, self._incarnation, self._sessions[index], asks))
+            (index, RouteHello(rank, self._incarnation, self._sessions[index], asks))
             for index in indices
         ]

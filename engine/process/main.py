@@ -209,7 +209,7 @@ class EngineProcess:
             self._connection,
             host=advertised_host(self._config.cluster),
             timeout=self._config.parallel.group_timeout,
-            report=self._receiver.sit,
+            report=self._receiver.set_group_status,
         )
         self._lifeline.progress("waiting for the other engines")
         loop = LockstepLoop(

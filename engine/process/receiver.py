@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 
 from engine.lockstep.group_connection import GroupConnection
-from engine.process.links import FrontEndLines, LineChanges
+from engine.process.links import FrontEndLinks, LinkChanges
 from engine.process.sender import ConnectCoordinator, ConnectFrontEnd, DisconnectFrontEnd, Outbox
 from engine.shared.config import EngineConfig
 from engine.shared.group_config import group_config
@@ -30,8 +30,8 @@ from engine.shared.messages import (
     FrontEndEntry,
     FrontEnds,
     GroupOrder,
+    GroupStatus,
     RouteTaken,
-    Seat,
     StartDpWave,
     encode,
 )
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _SUBSCRIBE_ALL = b"\x01"
 _CONTROL_ADDRESS = "inproc://receiver-control"
-_READY, _DRAIN, _SIT, _STOP = b"ready", b"drain", b"sit", b"stop"
+_READY, _DRAIN, _GROUP_STATUS, _STOP = b"ready", b"drain", b"group-status", b"stop"
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Receiver:
             config.cluster.heartbeat_interval,
         )
         self._setup: EngineSetup | None = None
-        self._seat: Seat | None = None
-        self._lines = FrontEndLines(
+        self._group_status: GroupStatus | None = None
+        self._links = FrontEndLinks(
             incarnation,
             node_name(config.cluster),
             config.cluster.engine_timeout,
@@ -177,10 +177,10 @@ class Receiver:
         self._setup = setup
         self._control.send(_READY)
 
-    def sit(self, seat: Seat) -> None:
+    def set_group_status(self, group_status: GroupStatus) -> None:
         """Tell the coordinator where the engine stands with its lockstep group."""
-        self._seat = seat
-        self._control.send(_SIT)
+        self._group_status = group_status
+        self._control.send(_GROUP_STATUS)
 
     def note_wave(self, wave: int) -> None:
         """The engine is in `wave`, which a coordinator that is restarted has to be told."""
@@ -217,7 +217,7 @@ class Receiver:
                 for readable, _ in self._poller.poll(self._poll_timeout_ms()):
                     if readable in self._handlers:
                         self._handlers[readable]()
-                self._tend_lines(time.monotonic())
+                self._tend_links(time.monotonic())
             registration.send(encode(self._membership.goodbye()))
         except Exception as error:
             logger.exception("the receiver failed")
@@ -236,17 +236,17 @@ class Receiver:
 
     def _poll_timeout_ms(self) -> int:
         joining = self._membership.epoch is None
-        return int(1000 * (HELLO_INTERVAL if joining else self._lines.wait))
+        return int(1000 * (HELLO_INTERVAL if joining else self._links.wait))
 
     def _command(self) -> None:
         match self._commands.recv():
             case b"ready":
                 self._membership.ready(self._setup)
-                self._lines.serve(time.monotonic())
+                self._links.serve(time.monotonic())
             case b"drain":
                 self._membership.drain()
-            case b"sit" if self._seat is not None:
-                self._membership.sit(self._seat)
+            case b"group-status" if self._group_status is not None:
+                self._membership.set_group_status(self._group_status)
             case _:
                 self._stopping = True
 
@@ -283,14 +283,14 @@ class Receiver:
 
     def _update_front_ends(self, epoch: int, entries: list[FrontEndEntry]) -> None:
         rank, now = self._membership.index, time.monotonic()
-        self._change_lines(self._lines.update(rank, epoch, entries, now))
+        self._change_links(self._links.update(rank, epoch, entries, now))
 
-    def _change_lines(self, changes: LineChanges) -> None:
+    def _change_links(self, changes: LinkChanges) -> None:
         self._drop_front_ends(changes.left)
         for entry in changes.joined:
             self._add_front_end(entry)
-        for index, greeting in changes.greetings:
-            self._requests[index].send(encode(greeting))
+        for index, hello in changes.hellos:
+            self._requests[index].send(encode(hello))
 
     def _add_front_end(self, entry: FrontEndEntry) -> None:
         # Outputs may follow as soon as a request does: the way back has to be there first.
@@ -303,17 +303,17 @@ class Receiver:
 
     def _request(self, message: EngineInput) -> None:
         if isinstance(message, RouteTaken):
-            self._lines.answered(message)
+            self._links.answered(message)
         else:
             self._inbox.put(message)
 
-    def _tend_lines(self, now: float) -> None:
-        self._change_lines(self._lines.tick(self._membership.index, now))
-        strangers = self._lines.take_strangers(now)
-        if strangers is None:
+    def _tend_links(self, now: float) -> None:
+        self._change_links(self._links.tick(self._membership.index, now))
+        unconfirmed = self._links.take_unconfirmed(now)
+        if unconfirmed is None:
             return
-        if strangers:
-            names = ", ".join(map(str, strangers))
+        if unconfirmed:
+            names = ", ".join(map(str, unconfirmed))
             logger.warning("ready, but front ends %s have not said that they route here", names)
         self._on_routed()
 

@@ -42,15 +42,15 @@ class ModelRunner:
         block_size: int,
         grammars: GrammarTable | None = None,
         record_decodes: bool = True,
-        most_head_threads: int = 1,
+        max_head_threads: int = 1,
     ) -> None:
         """Allocate the KV cache; on CUDA, record decode steps as graphs unless told not to.
 
-        `most_head_threads` is how many the LM head of a large batch may have, should that be more
+        `max_head_threads` is how many the LM head of a large batch may have, should that be more
         than the layers have.
         """
         self.model = model
-        self._most_head_threads = most_head_threads
+        self._max_head_threads = max_head_threads
         self._grammars = grammars
         on_cuda = model.device.type == "cuda"
         # Padding of recorded steps gets a block of its own, behind those of sequences.
@@ -90,7 +90,7 @@ class ModelRunner:
         hidden, prompt_logprobs = self._states(rows, draws)
         if not len(rows.samples):
             return BatchResult(token_ids=[], prompt_logprobs=prompt_logprobs)
-        with head_threads(self._most_head_threads, hidden.numel() * self.model.spec.vocab_size):
+        with head_threads(self._max_head_threads, hidden.numel() * self.model.spec.vocab_size):
             logits = self.model.logits(hidden)
             masks = None
             if grammars is not None:

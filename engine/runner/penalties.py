@@ -89,11 +89,11 @@ def _forbid_on_cpu(logits: npt.NDArray[np.float32], masks: TokenMasks) -> None:
     """
     most = np.empty((masks.bits.shape[1] * masks.bits.itemsize, 8), np.float32)
     for row, octets in zip(masks.rows.tolist(), masks.bits.view(np.uint8), strict=True):
-        np.take(_MOST, octets, axis=0, out=most, mode="clip")
+        np.take(_MAX, octets, axis=0, out=most, mode="clip")
         np.minimum(logits[row], most.reshape(-1)[: logits.shape[1]], out=logits[row])
 
 
-_MOST = np.where(
+_MAX = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32(np.inf),
     np.float32(-np.inf),

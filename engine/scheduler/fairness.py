@@ -27,12 +27,12 @@ class PrefillParts:
     """How many prompt tokens each tenant may still have in one step."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self._max = most
         self._taken: dict[int, int] = {}
 
     def left(self, tenant: int) -> int:
         """Return what is left for a tenant."""
-        return self._most - self._taken.get(tenant, 0)
+        return self._max - self._taken.get(tenant, 0)
 
     def take(self, tenant: int, tokens: int) -> int:
         """Take up to so many tokens for a tenant; return how many."""
@@ -45,11 +45,11 @@ class Shares:
     """The books of one engine about its tenants.
 
     Args:
-        most_prefill: prompt tokens of one tenant in a step, while there are others.
+        max_prefill: prompt tokens of one tenant in a step, while there are others.
     """
 
-    def __init__(self, most_prefill: int = sys.maxsize) -> None:
-        self._most_prefill = most_prefill
+    def __init__(self, max_prefill: int = sys.maxsize) -> None:
+        self._max_prefill = max_prefill
         self._quiet_steps = GUARDED_STEPS
         self._time = 0.0
         self._served: dict[int, float] = {}
@@ -104,7 +104,7 @@ class Shares:
     def parts(self) -> PrefillParts:
         """Return what each tenant may have of a step's prefill."""
         guarded = self.contended or self._quiet_steps < GUARDED_STEPS
-        return PrefillParts(self._most_prefill if guarded else sys.maxsize)
+        return PrefillParts(self._max_prefill if guarded else sys.maxsize)
 
     def begin_step(self) -> None:
         """Count a step's decodes: one token for each request that runs."""

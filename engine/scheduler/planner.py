@@ -6,10 +6,10 @@ from engine.scheduler.accounts import Counters
 from engine.scheduler.admission import StepBudget
 from engine.scheduler.batch import SlotBlocks
 from engine.scheduler.books import RequestBooks
-from engine.scheduler.draft import Draft
 from engine.scheduler.fairness import Shares
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
+from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.precedence import Precedence
 from engine.scheduler.preemption import Room
 from engine.scheduler.request import Request, RequestStatus
@@ -28,7 +28,7 @@ class StepLimits(NamedTuple):
 
 
 class Planner:
-    """Fills the draft of a step within its budget, the slots and the KV blocks."""
+    """Fills the plan of a step within its budget, the slots and the KV blocks."""
 
     def __init__(
         self,
@@ -52,51 +52,51 @@ class Planner:
         self._limits = limits
         self._counters = counters
 
-    def plan(self, draft: Draft, budget: StepBudget, passed_over: int) -> None:
+    def plan(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
         """Plan a step of all, or of the request whose turn it is to run alone.
 
         Args:
-            draft: an empty step.
+            plan: an empty step.
             budget: what it may compute.
             passed_over: waiting requests that the plan before did not admit.
         """
         self._parts = self._shares.parts()
         alone = self._isolation.current
         if alone is None:
-            self._schedule_all(draft, budget, passed_over)
+            self._schedule_all(plan, budget, passed_over)
         else:
-            self._schedule_alone(draft, budget, alone)
+            self._schedule_alone(plan, budget, alone)
 
     def preempt_all(self) -> None:
         """Give up all slots and blocks; the requests wait to be computed again, in their order."""
         for request in self._precedence.in_order(self._books.running.values()):
             self._books.preempt(request)
 
-    def _schedule_all(self, draft: Draft, budget: StepBudget, passed_over: int) -> None:
+    def _schedule_all(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
         if budget.can_admit and self._books.waiting:
             self._make_room(short=passed_over > 0 or not self._slots.num_free)
         self._shares.begin_step()
         self._parts = self._shares.parts()
         short = self._kv.num_free_blocks < len(self._books.running)
         self._precedence.look(self._books.running.values(), short=short)
-        partials = self._schedule_decodes(draft, budget)
-        self._schedule_partials(draft, budget, partials)
-        self._schedule_waiting(draft, budget)
+        partials = self._schedule_decodes(plan, budget)
+        self._schedule_partials(plan, budget, partials)
+        self._schedule_waiting(plan, budget)
 
-    def _schedule_alone(self, draft: Draft, budget: StepBudget, request: Request) -> None:
+    def _schedule_alone(self, plan: PlanBuilder, budget: StepBudget, request: Request) -> None:
         """Plan the next step of a suspect; others keep what they hold unless it needs that."""
-        for partial in self._schedule_decodes(draft, budget):
+        for partial in self._schedule_decodes(plan, budget):
             count = budget.try_continue(self._chunk(partial))
             if count:
-                self._plan_prefill(draft, partial, count)
+                self._plan_prefill(plan, partial, count)
         if request.status is not RequestStatus.WAITING or request.num_steps_in_flight:
             return
         if not budget.can_admit or request.id in self._books.compiling:
             return
         while not self._slots.num_free or (cached := self._try_admit(request)) is None:
             self._books.preempt(self._last_to_run())
-        self._start(draft, request, cached)
-        self._plan_prefill(draft, request, budget.try_admit(self._chunk(request)))
+        self._start(plan, request, cached)
+        self._plan_prefill(plan, request, budget.try_admit(self._chunk(request)))
 
     def _last_to_run(self) -> Request:
         """Return the running request that is preempted first."""
@@ -124,7 +124,7 @@ class Planner:
         use_cache = not request.lacks_prompt_logprobs
         return self._kv.needs(request.table, request.token_ids, use_cache=use_cache)[1]
 
-    def _schedule_decodes(self, draft: Draft, budget: StepBudget) -> list[Request]:
+    def _schedule_decodes(self, plan: PlanBuilder, budget: StepBudget) -> list[Request]:
         """Plan one token for each decode and return the requests that are still in prefill."""
         partials = []
         running = self._isolation.planned(self._books.running.values())
@@ -137,31 +137,33 @@ class Planner:
                 continue  # its last token is pending, or it is not known which is its newest
             if not budget.try_decode():
                 break
-            if start == request.table.capacity and not self._grow(draft, request):
+            if start == request.table.capacity and not self._grow(plan, request):
                 continue
-            draft.decode(request)
+            plan.decode(request)
         return partials
 
-    def _schedule_partials(self, draft: Draft, budget: StepBudget, partials: list[Request]) -> None:
+    def _schedule_partials(
+        self, plan: PlanBuilder, budget: StepBudget, partials: list[Request]
+    ) -> None:
         self._precedence.sort_prefills(partials)
         for request in partials:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by a decode of this step
-            self._schedule_waiting(draft, budget, before=request)
+            self._schedule_waiting(plan, budget, before=request)
             wanted = self._chunk(request)
             if wanted == 0:
                 continue
             count = budget.try_continue(wanted)
             if count == 0:
                 break
-            self._plan_prefill(draft, request, count)
+            self._plan_prefill(plan, request, count)
 
     def _schedule_waiting(
-        self, draft: Draft, budget: StepBudget, before: Request | None = None
+        self, plan: PlanBuilder, budget: StepBudget, before: Request | None = None
     ) -> None:
         """Start waiting requests, or only those that go before a running one."""
         passed: set[int] = set()
-        while budget.can_admit and self._slots.num_free and not draft.short_of_blocks:
+        while budget.can_admit and self._slots.num_free and not plan.short_of_blocks:
             request = self._books.waiting.first(passed)
             if request is None:
                 return
@@ -176,9 +178,9 @@ class Planner:
                     return
                 passed.add(request.tenant)  # it waits for what it holds itself
                 continue
-            self._start(draft, request, cached)
+            self._start(plan, request, cached)
             count = budget.try_admit(self._chunk(request))
-            self._plan_prefill(draft, request, count)
+            self._plan_prefill(plan, request, count)
 
     def _try_admit(self, request: Request) -> int | None:
         """Get a waiting request its blocks; return how many cached tokens are in them."""
@@ -196,13 +198,13 @@ class Planner:
         most = min(request.queued_tokens, self._limits.prefill)
         return min(most, self._parts.left(request.tenant))
 
-    def _plan_prefill(self, draft: Draft, request: Request, count: int) -> None:
+    def _plan_prefill(self, plan: PlanBuilder, request: Request, count: int) -> None:
         self._books.planned(count)
         self._shares.charge(request.tenant, count)
         self._parts.take(request.tenant, count)
-        draft.prefill(request, count)
+        plan.prefill(request, count)
 
-    def _start(self, draft: Draft, request: Request, cached: int) -> None:
+    def _start(self, plan: PlanBuilder, request: Request, cached: int) -> None:
         """Give a slot to a request that has just got its blocks, `cached` tokens in them."""
         self._books.start(request, cached)
         if request.num_preemptions == 0:
@@ -210,20 +212,20 @@ class Planner:
             if self._kv.caching and not request.lacks_prompt_logprobs:
                 self._counters.prefix_cache_queries += request.num_prompt_tokens
                 self._counters.prefix_cache_hits += request.num_cached_tokens
-        draft.start(request)
+        plan.start(request)
 
-    def _grow(self, draft: Draft, request: Request) -> bool:
+    def _grow(self, plan: PlanBuilder, request: Request) -> bool:
         """Get the decode of `request` one more block; False when it cannot run in this step."""
         table = request.table
         first = len(table.block_ids)
         while (new := self._kv.try_grow(table, table.capacity + 1)) is None:
-            draft.short_of_blocks = True
+            plan.short_of_blocks = True
             if self._slots.num_leaving_blocks:
                 return False  # there will be blocks when the plans in flight are done
-            # Those that come after `request` are not in the draft yet, nor is it itself.
+            # Those that come after `request` are not in the plan yet, nor is it itself.
             victim = self._last_to_run()
             self._books.preempt(victim)
             if victim is request:
                 return False
-        draft.blocks.append(SlotBlocks(request.slot, first, new))
+        plan.blocks.append(SlotBlocks(request.slot, first, new))
         return True

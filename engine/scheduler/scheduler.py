@@ -15,13 +15,13 @@ from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.arrivals import Arrivals
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.scheduler.books import RequestBooks
-from engine.scheduler.draft import Draft
 from engine.scheduler.fairness import Shares
 from engine.scheduler.grammars import Grammars
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.load import Load
 from engine.scheduler.outputs import Outputs
+from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.planner import Planner, StepLimits
 from engine.scheduler.precedence import Precedence
 from engine.scheduler.preemption import Engine
@@ -63,7 +63,7 @@ class Scheduler:
             enable_prefix_caching=cache.enable_prefix_caching,
         )
         slots = Slots(scheduling.max_num_seqs, kv, grammars)
-        shares = Shares(scheduling.most_tenant_prefill)
+        shares = Shares(scheduling.max_tenant_prefill)
         self._speculator = (
             Speculator(scheduling, counters) if scheduling.speculative_ngram else None
         )
@@ -179,18 +179,18 @@ class Scheduler:
 
     def schedule(self, grant: Grant = UNLIMITED, now: float = 0.0) -> BatchPlan:
         """Plan the next step; every plan has to be given to `update`, in order."""
-        draft = Draft(now)
+        building = PlanBuilder(now)
         budget = StepBudget(self._limits.tokens, grant)
         if self._isolation.is_due:
             self._begin_turn()  # an empty step: whoever runs alone is announced before it runs
         else:
-            self._planner.plan(draft, budget, self._num_passed_over)
+            self._planner.plan(building, budget, self._num_passed_over)
         if self._speculator is not None:
-            self._speculator.guess(draft, budget, self._kv, headroom=self._limits.headroom)
+            self._speculator.propose(building, budget, self._kv, headroom=self._limits.headroom)
         self._num_passed_over = len(self._books.waiting)
         self._num_plans += 1
-        plan, requests = draft.seal(self._num_plans)
-        self._in_flight.append(InFlight(plan, requests, draft.num_prefill_tokens))
+        plan, requests = building.seal(self._num_plans)
+        self._in_flight.append(InFlight(plan, requests, plan.num_prefill_tokens))
         return plan
 
     def _begin_turn(self) -> None:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from engine.scheduler.accounts import Counters
 from engine.scheduler.admission import StepBudget
 from engine.scheduler.batch import SlotBlocks
-from engine.scheduler.draft import Draft
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.ngram import NgramIndex
+from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.request import Request
 from engine.shared.config import SchedulerConfig
 
@@ -16,7 +16,7 @@ DEFAULT_LOOKUP_MAX = 4
 
 
 @dataclass(slots=True)
-class _Guesses:
+class _Drafts:
     """What is known about one running request."""
 
     index: NgramIndex
@@ -32,49 +32,51 @@ class Speculator:
     """
 
     def __init__(self, scheduling: SchedulerConfig, counters: Counters) -> None:
-        self._most = scheduling.speculative_ngram
+        self._max = scheduling.speculative_ngram
         self._shortest, self._longest = lookup_lengths(scheduling)
         self._counters = counters
-        self._guesses: dict[int, _Guesses] = {}
+        self._drafts: dict[int, _Drafts] = {}
 
-    def guess(self, draft: Draft, budget: StepBudget, kv: KVCacheManager, *, headroom: int) -> None:
-        """Let decodes verify guesses with the tokens and blocks that nobody else wants now.
+    def propose(
+        self, plan: PlanBuilder, budget: StepBudget, kv: KVCacheManager, *, headroom: int
+    ) -> None:
+        """Let decodes verify drafts with the tokens and blocks that nobody else wants now.
 
         Args:
-            draft: a step that is complete but for guesses.
+            plan: a step that is complete but for drafts.
             budget: what is left of its tokens.
-            kv: gives blocks for guesses.
+            kv: gives blocks for drafts.
             headroom: blocks that must stay free.
         """
-        for request in draft.decodes:
+        for request in plan.decodes:
             if request.num_pending_tokens > 1:
                 continue  # its newest token is not known
             table, start = request.table, request.num_computed_tokens
             room = request.max_total_tokens - start - 1
             proposed = self._propose(request, min(room, budget.num_tokens))
-            if start + len(proposed) > table.capacity and not draft.short_of_blocks:
+            if start + len(proposed) > table.capacity and not plan.short_of_blocks:
                 first = len(table.block_ids)
                 new = kv.try_grow(table, start + len(proposed), headroom=headroom)
                 if new is not None:
-                    draft.blocks.append(SlotBlocks(request.slot, first, new))
+                    plan.blocks.append(SlotBlocks(request.slot, first, new))
             proposed = proposed[: table.capacity - start]
             if proposed:
                 budget.speculate(len(proposed))
-                draft.propose(request, proposed)
+                plan.propose(request, proposed)
 
     def _propose(self, request: Request, most: int) -> list[int]:
         """Return at most `most` tokens that may follow the request's known ones.
 
         None come after a token that would end the request.
         """
-        guesses = self._guesses.get(request.id)
-        if guesses is None:
-            guesses = _Guesses(NgramIndex(self._shortest, self._longest), self._most)
-            self._guesses[request.id] = guesses
-        count = min(most, guesses.length)
+        drafts = self._drafts.get(request.id)
+        if drafts is None:
+            drafts = _Drafts(NgramIndex(self._shortest, self._longest), self._max)
+            self._drafts[request.id] = drafts
+        count = min(most, drafts.length)
         if count < 1:
             return []
-        proposed = guesses.index.propose(request.token_ids, count)
+        proposed = drafts.index.propose(request.token_ids, count)
         for position, token_id in enumerate(proposed):
             if token_id in request.stop_ids:
                 return proposed[: position + 1]
@@ -86,22 +88,22 @@ class Speculator:
         counters.spec_drafts += 1
         counters.spec_draft_tokens += proposed
         counters.spec_accepted_tokens += accepted
-        guesses = self._guesses.get(request.id)
-        if guesses is None:
+        drafts = self._drafts.get(request.id)
+        if drafts is None:
             return
         if accepted == proposed:
-            guesses.length = min(self._most, 2 * guesses.length)
+            drafts.length = min(self._max, 2 * drafts.length)
         elif accepted == 0:
-            guesses.length = max(1, guesses.length // 2)
+            drafts.length = max(1, drafts.length // 2)
 
     def forget(self, request: Request) -> None:
         """The request does not run any more."""
-        self._guesses.pop(request.id, None)
+        self._drafts.pop(request.id, None)
 
     @property
     def num_tracked(self) -> int:
         """Requests about which something is remembered."""
-        return len(self._guesses)
+        return len(self._drafts)
 
 
 def lookup_lengths(scheduling: SchedulerConfig) -> tuple[int, int]:

@@ -189,7 +189,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
             raise ValueError(f"prompt_lookup_min is {shortest}: more than prompt_lookup_max")
 
     @property
-    def most_tenant_prefill(self) -> int:
+    def max_tenant_prefill(self) -> int:
         """Most prompt tokens of a tenant in a step while others use the engine."""
         return self.max_tenant_prefill_tokens or max(1, self.max_num_batched_tokens // 4)
 

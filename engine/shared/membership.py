@@ -12,6 +12,7 @@ from engine.shared.messages import (
     EngineSetup,
     FrontEndAddresses,
     Goodbye,
+    GroupStatus,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -19,10 +20,9 @@ from engine.shared.messages import (
     MemberMessage,
     Ready,
     Refused,
-    Seat,
     Welcome,
 )
-from engine.shared.scope import EVERYTHING, Reach
+from engine.shared.scope import EVERYTHING, Scope
 from engine.shared.version import PROTOCOL_VERSION, swell_version
 
 HELLO_INTERVAL = 0.5
@@ -61,7 +61,7 @@ class Identity:
     pid: int
     group_config: dict[str, str]
     addresses: FrontEndAddresses | None = None
-    reach: Reach = EVERYTHING
+    scope: Scope = EVERYTHING
 
 
 class Membership:
@@ -73,7 +73,7 @@ class Membership:
         self._setup: EngineSetup | None = None
         self._is_ready = False
         self._is_draining = False
-        self._seat: Seat | None = None
+        self._group_status: GroupStatus | None = None
         self._joined_once = False
         self._next_send = float("-inf")
         self.epoch: int | None = None
@@ -93,9 +93,9 @@ class Membership:
         self._is_draining = True
         self._next_send = float("-inf")
 
-    def sit(self, seat: Seat) -> None:
+    def set_group_status(self, group_status: GroupStatus) -> None:
         """The member stands elsewhere with its lockstep group; told at the next tick."""
-        self._seat = seat
+        self._group_status = group_status
         self._next_send = float("-inf")
 
     def tick(self, now: float) -> list[MemberMessage]:
@@ -115,18 +115,18 @@ class Membership:
                     me.group_config,
                     me.addresses,
                     self.wave,
-                    me.reach,
+                    me.scope,
                     PROTOCOL_VERSION,
                     swell_version(),
                 )
             ]
         self._next_send = now + self._interval
         if self._is_draining:
-            return [Draining(me.kind, self.index, me.incarnation, self._seat)]
+            return [Draining(me.kind, self.index, me.incarnation, self._group_status)]
         if self._is_ready:
             # READY is repeated as the heartbeat of a ready member: losing one does not matter.
-            return [Ready(me.kind, self.index, me.incarnation, self._setup, self._seat)]
-        return [Heartbeat(me.kind, self.index, me.incarnation, self._seat)]
+            return [Ready(me.kind, self.index, me.incarnation, self._setup, self._group_status)]
+        return [Heartbeat(me.kind, self.index, me.incarnation, self._group_status)]
 
     def goodbye(self) -> Goodbye:
         """Return the message that leaves the cluster."""

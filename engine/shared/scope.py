@@ -5,7 +5,7 @@
   is outside.
 - external: a front end serves one engine; what balances over the engines is outside.
 
-A front end says its reach when it joins, and engines connect only to front ends that reach them,
+A front end says its scope when it joins, and engines connect only to front ends that reach them,
 so that a cluster of a thousand engines does not need a connection for every pair.
 """
 
@@ -20,7 +20,7 @@ class MissingRank(ValueError):
     """A front end is to serve one engine and was not told which."""
 
 
-class Reach(msgspec.Struct, frozen=True, array_like=True):
+class Scope(msgspec.Struct, frozen=True, array_like=True):
     """The engines of one front end; None stands for any."""
 
     node: str | None = None
@@ -31,7 +31,7 @@ class Reach(msgspec.Struct, frozen=True, array_like=True):
         return self.rank in (None, rank) and self.node in (None, node)
 
 
-EVERYTHING = Reach()
+EVERYTHING = Scope()
 
 
 def node_name(cluster: ClusterConfig) -> str:
@@ -39,8 +39,8 @@ def node_name(cluster: ClusterConfig) -> str:
     return cluster.node or socket.gethostname()
 
 
-def front_end_reach(parallel: ParallelConfig, cluster: ClusterConfig) -> Reach:
-    """Return the reach of a front end with these settings.
+def front_end_scope(parallel: ParallelConfig, cluster: ClusterConfig) -> Scope:
+    """Return the scope of a front end with these settings.
 
     Raises:
         MissingRank: external balancing without the rank of the engine.
@@ -49,11 +49,11 @@ def front_end_reach(parallel: ParallelConfig, cluster: ClusterConfig) -> Reach:
         case "internal":
             return EVERYTHING
         case "hybrid":
-            return Reach(node=node_name(cluster))
+            return Scope(node=node_name(cluster))
         case "external":
             if parallel.data_parallel_rank is None:
                 raise MissingRank(
                     "--data-parallel-lb external needs --data-parallel-rank: the engine that this "
                     "front end serves"
                 )
-            return Reach(rank=parallel.data_parallel_rank)
+            return Scope(rank=parallel.data_parallel_rank)

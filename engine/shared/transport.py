@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_IPC_PATH = 107  # sockaddr_un.sun_path, less its terminating zero
 
-LEAST_KEY_BYTES = 16
+MIN_KEY_BYTES = 16
 """Fewest bytes of a shared secret, blanks around them not counted."""
 
 
@@ -51,9 +51,9 @@ def cluster_key_pair(shared_secret: bytes) -> KeyPair:
         InsecureCluster: the secret is too short to be one.
     """
     material = shared_secret.strip()
-    if len(material) < LEAST_KEY_BYTES:
+    if len(material) < MIN_KEY_BYTES:
         raise InsecureCluster(
-            f"the cluster key has {len(material)} bytes and needs at least {LEAST_KEY_BYTES}: "
+            f"the cluster key has {len(material)} bytes and needs at least {MIN_KEY_BYTES}: "
             "make one with `openssl rand -hex 32`"
         )
     seed = hashlib.blake2b(material, digest_size=32, person=b"swell-cluster").digest()

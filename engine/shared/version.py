@@ -3,7 +3,7 @@
 import functools
 from importlib.metadata import version
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Grows with every change of `engine.shared.messages` that an older process would misunderstand.
 
 Fields appended with a default that means what their absence meant before do not change it.

@@ -44,7 +44,7 @@ _NO_MARGIN = Totals(0, 0)
 _SMALL = Totals(16, 4096)
 """Largest addition that is tried without the lock."""
 
-_MOST = 2**31
+_MAX = 2**31
 """No addition is larger: words of 64 bits hold more of them than can ever be made."""
 
 Room = Callable[[Totals, Totals], bool]
@@ -135,7 +135,7 @@ class AdmissionTable:
         """
         if requests < 0 or tokens < 0:
             raise ValueError(f"cannot reserve {requests} sequences and {tokens} tokens")
-        if requests > _MOST or tokens > _MOST:
+        if requests > _MAX or tokens > _MAX:
             return False
         small = requests <= _SMALL.requests and tokens <= _SMALL.tokens
         if small and self._add_if(requests, tokens, room, place, self._margin):

@@ -164,7 +164,7 @@ def summarize(
         request_goodput=(
             sum(is_good(record, limits) for record in good) * per_second if limits else None
         ),
-        max_concurrent_requests=most_at_once(records),
+        max_concurrent_requests=max_at_once(records),
         errors=dict(Counter(each.error for each in records if each.error is not None)),
         latencies={name: found for name, found in latencies.items() if found is not None},
         schedule_delay=_schedule_delay(records, percents),
@@ -177,7 +177,7 @@ def _schedule_delay(records: Sequence[Record], percents: Sequence[float]) -> Dis
     return distribution((max(0.0, each.started - each.scheduled) for each in records), percents)
 
 
-def most_at_once(records: Iterable[Record]) -> int:
+def max_at_once(records: Iterable[Record]) -> int:
     """Return the largest number of requests that were in flight at the same time."""
     changes = []
     for record in records:

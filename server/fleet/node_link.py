@@ -10,8 +10,8 @@ from engine.shared.config import ClusterConfig
 from engine.shared.messages import ControlRequest, ControlStatus, NodeOrder, Refused, encode
 from engine.shared.scope import node_name
 from engine.shared.transport import Inbox, Transport
+from server.fleet.node_scaling import NodeScaling
 from server.fleet.scaling import EngineScaler
-from server.fleet.seat import ClusterSeat
 
 _LOOK_INTERVAL = 0.1
 """Seconds between two looks at whether there is something to report."""
@@ -33,7 +33,7 @@ class NodeLink:
         """
         incarnation = secrets.randbits(48)
         self._scaler = scaler
-        self._seat = ClusterSeat(
+        self._scaling = NodeScaling(
             node_name(cluster), incarnation, capacity, cluster.heartbeat_interval
         )
         socket = transport.connect(
@@ -44,7 +44,7 @@ class NodeLink:
 
     def handle(self, request: ControlRequest) -> ControlStatus:
         """Pass an operator's wish on; return the state of all nodes at once."""
-        status = self._seat.handle(request, self._scaler.status)
+        status = self._scaling.handle(request, self._scaler.status)
         self._report()
         return status
 
@@ -55,20 +55,20 @@ class NodeLink:
             await asyncio.sleep(_LOOK_INTERVAL)
 
     def _report(self) -> None:
-        report = self._seat.tick(self._scaler.status, time.monotonic())
+        report = self._scaling.tick(self._scaler.status, time.monotonic())
         if report is not None:
             self._orders.send(encode(report))
 
     def _receive(self, _sender: bytes, order: NodeOrder | Refused) -> None:
         if isinstance(order, Refused):
-            self._seat.refused(order.reason)
+            self._scaling.refused(order.reason)
             return
-        assignment = self._seat.receive(order)
+        assignment = self._scaling.receive(order)
         if assignment is not None:
             self._scaler.assign(assignment.target, restart=assignment.restart)
             self._report()
 
     def close(self) -> None:
         """Say that the node ends, and close the socket."""
-        self._orders.send(encode(self._seat.leave(self._scaler.status)))
+        self._orders.send(encode(self._scaling.leave(self._scaler.status)))
         self._orders.close(linger_ms=200)

@@ -133,7 +133,7 @@ class DeltaSum:
         return Answer(text, self._token_ids, self._logprobs, finish_reason, stop_reason)
 
 
-def _at_most(scores: TokenLogprob, count: int) -> TokenLogprob:
+def _highest(scores: TokenLogprob, count: int) -> TokenLogprob:
     """Return the scores of a token with so many alternatives."""
     if len(scores.top_ids) <= count:
         return scores
@@ -162,7 +162,7 @@ class PromptEcho:
     def tokens(self, scores: Sequence[TokenLogprob], shown: int) -> list[ScoredToken]:
         """Return the prompt's tokens with scores of all but the first, as many as are known."""
         offsets = self._spell()[1]
-        each: list[TokenLogprob | None] = [None, *[_at_most(one, shown) for one in scores]]
+        each: list[TokenLogprob | None] = [None, *[_highest(one, shown) for one in scores]]
         return [
             ScoredToken(token_id, offset, score)
             for token_id, offset, score in zip(self._prompt.token_ids, offsets, each, strict=False)
@@ -234,7 +234,7 @@ class ChoiceFold:
             self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None and self._options.prompt_logprobs is not None:
             shown = self._options.prompt_logprobs
-            self.prompt_logprobs = [_at_most(each, shown) for each in output.prompt_logprobs]
+            self.prompt_logprobs = [_highest(each, shown) for each in output.prompt_logprobs]
         delta = Delta("", [], [] if self._options.logprobs else None, None, None)
         if not self._echoed:
             self._echoed = True

@@ -43,7 +43,7 @@ class BodyBudget:
 
     def __init__(self, table: AdmissionTable, most: int) -> None:
         self._table = table
-        self._most = most
+        self._max = most
 
     def hold(self) -> HeldBody:
         """Return the place of a body of which nothing has come yet."""
@@ -65,7 +65,7 @@ class BodyBudget:
 
     def _full(self, own: int) -> bool:
         total = self._table.body_bytes()
-        return total > self._most and total > own
+        return total > self._max and total > own
 
     def give_back(self, size: int) -> None:
         """These bytes are held no longer."""

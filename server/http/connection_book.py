@@ -35,7 +35,7 @@ class ConnectionBook(Generic[C]):
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self._max = most
         self._total = 0
         self._counts: dict[str, int] = {}
         self._waiting: dict[str, dict[C, None]] = {}
@@ -50,7 +50,7 @@ class ConnectionBook(Generic[C]):
             TooManyConnections: there is no room, and none waits. The new one is not noted.
         """
         victim = None
-        if self._total >= self._most:
+        if self._total >= self._max:
             victim = self._victim()
             if victim is None:
                 raise TooManyConnections

@@ -17,9 +17,9 @@ from engine.shared.messages import (
     AddRequest,
     ClusterView,
     EngineDead,
-    EngineGreeting,
     EngineInput,
     RequestOutput,
+    RouteHello,
     RouteTaken,
     SamplingParams,
     StepOutputs,
@@ -27,7 +27,7 @@ from engine.shared.messages import (
 )
 from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
 from server.router.outgoing import ClientMetrics, Outgoing
-from server.router.probation import MOST_TRIES, Probation
+from server.router.probation import MAX_TRIES, Probation
 from server.router.routing import RoutingPolicy
 from server.router.state import ClusterState, EngineLost
 from server.router.suspicion import Engine
@@ -85,7 +85,7 @@ class Dispatcher:
         )
         self._on_idle = on_idle
         self._resume_timeout = resume_timeout
-        self._homeless: dict[int, float] = {}
+        self._unassigned: dict[int, float] = {}
         self._probation = Probation(max_resumes, PROBATION_PATIENCE * resume_timeout)
 
     # -- requests --------------------------------------------------------------------------------
@@ -136,17 +136,17 @@ class Dispatcher:
 
     # -- events ----------------------------------------------------------------------------------
 
-    def greeting(self, sender: bytes, greeting: EngineGreeting, now: float) -> None:
+    def route_hello(self, sender: bytes, route_hello: RouteHello, now: float) -> None:
         """An engine says that its request route is open; it repeats that as a sign of life."""
-        rank, incarnation = greeting.rank, greeting.incarnation
-        if self.state.greeted(rank, incarnation, sender, greeting.session, now):
+        rank, incarnation = route_hello.rank, route_hello.incarnation
+        if self.state.heard_hello(rank, incarnation, sender, route_hello.session, now):
             self._send_again(rank, incarnation, now)
         address = self.state.address_of(rank)
         if address is not None and address[0] == incarnation:
             for stream in self.in_flight.values():  # it was only silent
                 stream.suspicion.heard((rank, incarnation))
-        if greeting.asks and self.state.routes_to(rank, incarnation):
-            self._transmit(sender, RouteTaken(greeting.session))
+        if route_hello.asks and self.state.routes_to(rank, incarnation):
+            self._transmit(sender, RouteTaken(route_hello.session))
         self._find_homes(now)
         self._settle(now)
 
@@ -200,7 +200,7 @@ class Dispatcher:
         self._out.unreachable += self.state.unheard(now)
         self._settle(now)
         self._find_homes(now)
-        for id_, since in list(self._homeless.items()):
+        for id_, since in list(self._unassigned.items()):
             if now - since > self._resume_timeout and not self._only_halted(self.in_flight[id_]):
                 self._no_home(self.in_flight[id_])
         for stream in self._probation.overdue(now):
@@ -219,7 +219,7 @@ class Dispatcher:
     def _send_or_wait(self, stream: RequestStream, now: float, since: float | None = None) -> None:
         """Send a request to an engine; if none can take it, it waits, as it may have `since`."""
         if not (self._probation.may_run(stream) and self._out.send(stream, now)):
-            self._homeless[stream.request.id] = now if since is None else since
+            self._unassigned[stream.request.id] = now if since is None else since
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Dispatcher:
 
     def _forget(self, id_: int) -> RequestStream | None:
         """Drop a request that has ended, for whatever reason; None if it is not known."""
-        self._homeless.pop(id_, None)
+        self._unassigned.pop(id_, None)
         stream = self.in_flight.pop(id_, None)
         if stream is not None and stream in self._probation:
             self._probation.drop(stream)
@@ -333,7 +333,7 @@ class Dispatcher:
             self._out.abort([stream.request.id], stream.rank, stream.incarnation)
             probation.add(stream, now)
             self._renumber(stream, now)
-        elif stream.suspicion.tries >= MOST_TRIES:
+        elif stream.suspicion.tries >= MAX_TRIES:
             self._kills_engines(stream)
         elif stream.rank < 0 and stream is probation.on_trial:
             probation.broke_off(stream)
@@ -380,7 +380,7 @@ class Dispatcher:
 
     def _find_homes(self, now: float) -> None:
         ready = self.state.ready
-        for id_ in list(self._homeless):
+        for id_ in list(self._unassigned):
             stream = self.in_flight.get(id_)
             if stream is not None and (ready or stream.pinned_rank is not None):
                 self._rehome(stream, now)
@@ -401,13 +401,13 @@ class Dispatcher:
         """Let a request run nowhere, and nothing that is still said of it count."""
         stream.times.left(now)
         del self.in_flight[stream.request.id]
-        self._homeless.pop(stream.request.id, None)
+        self._unassigned.pop(stream.request.id, None)
         stream.rank = -1
         stream.request = msgspec.structs.replace(stream.request, id=self._new_id())
         self.in_flight[stream.request.id] = stream
 
     def _rehome(self, stream: RequestStream, now: float) -> None:
         """Send a request anew; it waits if no engine can take it, or if none should yet."""
-        since = self._homeless.get(stream.request.id)
+        since = self._unassigned.get(stream.request.id)
         self._renumber(stream, now)
         self._send_or_wait(stream, now, since)

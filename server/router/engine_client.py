@@ -16,10 +16,10 @@ import zmq
 from engine.shared.messages import (
     ClusterView,
     EngineDead,
-    EngineGreeting,
     EngineInput,
     EngineOutput,
     FrontEndNotice,
+    RouteHello,
     SamplingParams,
     StepOutputs,
     UtilityCall,
@@ -62,7 +62,7 @@ class EngineClient:
     ) -> None:
         self._front_end = front_end
         self._state = state
-        self._requests = Inbox(requests, EngineGreeting, "requests")
+        self._requests = Inbox(requests, RouteHello, "requests")
         self._outputs = Inbox(outputs, EngineOutput, "outputs")
         # Unknown peers must raise instead of swallowing a request, and an engine that connects
         # again must not be shut out by its own old connection.
@@ -86,7 +86,7 @@ class EngineClient:
         self._became_ready = asyncio.Event()
         self._draining = False
         self._loop = asyncio.get_running_loop()
-        self._requests.attach(self._loop, self._greeting)
+        self._requests.attach(self._loop, self._route_hello)
         self._outputs.attach(self._loop, self._output)
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
 
@@ -212,8 +212,8 @@ class EngineClient:
             return False
         return True
 
-    def _greeting(self, sender: bytes, greeting: EngineGreeting) -> None:
-        self._dispatcher.greeting(sender, greeting, time.monotonic())
+    def _route_hello(self, sender: bytes, route_hello: RouteHello) -> None:
+        self._dispatcher.route_hello(sender, route_hello, time.monotonic())
         self._note_readiness()
 
     def _output(self, _sender: bytes, message: StepOutputs | UtilityResult | EngineDead) -> None:

@@ -18,7 +18,7 @@ STEPS_ALONE = 8
 STEPS_GROWTH = 4
 """How many times as long a request is tried that had been cleared before, up to twice."""
 
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Engines that may die, nobody knows why, while the same suspect waits there to run alone."""
 
 

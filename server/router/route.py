@@ -26,7 +26,7 @@ class Route:
     """Its load as of `stats` and `sent`, if it was asked for since they changed."""
 
 
-class Greeting(NamedTuple):
+class HeardHello(NamedTuple):
     """Where an engine's request route ends, and which of its connections that is."""
 
     identity: bytes

@@ -14,11 +14,11 @@ import msgspec
 
 from engine.shared.messages import ClusterView, EngineEntry, EngineStats
 from engine.shared.roster import Roster
-from engine.shared.scope import EVERYTHING, Reach
+from engine.shared.scope import EVERYTHING, Scope
 from server.router.load_table import LoadTable, Sent, received_from
 from server.router.route import (
     Behind,
-    Greeting,
+    HeardHello,
     Route,
     alone_on,
     is_idle,
@@ -51,22 +51,22 @@ class ClusterState:
         incarnation: int,
         grace: float,
         table: LoadTable | None,
-        reach: Reach = EVERYTHING,
+        scope: Scope = EVERYTHING,
         num_ranks: int = 0,
     ) -> None:
         """Know nothing yet but that there shall be engines of ranks below `num_ranks`."""
         self.num_ranks = num_ranks
         """Ranks below this belong to engines that there are, were or shall be."""
         self.view: ClusterView | None = None
-        """The newest snapshot, with the engines within reach."""
-        self._reach = reach
+        """The newest snapshot, with the engines in scope."""
+        self._scope = scope
         self._front_end = front_end
         self._incarnation = incarnation
         self._table = table
         self._roster: Roster[EngineEntry] = Roster(grace)
         self._routes: dict[int, Route] = {}
         self._departed: dict[int, Route] = {}
-        self._greetings: dict[tuple[int, int], Greeting] = {}
+        self._route_hellos: dict[tuple[int, int], HeardHello] = {}
         self._grace = grace
         self._looked_at: float | None = None
         self._broken: set[tuple[int, int]] = set()
@@ -80,9 +80,9 @@ class ClusterState:
             return []
         ranks = [1 + entry.rank for entry in view.engines]
         self.num_ranks = max(self.num_ranks, *ranks, 0)
-        reach = self._reach
-        if reach != EVERYTHING:
-            near = [each for each in view.engines if reach.contains(each.rank, each.host)]
+        scope = self._scope
+        if scope != EVERYTHING:
+            near = [each for each in view.engines if scope.contains(each.rank, each.host)]
             view = msgspec.structs.replace(view, engines=near)
         self.view = view
         listed = {entry.rank: entry for entry in view.engines}
@@ -105,16 +105,16 @@ class ClusterState:
             # It was only silent: what was sent to it and its open route are still there.
             departed.entry = entry
             return self._opened(departed)
-        for rank, incarnation in list(self._greetings):
+        for rank, incarnation in list(self._route_hellos):
             if rank == entry.rank and incarnation != entry.incarnation:
-                del self._greetings[rank, incarnation]
+                del self._route_hellos[rank, incarnation]
         route = Route(entry, sent=Sent(self._incarnation, entry.incarnation, 0, 0))
         return self._opened(route)
 
     def _opened(self, route: Route) -> Route:
-        greeting = self._greetings.get((route.entry.rank, route.entry.incarnation))
-        if greeting is not None:
-            route.identity, route.heard_at = greeting.identity, greeting.at
+        route_hello = self._route_hellos.get((route.entry.rank, route.entry.incarnation))
+        if route_hello is not None:
+            route.identity, route.heard_at = route_hello.identity, route_hello.at
         return route
 
     def tick(self, now: float) -> list[EngineLost]:
@@ -124,7 +124,7 @@ class ClusterState:
     def unheard(self, now: float) -> list[EngineLost]:
         """Return the engines that live, as the coordinator says, but are not heard here any more.
 
-        They are out of reach until they greet again. Has to be called at least every second.
+        They are out of reach until they say hello again. Has to be called at least every second.
         """
         late = self._looked_at is not None and now - self._looked_at > self._grace / 2
         self._looked_at = now
@@ -212,7 +212,7 @@ class ClusterState:
         if self._table is not None:
             self._table.publish(rank, route.sent)
 
-    def greeted(
+    def heard_hello(
         self, rank: int, incarnation: int, identity: bytes, session: int, now: float
     ) -> bool:
         """An engine's request route to this front end is open.
@@ -220,8 +220,8 @@ class ClusterState:
         Returns whether it is another connection of the same process than before: then that had
         given this front end up for dead, and has dropped everything that it was sent.
         """
-        known = self._greetings.get((rank, incarnation))
-        self._greetings[rank, incarnation] = Greeting(identity, session, now)
+        known = self._route_hellos.get((rank, incarnation))
+        self._route_hellos[rank, incarnation] = HeardHello(identity, session, now)
         route = self._routes.get(rank)
         if route is not None and route.entry.incarnation == incarnation:
             route.identity = identity
@@ -244,7 +244,7 @@ class ClusterState:
         # Its entry stays in the roster until the coordinator removes or replaces it: it must not
         # come back as a newcomer with the next snapshot.
         del self._routes[rank]
-        self._greetings.pop((rank, incarnation), None)
+        self._route_hellos.pop((rank, incarnation), None)
         return [EngineLost(rank, incarnation, alone=alone_on(route))]
 
     def sent(self, rank: int, prompt_tokens: int) -> None:
@@ -300,7 +300,7 @@ class ClusterState:
     @property
     def unseen_front_ends(self) -> int:
         """How many others route to the same engines without sharing the table of sends."""
-        if self.view is None or self._reach != EVERYTHING:
+        if self.view is None or self._scope != EVERYTHING:
             return 0
         seen = 1 if self._table is None else self._table.num_front_ends
         return max(0, self.view.num_front_ends - seen)
@@ -333,9 +333,9 @@ class ClusterState:
         return route is not None and route.entry.incarnation == incarnation and is_open(route)
 
     def greeted_from(self, rank: int, incarnation: int) -> bytes | None:
-        """Return the socket identity that an engine process greeted with last, if it ever did."""
-        greeting = self._greetings.get((rank, incarnation))
-        return None if greeting is None else greeting.identity
+        """Return the socket identity that an engine's last hello came from, if any did."""
+        route_hello = self._route_hellos.get((rank, incarnation))
+        return None if route_hello is None else route_hello.identity
 
     def awake(self, rank: int) -> bool:
         """Whether an engine runs what it is sent: it is not halted."""

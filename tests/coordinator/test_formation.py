@@ -13,7 +13,7 @@ from coordinator.formation import (
     GroupFormation,
     Standing,
 )
-from engine.lockstep.seat import GroupSeat
+from engine.lockstep.group_membership import GroupMembership
 from engine.shared.messages import FormGroup, GroupMember
 
 GRACE = 5.0
@@ -24,19 +24,19 @@ class Engine:
 
     def __init__(self, rank: int, incarnation: int = 1) -> None:
         self.member = GroupMember(rank, incarnation)
-        self.seat = GroupSeat(self.member, f"host:{rank}")
+        self.membership = GroupMembership(self.member, f"host:{rank}")
         self.loading = False
 
     def take(self, order: FormGroup) -> None:
-        place = self.seat.ordered(order)
+        place = self.membership.ordered(order)
         if place is not None and place.address:
-            self.seat.joined()
+            self.membership.joined()
         elif place is not None:
-            self.seat.prepared(f"host:{self.member.rank}")
+            self.membership.prepared(f"host:{self.member.rank}")
 
     @property
     def standing(self) -> Standing:
-        return Standing(self.member.incarnation, None if self.loading else self.seat.seat)
+        return Standing(self.member.incarnation, None if self.loading else self.membership.status)
 
 
 class Group:
@@ -73,7 +73,7 @@ class Group:
                 self.now = self.formation.orders_due
         assert self.formation.plan is not None
         assert all(
-            self.engines[member.rank].seat.seat.members == self.formation.plan.members
+            self.engines[member.rank].membership.status.members == self.formation.plan.members
             for member in self.formation.plan.members
         )
         return [member.rank for member in self.formation.plan.members]
@@ -179,7 +179,7 @@ def test_newcomers_wait_until_the_group_has_formed() -> None:
 def test_survivors_that_leave_first_are_not_put_together_with_the_dead() -> None:
     group = formed()
     for rank in (0, 2):
-        group.engines[rank].seat.lost()
+        group.engines[rank].membership.lost()
     group.now += 1
     assert group.orders() == [], "why they left is not known yet"
     del group.engines[1]
@@ -189,7 +189,7 @@ def test_survivors_that_leave_first_are_not_put_together_with_the_dead() -> None
 
 def test_a_group_that_broke_though_nobody_died_is_formed_again() -> None:
     group = formed()
-    group.engines[1].seat.lost()
+    group.engines[1].membership.lost()
     assert group.settle() == [0, 1, 2]
 
 
@@ -203,7 +203,7 @@ def test_a_meeting_that_keeps_failing_is_tried_less_and_less_often() -> None:
         for order in orders:
             for engine in group.engines.values():
                 if order.address:
-                    engine.seat.lost()
+                    engine.membership.lost()
                 else:
                     engine.take(order)
             if order.topology > known:
@@ -256,7 +256,7 @@ def test_a_member_that_died_with_the_coordinator_is_missed_after_a_grace() -> No
 def test_engines_that_lost_their_group_without_a_coordinator_get_a_newer_one() -> None:
     group = formed()
     for engine in group.engines.values():
-        engine.seat.lost()
+        engine.membership.lost()
     group.restart_coordinator()
     assert group.settle() == [0, 1, 2]
     assert group.formation.plan is not None
@@ -266,9 +266,9 @@ def test_engines_that_lost_their_group_without_a_coordinator_get_a_newer_one() -
 def test_a_newer_topology_than_the_plans_supersedes_it() -> None:
     group = formed()
     for engine in group.engines.values():
-        engine.seat = GroupSeat(engine.member, "host:0")
+        engine.membership = GroupMembership(engine.member, "host:0")
         engine.take(FormGroup(7, [GroupMember(rank, 1) for rank in range(3)]))
-        engine.seat.lost()
+        engine.membership.lost()
     group.now += 1
     assert group.settle() == [0, 1, 2]
     assert group.formation.plan is not None

@@ -20,18 +20,18 @@ from engine.shared.messages import (
     FrontEndAddresses,
     FrontEnds,
     Goodbye,
+    GroupStatus,
     Heartbeat,
     HeartbeatAck,
     Hello,
     Ready,
     Refused,
-    Seat,
     StartDpWave,
     StartWave,
     WakeUp,
     Welcome,
 )
-from engine.shared.scope import EVERYTHING, Reach
+from engine.shared.scope import EVERYTHING, Scope
 from engine.shared.version import PROTOCOL_VERSION
 
 EPOCH = 7
@@ -73,7 +73,7 @@ class Cluster:
         self.hello(rank, incarnation)
         self.ready(rank, incarnation)
 
-    def front_end(self, index: int, incarnation: int, reach: Reach = EVERYTHING) -> list[Action]:
+    def front_end(self, index: int, incarnation: int, scope: Scope = EVERYTHING) -> list[Action]:
         addresses = FrontEndAddresses(f"ipc://r{incarnation}", f"ipc://o{incarnation}")
         hello = Hello(
             "front_end",
@@ -83,7 +83,7 @@ class Cluster:
             1,
             {},
             addresses,
-            reach=reach,
+            scope=scope,
             protocol=PROTOCOL_VERSION,
         )
         return self.send(FromMember(b"f", hello))
@@ -206,8 +206,8 @@ def test_stats_alone_are_not_published_to_front_ends_that_serve_one_engine_each(
     cluster: Cluster,
 ) -> None:
     cluster.engine(0, 10)
-    (order,) = only(cluster.front_end(0, 50, Reach(rank=0)), PublishOrder)
-    assert [entry.reach for entry in order.order.front_ends] == [Reach(rank=0)]
+    (order,) = only(cluster.front_end(0, 50, Scope(rank=0)), PublishOrder)
+    assert [entry.scope for entry in order.order.front_ends] == [Scope(rank=0)]
     (started,) = only(cluster.stats(0, 10, 1, running=1), PublishView)
     assert started.view.running
     published = []
@@ -217,7 +217,7 @@ def test_stats_alone_are_not_published_to_front_ends_that_serve_one_engine_each(
     assert not published
     (ended,) = only(cluster.stats(0, 10, 52, running=0), PublishView)
     assert not ended.view.running
-    cluster.front_end(1, 51, Reach(node="a"))
+    cluster.front_end(1, 51, Scope(node="a"))
     cluster.stats(0, 10, 53, running=1)
     assert only(cluster.stats(0, 10, 54, running=2), PublishView) == []
     assert only(cluster.send(Tick(), after=0.2), PublishView)
@@ -317,8 +317,10 @@ def plans(actions: list[Action]) -> list[tuple[int, list[int], str]]:
 
 
 def sits(cluster: Cluster, rank: int, state: str, topology: int = 0) -> list[Action]:
-    seat = Seat(state, topology, f"host:{rank}")  # type: ignore[arg-type]
-    return cluster.send(FromMember(b"e", Heartbeat("engine", rank, rank + 10, seat)), after=1.0)
+    group_status = GroupStatus(state, topology, f"host:{rank}")  # type: ignore[arg-type]
+    return cluster.send(
+        FromMember(b"e", Heartbeat("engine", rank, rank + 10, group_status)), after=1.0
+    )
 
 
 def test_engines_that_step_together_are_put_into_a_group(cluster: Cluster) -> None:
@@ -338,8 +340,8 @@ def test_nobody_waits_for_an_engine_that_drained(cluster: Cluster) -> None:
         sits(cluster, rank, "apart")
     for rank in (0, 1):
         sits(cluster, rank, "joined", 1)
-    seat = Seat("joined", 1, "host:1")
-    cluster.send(FromMember(b"e", Draining("engine", 1, 11, seat)))
+    group_status = GroupStatus("joined", 1, "host:1")
+    cluster.send(FromMember(b"e", Draining("engine", 1, 11, group_status)))
     assert plans(cluster.send(FromMember(b"e", Goodbye("engine", 1, 11)))) == [(2, [0], "")]
 
 

@@ -10,7 +10,7 @@ from engine.core.engine_core import CoreStep, StepFailed
 from engine.executor.interface import PendingResult
 from engine.executor.simulated import SimulatedExecutor
 from engine.process.intake import LATE_SENDS_SECONDS
-from engine.process.links import LineChanges
+from engine.process.links import LinkChanges
 from engine.process.loop import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
 from engine.process.sender import LATE_INTERVAL, STATS_INTERVAL, StatsThrottle
 from engine.process.watchdog import StepWatch
@@ -26,12 +26,12 @@ from engine.shared.membership import HELLO_INTERVAL, Identity, Joined
 from engine.shared.messages import (
     CoordinatorReply,
     EngineDead,
-    EngineGreeting,
     EngineInput,
     EngineStats,
     FrontEndEntry,
     FrontEnds,
     GroupOrder,
+    RouteHello,
     RouteTaken,
     StepOutputs,
 )
@@ -103,8 +103,8 @@ class Engine(Process):
             ),
             HEARTBEAT,
         )  # fmt: skip
-        self._lines = world.parts.lines(incarnation, "node", TIMEOUT, HEARTBEAT)
-        self.lines: dict[int, tuple[Front, Line]] = {}
+        self._links = world.parts.links(incarnation, "node", TIMEOUT, HEARTBEAT)
+        self.links: dict[int, tuple[Front, Line]] = {}
         self._throttle = StatsThrottle(STATS_INTERVAL)
         self._inbox: deque[Callable[[], None]] = deque()
         self._had_work = False
@@ -117,7 +117,7 @@ class Engine(Process):
         now = self.clock.now
         for message in self._membership.tick(now):
             self._world.to_hub(self, message)
-        self._change_lines(self._lines.tick(self.rank, now))
+        self._change_links(self._links.tick(self.rank, now))
         joining = self._membership.epoch is None
         self.after(HELLO_INTERVAL if joining else HEARTBEAT, self._membership_tick)
 
@@ -145,16 +145,16 @@ class Engine(Process):
         self.serves = True
         self._membership.ready(self.core.setup)
         self._send_due()
-        self._lines.serve(self.clock.now)
+        self._links.serve(self.clock.now)
         self._ask_front_ends()
         self.after(IDLE_STATS_INTERVAL, self._idle_stats)
         self._turn()
 
     def _ask_front_ends(self) -> None:
-        self._change_lines(self._lines.tick(self.rank, self.clock.now))
-        strangers = self._lines.take_strangers(self.clock.now)
-        if strangers is None:
-            self.after(self._lines.wait, self._ask_front_ends)
+        self._change_links(self._links.tick(self.rank, self.clock.now))
+        unconfirmed = self._links.take_unconfirmed(self.clock.now)
+        if unconfirmed is None:
+            self.after(self._links.wait, self._ask_front_ends)
             return
         self.is_announced = True
 
@@ -167,11 +167,11 @@ class Engine(Process):
             self._update_front_ends(order.epoch, order.front_ends)
 
     def _update_front_ends(self, epoch: int, entries: list[FrontEndEntry]) -> None:
-        self._change_lines(self._lines.update(self.rank, epoch, entries, self.clock.now))
+        self._change_links(self._links.update(self.rank, epoch, entries, self.clock.now))
 
-    def _change_lines(self, changes: LineChanges) -> None:
+    def _change_links(self, changes: LinkChanges) -> None:
         for index in changes.left:
-            front, line = self.lines.pop(index)
+            front, line = self.links.pop(index)
             self._world.network.send(
                 self, front, "closing", setattr, line, "up", False, control=False
             )
@@ -180,28 +180,28 @@ class Engine(Process):
         for entry in changes.joined:
             front = self._world.front_process(entry.incarnation)
             line = Line(self)
-            self.lines[entry.index] = front, line
+            self.links[entry.index] = front, line
             self._put(lambda e=entry: self.core.front_end_joined(e.index, e.incarnation))
-        for index, greeting in changes.greetings:
-            self._greet(index, greeting)
+        for index, hello in changes.hellos:
+            self._greet(index, hello)
 
     @property
     def identity(self) -> bytes:
         """Under which front ends know this engine's connections."""
         return b"%d-%d" % (self.rank, self.incarnation)
 
-    def _greet(self, index: int, greeting: EngineGreeting) -> None:
-        front, line = self.lines[index]
+    def _greet(self, index: int, hello: RouteHello) -> None:
+        front, line = self.links[index]
         self._world.network.send(
-            self, front, "greetings", front.greeting_arrived, self.identity, line, greeting,
+            self, front, "hellos", front.greeting_arrived, self.identity, line, hello,
             control=False,
         )  # fmt: skip
 
     def input_arrived(self, line: Line, message: EngineInput) -> None:
         """A message of a front end, on one of the connections of this engine to it."""
-        if any(line is each for _, each in self.lines.values()):
+        if any(line is each for _, each in self.links.values()):
             if isinstance(message, RouteTaken):
-                self._lines.answered(message)
+                self._links.answered(message)
             else:
                 self._put(lambda: self.core.handle(message))
 
@@ -250,8 +250,8 @@ class Engine(Process):
 
     def _send(self, step: CoreStep) -> None:
         for index, of_front_end in step.outputs.items():
-            if index in self.lines:
-                front, _ = self.lines[index]
+            if index in self.links:
+                front, _ = self.links[index]
                 self._world.network.send(
                     self, front, "outputs", front.output_arrived,
                     StepOutputs(step.stats, of_front_end), control=False,
@@ -330,7 +330,7 @@ class Engine(Process):
         self._world.ended(self)
 
     def _die(self, reason: str) -> None:
-        for front, _ in self.lines.values():
+        for front, _ in self.links.values():
             message = EngineDead(self.rank, self.incarnation, reason)
             self._world.network.send(
                 self, front, "outputs", front.output_arrived, message, control=False

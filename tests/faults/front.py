@@ -10,10 +10,10 @@ from engine.shared.messages import (
     ClusterView,
     CoordinatorReply,
     EngineDead,
-    EngineGreeting,
     EngineInput,
     FrontEndAddresses,
     FrontEndNotice,
+    RouteHello,
     StepOutputs,
 )
 from server.router.engine_client import TICK_INTERVAL
@@ -72,7 +72,7 @@ class Front(Process):
             max_resumes=world.plan.max_resumes,
             resume_timeout=30.0,
         )
-        self._lines: dict[bytes, Line] = {}
+        self._links: dict[bytes, Line] = {}
         self.after(0.0, self._membership_tick)
         self.after(TICK_INTERVAL, self._client_tick)
 
@@ -90,7 +90,7 @@ class Front(Process):
     # -- out -------------------------------------------------------------------------------------
 
     def _send(self, identity: bytes, message: EngineInput) -> bool:
-        line = self._lines.get(identity)
+        line = self._links.get(identity)
         if line is None or not line.up:
             return False
         engine = line.engine
@@ -141,11 +141,11 @@ class Front(Process):
         """A cluster view of the coordinator."""
         self.dispatcher.view_changed(view, self.clock.now)
 
-    def greeting_arrived(self, identity: bytes, line: Line, greeting: EngineGreeting) -> None:
-        """An engine's greeting, the first message on each of its connections."""
+    def greeting_arrived(self, identity: bytes, line: Line, hello: RouteHello) -> None:
+        """An engine's hello, the first message on each of its connections."""
         if line.up and not line.closed:
-            self._lines[identity] = line
-            self.dispatcher.greeting(identity, greeting, self.clock.now)
+            self._links[identity] = line
+            self.dispatcher.hello(identity, hello, self.clock.now)
 
     def output_arrived(self, message: StepOutputs | EngineDead) -> None:
         """Tokens, or last words."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
-from engine.process.links import FrontEndLines
+from engine.process.links import FrontEndLinks
 from engine.shared.membership import Membership
 from server.router.dispatch import Dispatcher
 from server.router.state import ClusterState
@@ -17,7 +17,7 @@ class Parts:
     coordinator: type[CoordinatorState] = CoordinatorState
     membership: type[Membership] = Membership
     core: type[EngineCore] = EngineCore
-    lines: type[FrontEndLines] = FrontEndLines
+    links: type[FrontEndLinks] = FrontEndLinks
     cluster: type[ClusterState] = ClusterState
     dispatcher: type[Dispatcher] = Dispatcher
 

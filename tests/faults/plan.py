@@ -83,24 +83,24 @@ class Plan(NamedTuple):
 
     def describe(self) -> str:
         """Return the plan in words."""
-        lines = [
+        links = [
             f"{self.engines} engines, {self.front_ends} front ends, "
             f"{len(self.asks)} requests, max_resumes {self.max_resumes}, "
             f"loading {self.loading:.2f} s, prefix caching {self.prefix_caching}, "
             f"priorities {self.by_priority}, overlapped {self.async_scheduling}"
         ]
-        lines += [
+        links += [
             f"  {ask.at:6.3f} {ask.name}: {len(ask.prompt)} tokens"
             f"{' of poison' if ask.is_poison else ''}, at most {ask.sampling.max_tokens}"
             f"{'' if ask.pinned_rank is None else f', on engine {ask.pinned_rank}'}"
             f"{'' if ask.leaves_after is None else f', leaves after {ask.leaves_after:.2f}'}"
             for ask in self.asks
         ]
-        lines += [
+        links += [
             f"  {fault.at:6.3f} {fault.kind} ({fault.which}, {fault.seconds:.2f} s)"
             for fault in self.faults
         ]
-        return "\n".join(lines)
+        return "\n".join(links)
 
 
 def draw_plan(seed: int) -> Plan:

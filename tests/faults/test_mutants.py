@@ -12,7 +12,7 @@ import pytest
 from coordinator.events import Action
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
-from engine.process.links import FrontEndLines, LineChanges
+from engine.process.links import FrontEndLinks, LinkChanges
 from engine.shared.membership import Membership, MembershipEvent
 from engine.shared.messages import (
     AddRequest,
@@ -157,11 +157,11 @@ class TriesInCompany(EngineCore):
         super().handle(message)
 
 
-class GreetsOnce(FrontEndLines):
-    """Does not repeat its greeting."""
+class GreetsOnce(FrontEndLinks):
+    """Does not repeat its hello."""
 
-    def tick(self, rank: int, now: float) -> LineChanges:
-        return super().tick(rank, now)._replace(greetings=[])
+    def tick(self, rank: int, now: float) -> LinkChanges:
+        return super().tick(rank, now)._replace(hellos=[])
 
 
 class RegistersOnce(Membership):
@@ -212,7 +212,7 @@ MUTANTS = [
     Parts(cluster=GivesUpForGood),
     Parts(core=WorksForTheDead),
     Parts(core=TriesInCompany),
-    Parts(lines=GreetsOnce),
+    Parts(links=GreetsOnce),
     Parts(membership=RegistersOnce),
     Parts(membership=SendsReadyOnce),
     Parts(coordinator=WaitsForGoodbyes),

@@ -1,6 +1,6 @@
 """A whole cluster in virtual time, its supervisor included, and what must be true of it.
 
-The processes are the production state machines behind shells of a few lines; what lies between
+The processes are the production state machines behind shells of a few links; what lies between
 them is `tests.faults.network`. A run ends when all requests are answered and the cluster has had
 time to come to rest.
 """
@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from engine.shared.messages import AddRequest, ClusterView, EngineStats, Goodbye, MemberMessage
 from server.fleet.restarts import LONGEST_BACKOFF, Restarts
-from server.router.probation import MOST_TRIES
+from server.router.probation import MAX_TRIES
 from tests.faults.client import Client
 from tests.faults.engine import Engine
 from tests.faults.front import Front
@@ -172,7 +172,7 @@ class World:
         self.troubled.add(engine.incarnation)
         del self.engines[engine.rank]
         if not with_node:
-            for _, line in engine.lines.values():
+            for _, line in engine.links.values():
                 self.clock.at(self.clock.now + 0.001, setattr, line, "up", False)
             self.clock.at(self.clock.now + 0.01, self._report, "engine", engine)
         if engine.rank not in self._retired:
@@ -306,7 +306,7 @@ class World:
     def _reset(self, engine: Engine, front: Front) -> None:
         """Break the connections between an engine and a front end; they are made again."""
         self.network.reset(engine.name, front.name)
-        for process, line in engine.lines.values():
+        for process, line in engine.links.values():
             if process is front:
                 line.up = False
                 self.clock.at(self.clock.now + 0.1, setattr, line, "up", engine.alive)
@@ -371,7 +371,7 @@ class World:
                     assert self._may_be_long_without_engines, f"{name}: {client.error}"
                 elif name not in self._died_alone:
                     deaths = len(self._assigned[name] & self.troubled)
-                    least = self.plan.max_resumes + MOST_TRIES
+                    least = self.plan.max_resumes + MAX_TRIES
                     assert deaths > least, f"{name}: {deaths} deaths, {client.error}"
 
     @property
@@ -406,14 +406,14 @@ class World:
         core._scheduler.check_integrity()
         gauges = core._scheduler.gauges()
         assert tuple(gauges) == (0, 0, 0.0, 0), f"{engine.name} leaks: {gauges}"
-        fronts = {index: front.incarnation for index, (front, _) in engine.lines.items()}
+        fronts = {index: front.incarnation for index, (front, _) in engine.links.items()}
         there = {index: front.incarnation for index, front in self.fronts.items()}
         assert fronts == there, f"{engine.name} is connected to {fronts}, not {there}"
 
     def _check_front(self, front: Front, ranks: list[int]) -> None:
         dispatcher, cluster = front.dispatcher, front.cluster
         assert not dispatcher.in_flight, f"{front.name} leaks {dispatcher.in_flight}"
-        assert not dispatcher._homeless, f"{front.name} leaks waiting requests"
+        assert not dispatcher._unassigned, f"{front.name} leaks waiting requests"
         assert not dispatcher._probation, f"{front.name} leaks suspects"
         assert dispatcher._probation.on_trial is None, f"{front.name} tries for ever"
         loads = cluster.loads()

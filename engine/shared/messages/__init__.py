@@ -13,7 +13,7 @@ Directions, by socket (binder first):
 | front publish  | XPUB coordinator / XSUB front ends | `ClusterView`   | `FrontEndNotice`  |
 | back output    | PULL coordinator / PUSH engines   |                 | `EngineReport`    |
 | back publish   | XPUB coordinator / XSUB engines   | `GroupOrder`    |                   |
-| requests       | ROUTER front end / DEALER engine  | `EngineInput`   | `EngineGreeting`  |
+| requests       | ROUTER front end / DEALER engine  | `EngineInput`   | `RouteHello`  |
 | outputs        | PULL front end / PUSH engine      |                 | `EngineOutput`    |
 | control        | ROUTER supervisor / DEALER front ends | `ControlStatus` | `ControlRequest` |
 """
@@ -39,6 +39,7 @@ from engine.shared.messages.membership import (
     FrontEndEntry,
     Goodbye,
     GroupMember,
+    GroupStatus,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -46,7 +47,6 @@ from engine.shared.messages.membership import (
     MemberMessage,
     Ready,
     Refused,
-    Seat,
     Welcome,
 )
 from engine.shared.messages.node import (
@@ -86,13 +86,13 @@ from engine.shared.messages.requests import (
     AddRequest,
     ChoiceGrammar,
     CoreInput,
-    EngineGreeting,
     EngineInput,
     GrammarSpec,
     JsonObjectGrammar,
     JsonSchemaGrammar,
     LarkGrammar,
     RegexGrammar,
+    RouteHello,
     RouteTaken,
     SamplingParams,
     UtilityCall,
@@ -123,7 +123,6 @@ __all__ = [
     "Draining",
     "EngineDead",
     "EngineEntry",
-    "EngineGreeting",
     "EngineInput",
     "EngineOutput",
     "EngineReport",
@@ -139,6 +138,7 @@ __all__ = [
     "GrammarSpec",
     "GroupMember",
     "GroupOrder",
+    "GroupStatus",
     "Heartbeat",
     "HeartbeatAck",
     "Hello",
@@ -158,11 +158,11 @@ __all__ = [
     "RequestOutput",
     "RequestTiming",
     "RestartEngines",
+    "RouteHello",
     "RouteTaken",
     "SamplingParams",
     "ScaleEngines",
     "ScaleWish",
-    "Seat",
     "StartDpWave",
     "StartWave",
     "StepOutputs",

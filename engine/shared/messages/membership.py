@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from engine.shared.messages.wire import Message
-from engine.shared.scope import EVERYTHING, Reach
+from engine.shared.scope import EVERYTHING, Scope
 
 MemberKind = Literal["engine", "front_end"]
 
@@ -41,10 +41,10 @@ class GroupMember(msgspec.Struct, frozen=True, array_like=True, order=True):
     incarnation: int
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class GroupStatus(msgspec.Struct, frozen=True, array_like=True):
     """Where an engine stands with its lockstep group, as it says itself.
 
-    See `engine.lockstep.seat`.
+    See `engine.lockstep.group_membership`.
     """
 
     state: Literal["apart", "preparing", "prepared", "joined"]
@@ -79,7 +79,7 @@ class Hello(Message, frozen=True):
     addresses: FrontEndAddresses | None = None
     wave: int = 0
     """The wave an engine that joins again was in; a coordinator takes the maximum it sees."""
-    reach: Reach = EVERYTHING
+    scope: Scope = EVERYTHING
     """The engines that a front end routes to."""
     protocol: int = 0
     """See `engine.shared.version`; 0 in processes that are older than the field."""
@@ -94,7 +94,7 @@ class Ready(Message, frozen=True):
     index: int
     incarnation: int
     setup: EngineSetup | None = None
-    seat: Seat | None = None
+    group_status: GroupStatus | None = None
 
 
 class Heartbeat(Message, frozen=True):
@@ -103,7 +103,7 @@ class Heartbeat(Message, frozen=True):
     kind: MemberKind
     index: int
     incarnation: int
-    seat: Seat | None = None
+    group_status: GroupStatus | None = None
 
 
 class Goodbye(Message, frozen=True):
@@ -123,7 +123,7 @@ class Draining(Message, frozen=True):
     kind: MemberKind
     index: int
     incarnation: int
-    seat: Seat | None = None
+    group_status: GroupStatus | None = None
 
 
 MemberMessage = Hello | Ready | Heartbeat | Draining | Goodbye
@@ -135,7 +135,7 @@ class FrontEndEntry(msgspec.Struct, frozen=True, array_like=True):
     index: int
     incarnation: int
     addresses: FrontEndAddresses
-    reach: Reach = EVERYTHING
+    scope: Scope = EVERYTHING
 
 
 class Welcome(Message, frozen=True):

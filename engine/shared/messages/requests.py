@@ -152,7 +152,7 @@ class RouteTaken(Message, frozen=True):
 EngineInput = CoreInput | RouteTaken
 
 
-class EngineGreeting(Message, frozen=True):
+class RouteHello(Message, frozen=True):
     """First message of an engine on a front end's request socket: the route is open.
 
     Repeated as a sign of life. `session` counts the engine's connections to front ends: a

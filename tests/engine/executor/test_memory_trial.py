@@ -63,7 +63,7 @@ class Told:
 )
 def test_all_processes_get_the_blocks_that_the_one_with_the_least_memory_has(own, others, agreed):
     leader = TeamLeader(Told(*others), Group.alone())  # type: ignore[arg-type]
-    assert leader.least_blocks(own) == agreed
+    assert leader.min_blocks(own) == agreed
 
 
 def test_processes_that_hold_a_model_together_try_the_largest_step_together(

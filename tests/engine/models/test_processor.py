@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.executor.loading import most_head_threads, set_threads
+from engine.executor.loading import max_head_threads, set_threads
 from engine.models import loader, processor
 from engine.models.hf_config import read_spec
 from engine.models.layers import PackedLinear
@@ -140,10 +140,10 @@ def test_a_small_model_leaves_a_core_to_front_ends_but_while_its_head_computes(
     try:
         set_threads(EngineConfig(), engines)
         assert torch.get_num_threads() == expected
-        assert most_head_threads(spec, EngineConfig(), engines) == of_head
+        assert max_head_threads(spec, EngineConfig(), engines) == of_head
         set_threads(EngineConfig(executor=ExecutorConfig(threads=2)), engines)
         assert torch.get_num_threads() == 2
         for given in (ExecutorConfig(threads=2), ExecutorConfig(batch_invariant=True)):
-            assert most_head_threads(spec, EngineConfig(executor=given), engines) == 1
+            assert max_head_threads(spec, EngineConfig(executor=given), engines) == 1
     finally:
         torch.set_num_threads(before)

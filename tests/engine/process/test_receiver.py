@@ -13,12 +13,12 @@ from engine.lockstep.group_connection import GroupConnection
 from engine.process.receiver import InboxItem, Receiver, Welcomed
 from engine.shared.config import ClusterConfig, EngineConfig
 from engine.shared.messages import (
-    EngineGreeting,
     EngineSetup,
     FrontEndAddresses,
     FrontEndEntry,
     MemberMessage,
     Ready,
+    RouteHello,
     RouteTaken,
     Welcome,
     encode,
@@ -103,8 +103,8 @@ def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: Worl
     world.until_ready_is_told()
     asked = 0
     while asked < 5:  # the coordinator knows, but the front end has not heard of it yet
-        sender, greeting = world.receive(world.requests, EngineGreeting)
-        assert isinstance(greeting, EngineGreeting)
+        sender, greeting = world.receive(world.requests, RouteHello)
+        assert isinstance(greeting, RouteHello)
         asked += greeting.asks
     assert not world.routed.is_set()
     world.requests.send_multipart([sender, encode(RouteTaken(greeting.session))])

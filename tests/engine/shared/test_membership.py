@@ -5,12 +5,12 @@ import msgspec
 from engine.shared.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
 from engine.shared.messages import (
     EngineSetup,
+    GroupStatus,
     Heartbeat,
     HeartbeatAck,
     Hello,
     Ready,
     Refused,
-    Seat,
     Welcome,
 )
 from engine.shared.version import PROTOCOL_VERSION
@@ -104,10 +104,10 @@ def test_where_a_member_stands_with_its_group_is_told_at_once_and_in_every_heart
     member.tick(0.0)
     member.receive(welcome(epoch=1))
     member.tick(0.1)
-    apart, joined = Seat("apart", 0, "h:1"), Seat("joined", 1, "h:1")
-    member.sit(apart)
+    apart, joined = GroupStatus("apart", 0, "h:1"), GroupStatus("joined", 1, "h:1")
+    member.set_group_status(apart)
     assert member.tick(0.2) == [Heartbeat("engine", 3, 42, apart)]
-    member.sit(joined)
+    member.set_group_status(joined)
     member.ready(SETUP)
     assert member.tick(0.3) == [Ready("engine", 3, 42, SETUP, joined)]
     member.receive(HeartbeatAck(epoch=2, known=False))

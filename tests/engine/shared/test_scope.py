@@ -1,36 +1,36 @@
-"""Which engines front ends of each kind of load balancing reach."""
+"""Which engines front ends of each kind of load balancing scope."""
 
 import pytest
 
 from engine.shared.config import ClusterConfig, ParallelConfig
-from engine.shared.scope import EVERYTHING, MissingRank, Reach, front_end_reach
+from engine.shared.scope import EVERYTHING, MissingRank, Scope, front_end_scope
 
 HERE = ClusterConfig(node="a")
 
 
 def test_internal_balancing_reaches_every_engine() -> None:
-    reach = front_end_reach(ParallelConfig(), HERE)
-    assert reach == EVERYTHING
-    assert reach.contains(7, "elsewhere")
+    scope = front_end_scope(ParallelConfig(), HERE)
+    assert scope == EVERYTHING
+    assert scope.contains(7, "elsewhere")
 
 
 def test_hybrid_balancing_reaches_the_engines_of_the_own_node() -> None:
-    reach = front_end_reach(ParallelConfig(data_parallel_lb="hybrid"), HERE)
-    assert reach == Reach(node="a")
-    assert reach.contains(7, "a")
-    assert not reach.contains(7, "b")
+    scope = front_end_scope(ParallelConfig(data_parallel_lb="hybrid"), HERE)
+    assert scope == Scope(node="a")
+    assert scope.contains(7, "a")
+    assert not scope.contains(7, "b")
 
 
 def test_external_balancing_reaches_one_engine_wherever_it_is() -> None:
     parallel = ParallelConfig(data_parallel_lb="external", data_parallel_rank=7)
-    reach = front_end_reach(parallel, HERE)
-    assert reach.contains(7, "b")
-    assert not reach.contains(6, "a")
+    scope = front_end_scope(parallel, HERE)
+    assert scope.contains(7, "b")
+    assert not scope.contains(6, "a")
 
 
 def test_external_balancing_needs_to_know_its_engine() -> None:
     with pytest.raises(MissingRank, match="--data-parallel-rank"):
-        front_end_reach(ParallelConfig(data_parallel_lb="external"), HERE)
+        front_end_scope(ParallelConfig(data_parallel_lb="external"), HERE)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from server.bench.summary import (
     Record,
     client_warnings,
     is_good,
-    most_at_once,
+    max_at_once,
     parse_goodput,
     percentile,
     summarize,
@@ -92,8 +92,8 @@ def test_wrong_goodput_limits_are_refused(word: str) -> None:
 
 
 def test_concurrency_is_counted_from_sending_to_the_last_byte() -> None:
-    assert most_at_once([record(0, total=1.5), record(1, total=1.0), record(2)]) == 2
-    assert most_at_once([]) == 0
+    assert max_at_once([record(0, total=1.5), record(1, total=1.0), record(2)]) == 2
+    assert max_at_once([]) == 0
 
 
 def cost(share: float, lag: float = 0.001) -> ClientCost:

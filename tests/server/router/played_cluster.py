@@ -9,12 +9,12 @@ from engine.shared.messages import (
     ClusterView,
     EngineDead,
     EngineEntry,
-    EngineGreeting,
     EngineInput,
     EngineSetup,
     EngineStats,
     Received,
     RequestOutput,
+    RouteHello,
     SamplingParams,
     StepOutputs,
 )
@@ -103,8 +103,8 @@ class Cluster:
         self._incarnations += 1
         engine = self.engines[rank] = Played(rank, self._incarnations)
         self.publish()
-        greeting = EngineGreeting(rank, engine.incarnation, 1)
-        self.dispatcher.greeting(engine.identity, greeting, self.now)
+        route_hello = RouteHello(rank, engine.incarnation, 1)
+        self.dispatcher.route_hello(engine.identity, route_hello, self.now)
         return engine
 
     def publish(self) -> None:
@@ -142,8 +142,8 @@ class Cluster:
     def tick(self, seconds: float = 1.0) -> None:
         self.now += seconds
         for engine in self.engines.values():
-            greeting = EngineGreeting(engine.rank, engine.incarnation, 1)
-            self.dispatcher.greeting(engine.identity, greeting, self.now)
+            route_hello = RouteHello(engine.rank, engine.incarnation, 1)
+            self.dispatcher.route_hello(engine.identity, route_hello, self.now)
         self.dispatcher.tick(self.now)
 
     def runs(self, stream: RequestStream) -> Played | None:

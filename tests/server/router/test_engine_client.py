@@ -18,12 +18,12 @@ from engine.shared.messages import (
     ClusterView,
     EngineDead,
     EngineEntry,
-    EngineGreeting,
     EngineInput,
     EngineStats,
     FrontEndNotice,
     RequestOutput,
     RequestTiming,
+    RouteHello,
     RouteTaken,
     StepOutputs,
     UtilityCall,
@@ -71,7 +71,7 @@ class PlayedEngine:
         transport = world.transport
         self.requests = transport.connect(zmq.DEALER, world.requests_address, identity=identity)
         self.outputs = transport.connect(zmq.PUSH, world.outputs_address)
-        self.requests.send(encode(EngineGreeting(rank, incarnation, session)))
+        self.requests.send(encode(RouteHello(rank, incarnation, session)))
 
     async def receive(self) -> AddRequest | AbortRequests | UtilityCall:
         async with asyncio.timeout(GUARD):
@@ -503,13 +503,13 @@ def test_an_engine_that_asks_is_told_as_soon_as_requests_go_to_it(tmp_path: Path
     async def scenario() -> None:
         async with world(tmp_path) as w:
             engine = w.engine(0, 10)
-            engine.requests.send(encode(EngineGreeting(0, 10, 1, asks=True)))
+            engine.requests.send(encode(RouteHello(0, 10, 1, asks=True)))
             await w.until(lambda: w.client._state.greeted_from(0, 10) is not None)
             assert engine.silent(), "the coordinator has not listed it"
             w.publish(engine)
             assert engine.silent(), "it does not ask all the time"
-            engine.requests.send(encode(EngineGreeting(0, 9, 1, asks=True)))
-            engine.requests.send(encode(EngineGreeting(0, 10, 4, asks=True)))
+            engine.requests.send(encode(RouteHello(0, 9, 1, asks=True)))
+            engine.requests.send(encode(RouteHello(0, 10, 4, asks=True)))
             async with asyncio.timeout(GUARD):
                 while not engine.requests.poll(0):
                     await asyncio.sleep(0)

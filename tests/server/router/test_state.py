@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.shared.messages import ClusterView, EngineEntry, EngineSetup, EngineStats, Received
-from engine.shared.scope import Reach
+from engine.shared.scope import Scope
 from server.router.load_table import LoadTable, create_load_table
 from server.router.routing import LeastLoaded
 from server.router.state import ClusterState, EngineLost
@@ -49,7 +49,7 @@ def view(
 def with_engines(*incarnations: int, table: LoadTable | None = None) -> ClusterState:
     state = ClusterState(ME, MY_INCARNATION, grace=5.0, table=table)
     for rank, incarnation in enumerate(incarnations):
-        state.greeted(rank, incarnation, b"%d" % incarnation, session=1, now=0.0)
+        state.heard_hello(rank, incarnation, b"%d" % incarnation, session=1, now=0.0)
     state.update_view(view(1, *(entry(r, i) for r, i in enumerate(incarnations))), now=0.0)
     return state
 
@@ -62,7 +62,7 @@ def test_an_engine_takes_requests_once_ready_and_greeted_in_any_order() -> None:
     state = ClusterState(ME, MY_INCARNATION, grace=5.0, table=None)
     state.update_view(view(1, entry(0, 10, ready=False)), now=0.0)
     assert not state.ready
-    state.greeted(0, 10, b"x", session=1, now=0.0)
+    state.heard_hello(0, 10, b"x", session=1, now=0.0)
     assert not state.ready
     state.update_view(view(2, entry(0, 10)), now=0.0)
     assert state.ready
@@ -72,7 +72,7 @@ def test_an_engine_takes_requests_once_ready_and_greeted_in_any_order() -> None:
 
 def test_the_greeting_of_a_predecessor_opens_no_route() -> None:
     state = ClusterState(ME, MY_INCARNATION, grace=5.0, table=None)
-    state.greeted(0, 9, b"old", session=1, now=0.0)
+    state.heard_hello(0, 9, b"old", session=1, now=0.0)
     state.update_view(view(1, entry(0, 10)), now=0.0)
     assert state.address_of(0) is None
 
@@ -131,7 +131,7 @@ def test_an_engine_that_left_is_lost_with_its_incarnation() -> None:
 def test_a_restarted_engine_is_a_loss_and_starts_from_nothing() -> None:
     state = with_engines(10)
     state.sent(0, prompt_tokens=10)
-    state.greeted(0, 20, b"new", session=1, now=0.0)
+    state.heard_hello(0, 20, b"new", session=1, now=0.0)
     assert state.update_view(view(2, entry(0, 20)), now=1.0) == [EngineLost(0, 10)]
     assert requests(state) == [0]
     assert state.address_of(0) == (20, b"new")
@@ -152,9 +152,9 @@ def test_an_engine_that_was_only_silent_comes_back_with_its_route_and_counts() -
 
 def test_another_connection_of_the_same_process_is_told_apart() -> None:
     state = with_engines(10)
-    assert not state.greeted(0, 10, b"10", session=1, now=0.0)
-    assert state.greeted(0, 10, b"10", session=2, now=0.0)
-    assert not state.greeted(0, 20, b"20", session=1, now=0.0)
+    assert not state.heard_hello(0, 10, b"10", session=1, now=0.0)
+    assert state.heard_hello(0, 10, b"10", session=2, now=0.0)
+    assert not state.heard_hello(0, 20, b"20", session=1, now=0.0)
 
 
 def test_an_engine_found_dead_stays_dead_until_it_is_replaced() -> None:
@@ -163,7 +163,7 @@ def test_an_engine_found_dead_stays_dead_until_it_is_replaced() -> None:
     assert state.lost(0, 10) == []
     assert state.update_view(view(2, entry(0, 10)), now=1.0) == []
     assert not state.ready
-    state.greeted(0, 20, b"new", session=1, now=0.0)
+    state.heard_hello(0, 20, b"new", session=1, now=0.0)
     state.update_view(view(3, entry(0, 20)), now=2.0)
     assert state.ready
 
@@ -194,7 +194,7 @@ def test_front_ends_of_one_node_see_each_others_unreceived_sends(tmp_path: Path)
     tables = [LoadTable(path, 0), LoadTable(path, 1)]
     mine = with_engines(10, table=tables[0])
     peer = ClusterState(1, 600, grace=5.0, table=tables[1])
-    peer.greeted(0, 10, b"p", session=1, now=0.0)
+    peer.heard_hello(0, 10, b"p", session=1, now=0.0)
     peer.update_view(view(1, entry(0, 10)), now=0.0)
     for _ in range(4):
         peer.sent(0, prompt_tokens=3)
@@ -203,7 +203,7 @@ def test_front_ends_of_one_node_see_each_others_unreceived_sends(tmp_path: Path)
     mine.observe(stats(0, 10, 1, running=3, received=(seen,)), now=1.0)
     assert requests(mine) == [3 + 1]
     mine.update_view(view(2, entry(0, 20)), now=2.0)
-    mine.greeted(0, 20, b"n", session=1, now=0.0)
+    mine.heard_hello(0, 20, b"n", session=1, now=0.0)
     assert requests(mine) == [0], "sends to the predecessor are not on their way to this one"
     for table in tables:
         table.close()
@@ -237,9 +237,9 @@ def test_ties_go_round_within_the_tied_tier_only(count: int) -> None:
 
 
 def test_engines_beyond_reach_do_not_exist_for_a_front_end() -> None:
-    state = ClusterState(ME, MY_INCARNATION, grace=5.0, table=None, reach=Reach(rank=1))
+    state = ClusterState(ME, MY_INCARNATION, grace=5.0, table=None, scope=Scope(rank=1))
     for rank in (0, 1):
-        state.greeted(rank, rank + 10, b"%d" % rank, session=1, now=0.0)
+        state.heard_hello(rank, rank + 10, b"%d" % rank, session=1, now=0.0)
     state.update_view(view(1, entry(0, 10), entry(1, 11)), now=0.0)
     assert [load.rank for load in state.loads()] == [1]
     assert state.view is not None
@@ -253,7 +253,7 @@ def test_front_ends_of_other_nodes_are_those_that_the_table_does_not_hold(tmp_pa
     create_load_table(tmp_path / "loads", 2)
     of_two = ClusterState(ME, MY_INCARNATION, 5.0, LoadTable(tmp_path / "loads", 0))
     alone = ClusterState(ME, MY_INCARNATION, 5.0, None)
-    near = ClusterState(ME, MY_INCARNATION, 5.0, None, Reach(node="a"))
+    near = ClusterState(ME, MY_INCARNATION, 5.0, None, Scope(node="a"))
     for state in (of_two, alone, near):
         assert state.unseen_front_ends == 0
         state.update_view(ClusterView(1, 1, 0, False, [], num_front_ends=6), now=0.0)
@@ -264,11 +264,11 @@ def test_an_engine_that_is_not_heard_is_out_of_reach_until_it_greets_again() -> 
     state = with_engines(10, 11)
     for now in (1.0, 2.0, 3.0, 4.0, 5.0):
         assert state.unheard(now) == []
-        state.greeted(1, 11, b"11", session=1, now=now)
+        state.heard_hello(1, 11, b"11", session=1, now=now)
     assert state.unheard(6.0) == [EngineLost(0, 10, was_silent=True)]
     assert [load.rank for load in state.loads()] == [1]
     assert state.unheard(6.5) == []
-    state.greeted(0, 10, b"10", session=1, now=7.0)
+    state.heard_hello(0, 10, b"10", session=1, now=7.0)
     assert [load.rank for load in state.loads()] == [0, 1]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from engine.shared.messages import RequestOutput
 from server.router.generation_client import KillsEngines
-from server.router.probation import MOST_TRIES, STEPS_ALONE
+from server.router.probation import MAX_TRIES, STEPS_ALONE
 from server.router.token_stream import RequestStream
 from tests.server.router.played_cluster import Cluster, Played, error_of
 
@@ -108,7 +108,7 @@ def test_a_killer_is_convicted_however_its_end_is_noticed(how: str) -> None:
 def test_a_death_before_the_trial_began_convicts_nobody_but_not_for_ever() -> None:
     cluster = Cluster(0)
     [stream] = all_died_twice(cluster, "a")
-    for tries in range(MOST_TRIES):
+    for tries in range(MAX_TRIES):
         assert error_of(stream) is None, tries
         engine, _ = on_trial(cluster)
         cluster.die(engine)

@@ -17,7 +17,7 @@ class _Row(NamedTuple):
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     """Collects the rows of one step and keeps the numbers of their requests up to date."""
 
     now: float = 0.0

@@ -8,13 +8,13 @@
       |  order with address, then `joined`
     joined     takes part; a newer order, or `lost`, ends it
 
-The coordinator forms groups from what engines say of themselves: `seat` is part of every
+The coordinator forms groups from what engines say of themselves: `status` is part of every
 heartbeat, and goes out at once when it changes.
 """
 
 from typing import NamedTuple
 
-from engine.shared.messages import FormGroup, GroupMember, Seat
+from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 
 class Place(NamedTuple):
@@ -27,50 +27,50 @@ class Place(NamedTuple):
     """Where the members meet; empty while they prepare."""
 
 
-class GroupSeat:
+class GroupMembership:
     """What an engine does with the orders to form a group."""
 
     def __init__(self, member: GroupMember, address: str) -> None:
         """An engine that is in no group; it would host the meeting of one at `address`."""
-        self.seat = Seat("apart", 0, address)
+        self.status = GroupStatus("apart", 0, address)
         self._me = member
         self._members: list[GroupMember] = []
 
     @property
     def is_joined(self) -> bool:
         """Whether the engine is in a group as far as it knows."""
-        return self.seat.state == "joined"
+        return self.status.state == "joined"
 
     def ordered(self, order: FormGroup) -> Place | None:
         """Take an order; return the place to prepare for (without an address) or to take."""
-        seat = self.seat
-        if order.topology < seat.topology:
+        status = self.status
+        if order.topology < status.topology:
             return None
         if self._me not in order.members:
-            if order.topology > seat.topology:
+            if order.topology > status.topology:
                 self._move("apart", order.topology)  # the others go on without this one
             return None
         place = Place(
             order.topology, order.members.index(self._me), len(order.members), order.address
         )
-        if order.topology > seat.topology:
+        if order.topology > status.topology:
             self._members = order.members
             self._move("preparing", order.topology)
             return place._replace(address="")
-        return place if order.address and seat.state == "prepared" else None
+        return place if order.address and status.state == "prepared" else None
 
     def prepared(self, address: str) -> None:
         """What the new place needs has been loaded; the group could meet at `address`."""
-        self.seat = Seat("prepared", self.seat.topology, address)
+        self.status = GroupStatus("prepared", self.status.topology, address)
 
     def joined(self) -> None:
         """All members have met."""
-        self._move("joined", self.seat.topology)
+        self._move("joined", self.status.topology)
 
     def lost(self) -> None:
         """The group is given up, or the members did not meet."""
-        self._move("apart", self.seat.topology)
+        self._move("apart", self.status.topology)
 
     def _move(self, state: str, topology: int) -> None:
         members = self._members if state == "joined" else []
-        self.seat = Seat(state, topology, self.seat.address, members)  # type: ignore[arg-type]
+        self.status = GroupStatus(state, topology, self.status.address, members)  # type: ignore[arg-type]

@@ -9,13 +9,13 @@ from engine.shared.messages import (
     RestartEngines,
     ScaleEngines,
 )
-from server.fleet.seat import ClusterSeat
+from server.fleet.node_scaling import NodeScaling
 
 OWN = ControlStatus(2, {"0": "ready", "1": "ready"}, busy=False)
 
 
-def seat() -> ClusterSeat:
-    return ClusterSeat("head", 7, capacity=4, interval=1.0)
+def scaling() -> NodeScaling:
+    return NodeScaling("head", 7, capacity=4, interval=1.0)
 
 
 def node(name: str, target: int) -> NodeEngines:
@@ -23,7 +23,7 @@ def node(name: str, target: int) -> NodeEngines:
 
 
 def test_reports_go_out_when_they_are_due_and_when_something_changes() -> None:
-    me = seat()
+    me = scaling()
     assert me.tick(OWN, 0.0) is not None
     assert me.tick(OWN, 0.5) is None
     changed = ControlStatus(2, {"0": "ready", "1": "starting"}, busy=False)
@@ -33,7 +33,7 @@ def test_reports_go_out_when_they_are_due_and_when_something_changes() -> None:
 
 
 def test_a_wish_is_repeated_until_all_nodes_have_taken_it() -> None:
-    me = seat()
+    me = scaling()
     status = me.handle(ScaleEngines(5), OWN)
     assert (status.data_parallel_size, status.busy) == (5, True)
     first = me.tick(OWN, 0.0)
@@ -56,7 +56,7 @@ def test_a_wish_is_repeated_until_all_nodes_have_taken_it() -> None:
 
 
 def test_an_assignment_is_taken_once() -> None:
-    me = seat()
+    me = scaling()
     order = NodeOrder([node("head", 2)], 0, True, Assignment(3, 4))
     assert me.receive(order) == Assignment(3, 4)
     assert me.receive(order) is None
@@ -67,7 +67,7 @@ def test_an_assignment_is_taken_once() -> None:
 
 
 def test_the_status_shows_every_node_and_what_went_wrong_there() -> None:
-    me = seat()
+    me = scaling()
     broken = NodeEngines("other", 1, 8, {"0": "loading"}, busy=True, error="no memory")
     me.receive(NodeOrder([broken, node("head", 1), node("other", 1)], you=1, busy=True))
     status = me.handle(ControlQuery(), OWN)
@@ -81,7 +81,7 @@ def test_the_status_shows_every_node_and_what_went_wrong_there() -> None:
 
 
 def test_sizes_that_no_cluster_can_have_are_refused_at_once() -> None:
-    me = seat()
+    me = scaling()
     for size in (0, 1025):
         assert f"not {size}" in str(me.handle(ScaleEngines(size), OWN).error)
     report = me.tick(OWN, 0.0)
@@ -90,7 +90,7 @@ def test_sizes_that_no_cluster_can_have_are_refused_at_once() -> None:
 
 
 def test_a_refused_node_says_so_instead_of_waiting_for_ever() -> None:
-    me = seat()
+    me = scaling()
     me.handle(RestartEngines(), OWN)
     me.refused("protocol is 1 there")
     status = me.handle(ControlQuery(), OWN)

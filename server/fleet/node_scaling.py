@@ -25,7 +25,7 @@ from engine.shared.version import PROTOCOL_VERSION, swell_version
 from server.router.load_table import MAX_ENGINES
 
 
-class ClusterSeat:
+class NodeScaling:
     """One node among others: what it reports, what it is assigned, what operators ask it for."""
 
     def __init__(self, name: str, incarnation: int, capacity: int, interval: float) -> None:
