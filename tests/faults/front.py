@@ -145,7 +145,7 @@ class Front(Process):
         """An engine's hello, the first message on each of its connections."""
         if line.up and not line.closed:
             self._links[identity] = line
-            self.dispatcher.hello(identity, hello, self.clock.now)
+            self.dispatcher.route_hello(identity, hello, self.clock.now)
 
     def output_arrived(self, message: StepOutputs | EngineDead) -> None:
         """Tokens, or last words."""
