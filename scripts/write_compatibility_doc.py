@@ -4,14 +4,14 @@ from pathlib import Path
 
 import msgspec
 
-from server.schemas.compatibility import TABLE, Rows
+from server.api.compatibility import TABLE, Rows
 
 TARGET = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
 HEADER = """# Compatibility
 
-Written by `make docs` from `server/schemas/compatibility.py`, which a test holds against the
-running application (`tests/server/test_compatibility.py`). Fields are those of OpenAI's
+Written by `make docs` from `server/api/compatibility.py`, which a test holds against the
+running application (`tests/server/api/test_compatibility.py`). Fields are those of OpenAI's
 reference and of vLLM's servers.
 
 - **same**: as there.

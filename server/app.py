@@ -16,12 +16,27 @@ from server.access.admission import Admission
 from server.access.admission_table import AdmissionTable
 from server.access.guards import admin_keys, api_keys, install
 from server.access.tenants import Tenancy
-from server.config import FrontEndConfig
-from server.fleet.control import SupervisorControl
-from server.http.call import Call, foreseen, raw_endpoint
-from server.http.doorstep import Doorstep
-from server.http.errors import ApiError
-from server.http.openapi import (
+from server.api.admin.endpoint import AdminRoutes, call_utility
+from server.api.admin.scaling import ScalingRoutes
+from server.api.admin.schema import (
+    EngineList,
+    ScaleRequest,
+    ScaleStatus,
+    UtilityAnswers,
+    UtilityRequest,
+)
+from server.api.chat.render import create_chat_completion
+from server.api.chat.schema import (
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from server.api.completions.render import create_completion
+from server.api.completions.schema import CompletionRequest, CompletionResponse
+from server.api.context import Context, make_context
+from server.api.invocations import AnyRequest, invoke
+from server.api.meta.endpoint import MetaRoutes
+from server.api.openapi import (
     REQUEST_HEADERS,
     Responses,
     any_of,
@@ -31,39 +46,28 @@ from server.http.openapi import (
     stream_responses,
     text_responses,
 )
-from server.observe.access_log import AccessLog
-from server.observe.metrics import FrontEndMetrics
-from server.observe.tracing import RequestTracer
-from server.router.generation_client import GenerationClient, NoEngineAvailable
-from server.routes.admin import AdminRoutes, call_utility
-from server.routes.chat import create_chat_completion
-from server.routes.completions import create_completion
-from server.routes.context import Context, make_context
-from server.routes.invocations import AnyRequest, invoke
-from server.routes.meta import MetaRoutes
-from server.routes.responses import create_response
-from server.routes.scaling import ScalingRoutes
-from server.routes.status import status_routes
-from server.routes.tokenize import detokenize, tokenize
-from server.schemas import response_items
-from server.schemas.admin import (
-    EngineList,
-    ScaleRequest,
-    ScaleStatus,
-    UtilityAnswers,
-    UtilityRequest,
-)
-from server.schemas.chat import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
-from server.schemas.common import HealthResponse, Model, ModelList, VersionResponse
-from server.schemas.completions import CompletionRequest, CompletionResponse
-from server.schemas.response_events import ResponseEvent
-from server.schemas.responses import ResponsesRequest
-from server.schemas.tokenize import (
+from server.api.responses import items
+from server.api.responses.events import ResponseEvent
+from server.api.responses.render import create_response
+from server.api.responses.schema import ResponsesRequest
+from server.api.shared.fields import HealthResponse, Model, ModelList, VersionResponse
+from server.api.status.endpoint import status_routes
+from server.api.tokenize.endpoint import detokenize, tokenize
+from server.api.tokenize.schema import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
+from server.config import FrontEndConfig
+from server.fleet.control import SupervisorControl
+from server.http.call import Call, foreseen, raw_endpoint
+from server.http.doorstep import Doorstep
+from server.http.errors import ApiError
+from server.observe.access_log import AccessLog
+from server.observe.metrics import FrontEndMetrics
+from server.observe.tracing import RequestTracer
+from server.router.generation_client import GenerationClient, NoEngineAvailable
 from server.text.tokenizer import ServedTokenizer
 
 _POST_ERRORS = (400, 401, 404, 413, 415, 500)
@@ -107,9 +111,7 @@ def build_app(
     )
     completion = stream_responses(CompletionResponse, CompletionResponse, *_POST_ERRORS, 429, 503)
     chat = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *_POST_ERRORS, 429, 503)
-    response = event_responses(
-        response_items.Response, get_args(ResponseEvent), *_POST_ERRORS, 429, 503
-    )
+    response = event_responses(items.Response, get_args(ResponseEvent), *_POST_ERRORS, 429, 503)
     app.router.routes += [
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),

@@ -7,8 +7,8 @@ lengths of its prompts are known. What a request leaves open is cut to what fits
 import msgspec
 
 from server.access.limits import MAX_ANSWER_TOKENS, MAX_NAMED_TOKENS, MAX_SCORES, MAX_SEQUENCES
+from server.api.shared.fields import SamplingFields
 from server.http.errors import invalid
-from server.schemas.common import SamplingFields
 
 
 class AnswerSize(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from server.http.errors import invalid
-from server.schemas.chat import ChatCompletionRequest
-from server.schemas.compatibility import (
+from server.api.chat.schema import ChatCompletionRequest
+from server.api.compatibility import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -16,9 +15,10 @@ from server.schemas.compatibility import (
     Row,
     Rows,
 )
-from server.schemas.completions import CompletionRequest
-from server.schemas.responses import ResponsesRequest
-from server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from server.api.completions.schema import CompletionRequest
+from server.api.responses.schema import ResponsesRequest
+from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
+from server.http.errors import invalid
 
 REQUESTS: dict[type[BaseModel], Rows] = {
     ChatCompletionRequest: CHAT,

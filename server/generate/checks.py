@@ -12,12 +12,12 @@ from server.access.budget import (
     room_for_output,
     scores_of,
 )
+from server.api.chat.schema import ChatCompletionRequest
+from server.api.completions.schema import CompletionRequest
+from server.api.shared.fields import SamplingFields
+from server.api.shared.tools import NamedTool
 from server.generate.structured_outputs import GrammarCheck
 from server.http.errors import invalid
-from server.schemas.chat import ChatCompletionRequest
-from server.schemas.common import SamplingFields
-from server.schemas.completions import CompletionRequest
-from server.schemas.tools import NamedTool
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from engine.shared.messages import SamplingParams
 from server.access.budget import check_named_tokens
+from server.api.shared.fields import SamplingFields
 from server.http.errors import ApiError, invalid
-from server.schemas.common import SamplingFields
 from server.text.tokenizer import ServedTokenizer
 
 T = TypeVar("T")

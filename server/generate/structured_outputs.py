@@ -24,10 +24,10 @@ from engine.shared.messages import (
     LarkGrammar,
     RegexGrammar,
 )
+from server.api.shared.fields import SamplingFields
+from server.api.shared.structured import ResponseFormat, StructuredOutputs
 from server.http.errors import invalid, too_complex
 from server.http.json_price import TooCostly, price
-from server.schemas.common import SamplingFields
-from server.schemas.structured import ResponseFormat, StructuredOutputs
 
 CHECK_THREADS = 2
 MAX_COPIES_SIZE = 16 * 2**20

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.access.admission import Overloaded
+from server.api.shared.fields import ErrorDetail, ErrorResponse
 from server.generate.fold import RequestRefused
 from server.http.json_price import TooCostly
 from server.router.generation_client import (
@@ -19,7 +20,6 @@ from server.router.generation_client import (
     NoSuchEngine,
     ReaderTooSlow,
 )
-from server.schemas.common import ErrorDetail, ErrorResponse
 
 RETRY_AFTER_SECONDS = 1
 

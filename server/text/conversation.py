@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.access.limits import MAX_ECHO
+from server.api.chat.schema import ChatMessage, RefusalPart
+from server.api.shared.fields import JsonObject
 from server.http.errors import invalid, too_complex
 from server.http.json_price import Price, TooCostly, price
-from server.schemas.chat import ChatMessage, RefusalPart
-from server.schemas.common import JsonObject
 from server.text.chat_template import RESERVED_ARGUMENTS, TemplateFailed
 from server.text.tokenizer import ServedTokenizer
 

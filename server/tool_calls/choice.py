@@ -8,8 +8,14 @@ import msgspec
 
 from engine.shared.messages import GrammarSpec, JsonSchemaGrammar
 from server.answer.formats import AnswerFormats
+from server.api.shared.tools import (
+    AllowedToolsChoice,
+    FunctionDefinition,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 from server.http.errors import ApiError, invalid
-from server.schemas.tools import AllowedToolsChoice, FunctionDefinition, NamedTool, Tool, ToolChoice
 from server.tool_calls.formats import JSON_LIST, CallFormat
 from server.tool_calls.grammar import CallsGrammar, arguments_schema
 

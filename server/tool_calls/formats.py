@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from server.answer.parts import AnswerParser
-from server.schemas.tools import FunctionDefinition
+from server.api.shared.tools import FunctionDefinition
 from server.tool_calls.call_list import CallListParser
 from server.tool_calls.hermes import HermesParser
 from server.tool_calls.llama3_json import Llama3JsonParser

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.shared.messages import GrammarSpec, JsonObjectGrammar, JsonSchemaGrammar, LarkGrammar
-from server.schemas.tools import FunctionDefinition
+from server.api.shared.tools import FunctionDefinition
 from server.tool_calls.formats import CallFormat
 
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}

@@ -8,7 +8,7 @@
 from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
-from server.schemas.tools import FunctionDefinition
+from server.api.shared.tools import FunctionDefinition
 from server.text.markers import certain_length
 from server.tool_calls.call_object import CallObject
 

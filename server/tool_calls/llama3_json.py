@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 
 from server.answer.parts import Part
-from server.schemas.tools import FunctionDefinition
+from server.api.shared.tools import FunctionDefinition
 from server.tool_calls.call_list import CallListParser
 
 PYTHON_TAG = "<|python_tag|>"

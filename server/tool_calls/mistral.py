@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
-from server.schemas.tools import FunctionDefinition
+from server.api.shared.tools import FunctionDefinition
 from server.text.markers import certain_length
 from server.tool_calls.call_list import CallListParser
 from server.tool_calls.json_value import JsonValue

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
-from server.schemas.tools import FunctionDefinition
+from server.api.shared.tools import FunctionDefinition
 from server.text.markers import certain_length, find_first
 
 START, END = "<tool_call>", "</tool_call>"

@@ -7,11 +7,11 @@ import pytest
 from pydantic import BaseModel
 
 from server.access.limits import MAX_CHOICES
-from server.schemas.admin import ScaleRequest, UtilityRequest
-from server.schemas.chat import ChatCompletionRequest
-from server.schemas.completions import CompletionRequest
-from server.schemas.responses import ResponsesRequest
-from server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from server.api.admin.schema import ScaleRequest, UtilityRequest
+from server.api.chat.schema import ChatCompletionRequest
+from server.api.completions.schema import CompletionRequest
+from server.api.responses.schema import ResponsesRequest
+from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 
 BODIES: list[type[BaseModel]] = [
     ChatCompletionRequest,

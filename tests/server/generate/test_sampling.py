@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.shared.config import ModelConfig
+from server.api.shared.fields import SamplingFields
 from server.app import build_app
 from server.config import FrontEndConfig
 from server.generate.sampling import bad_word_tokens
@@ -18,7 +19,6 @@ from server.generate.sampling_defaults import (
     read_sampling_defaults,
 )
 from server.observe.metrics import FrontEndMetrics
-from server.schemas.common import SamplingFields
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
 

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from server.access.admission_table import AdmissionTable, create_admission_table
+from server.api.completions.schema import CompletionRequest
 from server.config import FrontEndConfig, GuardConfig
 from server.http.body_budget import FREE_BYTES, BodyBudget, NoRoomForBody
 from server.http.call import BodyLimits, Call
 from server.http.errors import ApiError
-from server.schemas.completions import CompletionRequest
 
 PIECE = 2**18
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from server.access.limits import MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_MESSAGES, MAX_PARTS
-from server.schemas.admin import ScaleRequest, UtilityRequest
-from server.schemas.base import RequestBody
-from server.schemas.chat import ChatCompletionRequest
-from server.schemas.completions import CompletionRequest
-from server.schemas.responses import ResponsesRequest
-from server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from server.api.admin.schema import ScaleRequest, UtilityRequest
+from server.api.chat.schema import ChatCompletionRequest
+from server.api.completions.schema import CompletionRequest
+from server.api.responses.schema import ResponsesRequest
+from server.api.shared.body import RequestBody
+from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 
 MODELS = (
     CompletionRequest, ChatCompletionRequest, ResponsesRequest, TokenizeRequest,

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer
 from engine.shared.messages import JsonObjectGrammar, JsonSchemaGrammar, LarkGrammar, RegexGrammar
 from server.answer.parts import Call, Message, whole_message
 from server.answer.reader import AnswerReader
-from server.schemas.tools import FunctionDefinition
+from server.api.shared.tools import FunctionDefinition
 from server.text.tokenizer import ServedTokenizer
 from server.tool_calls.formats import CALL_FORMATS, JSON_LIST, CallFormat
 from server.tool_calls.grammar import CallsGrammar

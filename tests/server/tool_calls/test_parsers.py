@@ -10,7 +10,7 @@ from server.answer.config import AnswerConfig
 from server.answer.parts import Call, Message, Part, whole_message
 from server.answer.reader import AnswerReader
 from server.answer.reasoning import REASONING_FORMATS, THINK, ReasoningReader
-from server.schemas.tools import FunctionDefinition
+from server.api.shared.tools import FunctionDefinition
 from server.tool_calls.formats import CALL_FORMATS, JSON_LIST, CallFormat, detect
 
 FUNCTIONS = [

@@ -1,0 +1,1 @@
+"""The endpoints: a folder each, over what all of them share."""

@@ -1,0 +1,106 @@
+"""GET and POST /admin/*."""
+
+import sys
+from typing import Annotated
+
+import msgspec
+from pydantic import Field
+
+from engine.shared.messages import UtilityValue
+from server.access.limits import INT64_MAX, INT64_MIN, MAX_TOKENS
+from server.api.shared.fields import RequestBody
+
+
+class EngineStatus(msgspec.Struct):
+    """One engine as this front end knows it."""
+
+    rank: int
+    incarnation: int
+    ready: bool
+    host: str
+    restarts: int
+    running: int
+    waiting: int
+    kv_usage: float
+    """Share of KV blocks in use, 0 to 1."""
+    queued_prefill_tokens: int
+    stats_age: float | None
+    """Seconds since the newest stats came; null before the first."""
+    num_kv_blocks: int | None = None
+    max_num_seqs: int | None = None
+    halted: bool = False
+    """Paused or asleep by an operator's order: nothing new is routed to it."""
+
+
+class EngineList(msgspec.Struct):
+    """All engines, by rank, and the state that they share."""
+
+    engines: list[EngineStatus]
+    wave: int
+    running: bool
+    num_front_ends: int
+
+
+_Integer = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+_Number = Annotated[float, Field(ge=-sys.float_info.max, le=sys.float_info.max)]
+
+
+class UtilityRequest(RequestBody):
+    """A utility of the engines, by name."""
+
+    name: str = Field(min_length=1, max_length=100)
+    arguments: dict[str, str | _Integer | _Number | bool | None] = Field(default_factory=dict)
+    rank: int | None = Field(
+        None, ge=0, le=MAX_TOKENS, description="The engine to ask; default: all."
+    )
+
+
+class UtilityAnswer(msgspec.Struct):
+    """What one engine answered."""
+
+    rank: int
+    result: UtilityValue | dict[str, UtilityValue]
+    error: str | None
+
+
+class UtilityAnswers(msgspec.Struct):
+    """What the engines answered, by rank."""
+
+    answers: list[UtilityAnswer]
+
+
+class ScaleRequest(RequestBody):
+    """How many engines there shall be: on the node, or on all nodes that can join each other."""
+
+    data_parallel_size: int = Field(ge=1, le=1024)
+
+
+class NodeScale(msgspec.Struct):
+    """The engines of one node."""
+
+    data_parallel_size: int
+    """How many there shall be."""
+    capacity: int
+    """How many there can be."""
+    engines: dict[str, str]
+    """Phase of each by its number on the node."""
+    busy: bool
+    error: str | None
+
+
+class ScaleStatus(msgspec.Struct):
+    """The engines as the node's supervisor sees them."""
+
+    data_parallel_size: int
+    """How many engines there shall be."""
+    engines: dict[str, str]
+    """Phase of each engine: "ready", "retiring", or what it does while it starts.
+
+    By rank, or, where other nodes can join, as NODE/NUMBER of all nodes.
+    """
+    busy: bool
+    """Whether engines are being added, retired or replaced."""
+    error: str | None
+    """Why the last change was not carried out."""
+    nodes: dict[str, NodeScale] = {}
+    """Each node by name; empty where no other can join."""

@@ -1,0 +1,205 @@
+"""POST /v1/chat/completions: request, response and chunk."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import Discriminator, Field, Tag
+
+from server.access.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOKENS, MAX_TOOL_CALLS, MAX_TOOLS
+from server.api.shared.body import Name, part_type
+from server.api.shared.fields import (
+    JsonObject,
+    OptionalTokenIds,
+    PromptLogprobs,
+    ReasoningEffort,
+    RequestBody,
+    SamplingFields,
+    StopReasonField,
+    Usage,
+)
+from server.api.shared.tools import (
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallTurn,
+    ToolChoice,
+)
+
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class TextPart(RequestBody):
+    """A piece of a message's content; only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(RequestBody):
+    """A piece of an assistant's message that said no."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+MessagePart = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
+    Discriminator(part_type),
+]
+
+
+class ChatMessage(RequestBody):
+    """One turn. What a template may read beyond role and content is passed to it as it is."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[MessagePart], Field(max_length=MAX_PARTS)] | None = None
+    refusal: str | None = Field(None, description="What an assistant said instead of content.")
+    name: Name | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="Another name for reasoning_content.")
+    tool_calls: Annotated[list[ToolCallTurn], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: Name | None = None
+    function_call: JsonObject | None = Field(None, description="Refused; use tool_calls.")
+
+
+class ChatCompletionRequest(SamplingFields):
+    """Write the next turn of a conversation."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Default: all that fits. max_completion_tokens wins.",
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="Needs logprobs; -1: all tokens."
+    )
+    echo: bool | None = Field(
+        False, description="Begin the answer with the last message, if an assistant said it."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Default: true unless continue_final_message."
+    )
+    continue_final_message: bool | None = Field(
+        False, description="Go on with the last message instead of beginning a new one."
+    )
+    add_special_tokens: bool | None = Field(
+        False, description="Templates write special tokens themselves."
+    )
+    chat_template_kwargs: JsonObject | None = None
+    documents: Annotated[list[JsonObject], Field(max_length=MAX_PARTS)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(
+        None, description="Default: auto if there are tools, else none."
+    )
+    parallel_tool_calls: bool | None = Field(
+        True, description="Whether an answer may hold more than one call."
+    )
+    include_reasoning: bool | None = Field(
+        True, description="Whether the answer shows the reasoning; it is generated in any case."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="Passed to the chat template under this name."
+    )
+    functions: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Refused; use tools."
+    )
+    function_call: str | JsonObject | None = Field(None, description="Refused; use tool_choice.")
+
+
+class TopLogprob(msgspec.Struct):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    """One token of the answer with its alternatives, best first."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities of the answer's tokens."""
+
+    content: list[ChatLogprob]
+    refusal: list[ChatLogprob] | None = None
+
+
+class AssistantMessage(msgspec.Struct):
+    """The whole answer."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same: clients know it by either name."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+    stop_reason: StopReasonField = None
+    token_ids: OptionalTokenIds = UNSET
+
+
+class ChatCompletionResponse(msgspec.Struct):
+    """All answers."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: OptionalTokenIds = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct):
+    """What is new of an answer; the role comes once, first."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """One answer's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+    stop_reason: StopReasonField = None
+    token_ids: OptionalTokenIds = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    """One event of a stream; the one with usage has no choices."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    prompt_token_ids: OptionalTokenIds = UNSET
+    """With return_token_ids, in the first chunk of each choice."""

@@ -1,0 +1,87 @@
+"""POST /v1/completions: request, response and chunk."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UnsetType
+from pydantic import Field
+
+from server.access.limits import MAX_CHOICES, MAX_PROMPTS, MAX_TOKENS
+from server.api.shared.fields import (
+    UNSET,
+    FinishReasonField,
+    OptionalTokenIds,
+    PromptLogprobs,
+    SamplingFields,
+    StopReasonField,
+    TokenIds,
+    Usage,
+)
+
+Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[TokenIds, Field(min_length=1)]
+    | Annotated[
+        list[Annotated[TokenIds, Field(min_length=1)]],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+    ]
+)
+
+
+class CompletionRequest(SamplingFields):
+    """Continue one prompt or several."""
+
+    prompt: Annotated[Prompts, Field(union_mode="left_to_right")] = Field(
+        description="A string, a list of strings, token ids, or a list of token-id lists."
+    )
+    suffix: str | None = Field(None, description="Refused unless empty: no model here infills.")
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOKENS,
+        description="Default: 16, or what fits. 0 only with echo: the prompt is scored, nothing "
+        "is generated.",
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="Another name for max_tokens, which wins."
+    )
+    logprobs: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="-1: all tokens.")
+    echo: bool | None = False
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="Sequences per prompt, of which the n best count."
+    )
+    add_special_tokens: bool | None = True
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one element per token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct):
+    """One continuation, or in a stream what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonField | None
+    stop_reason: StopReasonField = None
+    prompt_token_ids: OptionalTokenIds = UNSET
+    token_ids: OptionalTokenIds = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CompletionResponse(msgspec.Struct):
+    """All continuations of all prompts, prompt by prompt."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None
+    object: Literal["text_completion"] = "text_completion"

@@ -1,0 +1,1 @@
+"""Models, health, version and metrics."""

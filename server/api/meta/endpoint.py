@@ -1,0 +1,75 @@
+"""Models, health, version and metrics."""
+
+from importlib.metadata import version
+
+import msgspec
+from fastapi import Response
+
+from server.api.context import Context
+from server.api.shared.fields import HealthResponse, Model, ModelList, VersionResponse
+from server.api.tokenize.endpoint import known_max_model_len
+from server.http.errors import ApiError, model_not_found, unavailable
+from server.observe.metrics import CONTENT_TYPE
+from server.observe.shared_work import SharedWork
+
+
+class MetaRoutes:
+    """Endpoints that tell about the server."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._scrape = SharedWork(lambda: context.metrics.scrape(context.client))
+
+    async def list_models(self) -> Response:
+        """List the names by which the model may be called."""
+        return _json(ModelList([self._model(name) for name in self._context.names]))
+
+    async def retrieve_model(self, model_id: str) -> Response:
+        """Show one served name."""
+        if model_id not in self._context.names:
+            raise model_not_found(model_id)
+        return _json(self._model(model_id))
+
+    async def health(self) -> Response:
+        """Say that this process lives."""
+        return _json(HealthResponse("ok"))
+
+    async def ping(self) -> Response:
+        """Say whether at least one engine can serve, where hosts of models ask."""
+        return await self.ready()
+
+    async def ready(self) -> Response:
+        """Say whether at least one engine can serve."""
+        if not self._context.client.ready:
+            raise unavailable("No engine is ready to serve.")
+        return _json(HealthResponse("ready"))
+
+    async def version(self) -> Response:
+        """Tell the version of Swell."""
+        return _json(VersionResponse(version("swell")))
+
+    async def metrics(self) -> Response:
+        """Show the node's metrics in Prometheus text format."""
+        return Response(await self._scrape.result(), media_type=CONTENT_TYPE)
+
+    async def engine_metrics(self, rank: int) -> Response:
+        """Show the metrics of one engine alone."""
+        context = self._context
+        text = context.metrics.render_engine(context.client, rank)
+        if text is None:
+            raise ApiError(404, f"There is no engine {rank}.", param="rank", code="not_found")
+        return Response(text, media_type=CONTENT_TYPE)
+
+    def _model(self, name: str) -> Model:
+        context = self._context
+        return Model(
+            id=name,
+            created=context.created,
+            owned_by="swell",
+            root=context.names[0],
+            max_model_len=known_max_model_len(context),
+        )
+
+
+def _json(payload: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(payload), media_type="application/json")

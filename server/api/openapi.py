@@ -1,0 +1,162 @@
+"""The OpenAPI document: request schemas from pydantic, responses from msgspec Structs."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from server.api.admin import schema as admin
+from server.api.chat import schema as chat
+from server.api.completions import schema as completions
+from server.api.responses import items
+from server.api.responses.events import ResponseEvent
+from server.api.shared import fields
+from server.api.status.schema import StatusResponse
+from server.api.tokenize import schema as tokenize
+from server.observe.metrics import CONTENT_TYPE
+
+_REF = "#/components/schemas/{name}"
+_RESPONSES = (
+    completions.CompletionResponse,
+    chat.ChatCompletionResponse,
+    chat.ChatCompletionChunk,
+    items.Response,
+    *get_args(ResponseEvent),
+    tokenize.TokenizeResponse,
+    tokenize.DetokenizeResponse,
+    fields.Model,
+    fields.ModelList,
+    fields.HealthResponse,
+    fields.VersionResponse,
+    StatusResponse,
+    fields.ErrorResponse,
+    admin.EngineList,
+    admin.ScaleStatus,
+    admin.UtilityAnswers,
+)
+
+_ERRORS = {
+    401: "The API key is missing or wrong.",
+    403: "The admin key is missing or wrong.",
+    400: "The request is wrong; `param` names the field.",
+    404: "There is no such model, engine or path.",
+    405: "The path does not take this method.",
+    413: "The body is too large.",
+    415: "The body is not declared as JSON.",
+    429: "The queue is full; try again after the time in Retry-After.",
+    500: "The server failed.",
+    503: "No engine can serve now; try again after the time in Retry-After.",
+}
+
+Responses = dict[int | str, dict[str, Any]]
+
+REQUEST_HEADERS = {
+    "parameters": [
+        {
+            "name": "X-Request-Id",
+            "in": "header",
+            "required": False,
+            "description": "The client's name for the request; comes back in the answer.",
+            "schema": {"type": "string"},
+        },
+        {
+            "name": "X-data-parallel-rank",
+            "in": "header",
+            "required": False,
+            "description": "Run on this engine and no other.",
+            "schema": {"type": "integer", "minimum": 0, "maximum": 999999},
+        },
+    ]
+}
+
+
+def _reference(struct: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REF.format(name=struct.__name__)}
+
+
+def json_responses(success: type[msgspec.Struct], *errors: int) -> Responses:
+    """Return the documentation of an endpoint that answers with a Struct or these errors."""
+    return {
+        200: {
+            "description": (success.__doc__ or "").strip(),
+            "content": {"application/json": {"schema": _reference(success)}},
+        }
+    } | _errors(*errors)
+
+
+def stream_responses(
+    success: type[msgspec.Struct], chunk: type[msgspec.Struct], *errors: int
+) -> Responses:
+    """The same for an endpoint that can also answer with a stream of chunks."""
+    responses = json_responses(success, *errors)
+    responses[200]["content"]["text/event-stream"] = {
+        "schema": {
+            "type": "string",
+            "description": "Events `data: CHUNK`, the last one `data: [DONE]`. An error after the "
+            "first chunk comes as an event with an error body.",
+        },
+        "x-chunk": _reference(chunk),
+    }
+    return responses
+
+
+def event_responses(
+    success: type[msgspec.Struct], kinds: Sequence[type[msgspec.Struct]], *errors: int
+) -> Responses:
+    """The same for an endpoint that can also answer with a stream of typed events."""
+    responses = json_responses(success, *errors)
+    responses[200]["content"]["text/event-stream"] = {
+        "schema": {
+            "type": "string",
+            "description": "Events `event: TYPE` and `data: EVENT`. An error after the first "
+            "comes as an event of type error.",
+        },
+        "x-events": [_reference(kind) for kind in kinds],
+    }
+    return responses
+
+
+def any_of(*answers: Responses) -> Responses:
+    """Return the documentation of an endpoint that answers as one of several others do."""
+    first, contents = answers[0], [answer[200]["content"] for answer in answers]
+    bodies = [content["application/json"]["schema"] for content in contents]
+    content = {**contents[0], "application/json": {"schema": {"anyOf": bodies}}}
+    return {**first, 200: {**first[200], "content": content}}
+
+
+def text_responses(*errors: int) -> Responses:
+    """Return the documentation of an endpoint that answers with Prometheus text."""
+    content = {CONTENT_TYPE: {"schema": {"type": "string"}}}
+    return {200: {"description": "Prometheus text format.", "content": content}} | _errors(*errors)
+
+
+def _errors(*statuses: int) -> Responses:
+    content = {"application/json": {"schema": _reference(fields.ErrorResponse)}}
+    responses: Responses = {
+        status: {"description": _ERRORS[status], "content": content} for status in statuses
+    }
+    for busy in {429, 503} & responses.keys():
+        responses[busy]["headers"] = {
+            "Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}
+        }
+    return responses
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """Return the document of an app whose routes were documented with the functions above."""
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        _, components = msgspec.json.schema_components(_RESPONSES, ref_template=_REF)
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas.update(components)
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,135 @@
+"""POST /v1/responses: the events of a stream; each is named by its `type`."""
+
+import msgspec
+
+from server.api.chat.schema import ChatLogprob
+from server.api.responses.items import OutputItem, OutputText, ReasoningTextPart, Response
+
+
+class _Event(msgspec.Struct, tag_field="type", kw_only=True):
+    """What all events have."""
+
+    sequence_number: int = 0
+    """Counts the events of one stream from 0."""
+
+
+class ResponseCreated(_Event, tag="response.created", kw_only=True):
+    """The first event."""
+
+    response: Response
+
+
+class ResponseInProgress(_Event, tag="response.in_progress", kw_only=True):
+    """The second event."""
+
+    response: Response
+
+
+class ResponseCompleted(_Event, tag="response.completed", kw_only=True):
+    """The last event of a response that came to its end."""
+
+    response: Response
+
+
+class ResponseIncomplete(_Event, tag="response.incomplete", kw_only=True):
+    """The last event of a response that was cut off."""
+
+    response: Response
+
+
+class ResponseFailed(_Event, tag="response.failed", kw_only=True):
+    """The last event of a response that was given up."""
+
+    response: Response
+
+
+class OutputItemAdded(_Event, tag="response.output_item.added", kw_only=True):
+    """An item begins."""
+
+    output_index: int
+    item: OutputItem
+
+
+class OutputItemDone(_Event, tag="response.output_item.done", kw_only=True):
+    """An item is complete."""
+
+    output_index: int
+    item: OutputItem
+
+
+class _ItemEvent(_Event, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class ContentPartAdded(_ItemEvent, tag="response.content_part.added", kw_only=True):
+    """A part of a message, or of reasoning, begins."""
+
+    content_index: int = 0
+    part: OutputText | ReasoningTextPart
+
+
+class ContentPartDone(_ItemEvent, tag="response.content_part.done", kw_only=True):
+    """A part of a message, or of reasoning, is complete."""
+
+    content_index: int = 0
+    part: OutputText | ReasoningTextPart
+
+
+class TextDelta(_ItemEvent, tag="response.output_text.delta", kw_only=True):
+    """More text of a message."""
+
+    content_index: int = 0
+    delta: str
+    logprobs: list[ChatLogprob] = []
+
+
+class TextDone(_ItemEvent, tag="response.output_text.done", kw_only=True):
+    """The whole text of a message."""
+
+    content_index: int = 0
+    text: str
+    logprobs: list[ChatLogprob] = []
+
+
+class ReasoningTextDelta(_ItemEvent, tag="response.reasoning_text.delta", kw_only=True):
+    """More text of the reasoning."""
+
+    content_index: int = 0
+    delta: str
+
+
+class ReasoningTextDone(_ItemEvent, tag="response.reasoning_text.done", kw_only=True):
+    """The whole text of the reasoning."""
+
+    content_index: int = 0
+    text: str
+
+
+class ArgumentsDelta(_ItemEvent, tag="response.function_call_arguments.delta", kw_only=True):
+    """More of a call's arguments."""
+
+    delta: str
+
+
+class ArgumentsDone(_ItemEvent, tag="response.function_call_arguments.done", kw_only=True):
+    """A call's whole arguments."""
+
+    name: str
+    arguments: str
+
+
+class ErrorEvent(_Event, tag="error", kw_only=True):
+    """What went wrong after the stream had begun; the last event."""
+
+    code: str | None
+    message: str
+    param: str | None
+
+
+ResponseEvent = (
+    ResponseCreated | ResponseInProgress | ResponseCompleted | ResponseIncomplete
+    | ResponseFailed | OutputItemAdded | OutputItemDone | ContentPartAdded | ContentPartDone
+    | TextDelta | TextDone | ReasoningTextDelta | ReasoningTextDone | ArgumentsDelta
+    | ArgumentsDone | ErrorEvent
+)  # fmt: skip

@@ -1,0 +1,122 @@
+"""POST /v1/responses: the response and the items of its output."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from server.api.chat.schema import ChatLogprob
+from server.api.shared.fields import JsonObject
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """Text of a message."""
+
+    text: str
+    annotations: list[JsonObject] = []
+    logprobs: list[ChatLogprob] = []
+
+
+class ReasoningTextPart(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """Text of the reasoning."""
+
+    text: str
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    """What the model says."""
+
+    id: str
+    status: ItemStatus
+    content: list[OutputText]
+    role: Literal["assistant"] = "assistant"
+
+
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """What the model thought before."""
+
+    id: str
+    status: ItemStatus
+    content: list[ReasoningTextPart]
+    summary: list[JsonObject] = []
+    encrypted_content: str | None = None
+
+
+class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A call that the client is asked to make; `call_id` is the name for its output."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
+
+
+class InputTokensDetails(msgspec.Struct):
+    """Where the input's tokens came from."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """What the output's tokens were for."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Token counts of one response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response ended early."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """The model's answer, with what was asked for."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    model: str
+    status: ResponseStatus = "in_progress"
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    text: JsonObject
+    tool_choice: Any
+    tools: list[JsonObject]
+    reasoning: JsonObject
+    user: str | None
+    background: bool = False
+    previous_response_id: None = None
+    store: bool = False
+    truncation: Literal["disabled"] = "disabled"

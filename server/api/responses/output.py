@@ -1,0 +1,120 @@
+"""From the parts of an answer to output items, and to the events that tell how they grow."""
+
+from collections.abc import Callable
+from typing import TypedDict
+
+import msgspec
+
+from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from server.api.chat.schema import ChatLogprob
+from server.api.responses import events
+from server.api.responses.events import ResponseEvent
+from server.api.responses.items import (
+    ItemStatus,
+    OutputFunctionCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningTextPart,
+)
+
+
+class _Place(TypedDict):
+    item_id: str
+    output_index: int
+
+
+class OutputBuilder:
+    """Builds the output of one response; a state machine without I/O.
+
+    One item is open at a time.
+    """
+
+    def __init__(self, suffix: str, new_call_id: Callable[[], str]) -> None:
+        """`suffix` makes the ids of items unique among all responses."""
+        self._suffix = suffix
+        self._new_call_id = new_call_id
+        self._open: OutputItem | None = None
+        self._text: list[str] = []
+        self._logprobs: list[ChatLogprob] = []
+        self.output: list[OutputItem] = []
+
+    def push(self, part: Part, logprobs: list[ChatLogprob] | None = None) -> list[ResponseEvent]:
+        """Add a part, with the log probabilities of its tokens; return what there is to tell."""
+        match part:
+            case ReasoningText(text):
+                return self._add_reasoning(text)
+            case ContentText(text):
+                return self._add_content(text, logprobs or [])
+            case CallBegin(_, name):
+                item = OutputFunctionCall(
+                    self._id("fc"), "in_progress", self._new_call_id(), name, arguments=""
+                )
+                return self._switch(item)
+            case CallArguments(_, text):
+                self._text.append(text)
+                return [events.ArgumentsDelta(**self._place(), delta=text)]
+
+    def finish(self, status: ItemStatus) -> list[ResponseEvent]:
+        """End the item that is open, if one is; return what there is to tell."""
+        item = self._open
+        if item is None:
+            return []
+        text, self._text = "".join(self._text), []
+        place = self._place()
+        told: list[ResponseEvent]
+        part: OutputText | ReasoningTextPart
+        match item:
+            case OutputMessage():
+                logprobs, self._logprobs = self._logprobs, []
+                part = OutputText(text, logprobs=logprobs)
+                item.content = [part]
+                told = [
+                    events.TextDone(**place, text=text, logprobs=logprobs),
+                    events.ContentPartDone(**place, part=part),
+                ]
+            case OutputReasoning():
+                part = ReasoningTextPart(text)
+                item.content = [part]
+                told = [
+                    events.ReasoningTextDone(**place, text=text),
+                    events.ContentPartDone(**place, part=part),
+                ]
+            case OutputFunctionCall():
+                item.arguments = text
+                told = [events.ArgumentsDone(**place, name=item.name, arguments=text)]
+        item.status = status
+        self._open = None
+        return [*told, events.OutputItemDone(output_index=place["output_index"], item=item)]
+
+    def _add_reasoning(self, text: str) -> list[ResponseEvent]:
+        told: list[ResponseEvent] = []
+        if not isinstance(self._open, OutputReasoning):
+            told = self._switch(OutputReasoning(self._id("rs"), "in_progress", []))
+            told.append(events.ContentPartAdded(**self._place(), part=ReasoningTextPart("")))
+        self._text.append(text)
+        return [*told, events.ReasoningTextDelta(**self._place(), delta=text)]
+
+    def _add_content(self, text: str, logprobs: list[ChatLogprob]) -> list[ResponseEvent]:
+        told: list[ResponseEvent] = []
+        if not isinstance(self._open, OutputMessage):
+            told = self._switch(OutputMessage(self._id("msg"), "in_progress", []))
+            told.append(events.ContentPartAdded(**self._place(), part=OutputText("")))
+        self._text.append(text)
+        self._logprobs += logprobs
+        return [*told, events.TextDelta(**self._place(), delta=text, logprobs=logprobs)]
+
+    def _switch(self, item: OutputItem) -> list[ResponseEvent]:
+        told = self.finish("completed")
+        self._open = item
+        self.output.append(item)
+        begun = msgspec.structs.replace(item)
+        return [*told, events.OutputItemAdded(output_index=len(self.output) - 1, item=begun)]
+
+    def _place(self) -> _Place:
+        assert self._open is not None
+        return {"item_id": self._open.id, "output_index": len(self.output) - 1}
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self._suffix}_{len(self.output)}"

@@ -1,0 +1,271 @@
+"""A request for a response as the chat completion that answers it."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pydantic
+
+from server.api.chat.schema import ChatCompletionRequest
+from server.api.responses.schema import (
+    PASSED_ON,
+    AllowedToolsChoice,
+    ChosenTool,
+    ContentPart,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    MessageContent,
+    MessageItem,
+    ReasoningItem,
+    RefusalContent,
+    ResponsesRequest,
+    ResponseTool,
+    TextFormat,
+)
+from server.http.errors import ApiError, invalid, invalid_body
+
+_SERVED_INCLUDES = {"message.output_text.logprobs"}
+_NOTHING_TO_ADD = {
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+}
+"""Values of `include` that are about things that no response here holds."""
+
+
+class Conversion(msgspec.Struct):
+    """The chat completion, and what leads from its fields back to those of the request."""
+
+    chat: ChatCompletionRequest
+    items: list[int]
+    """Index of the input item that each message begins with; -1 for the instructions."""
+
+    def blame(self, error: ApiError) -> ApiError:
+        """Return an error about the chat completion as one about the request."""
+        return _blamed(error, self.items)
+
+
+def as_chat(request: ResponsesRequest) -> Conversion:
+    """Return the chat completion that answers a request.
+
+    Raises:
+        ApiError: the request is wrong, or asks for what is not served.
+    """
+    _check(request)
+    turns = _Turns()
+    if request.instructions is not None:
+        turns.say("system", request.instructions, -1)
+    if isinstance(request.input, str):
+        turns.say("user", request.input, 0)
+    else:
+        for index, item in enumerate(request.input):
+            turns.add(item, index)
+    body: dict[str, Any] = {name: getattr(request, name) for name in PASSED_ON}
+    body |= {
+        "messages": turns.messages,
+        "max_completion_tokens": request.max_output_tokens,
+        "logprobs": wants_logprobs(request),
+        "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,
+        "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
+    }
+    if request.structured_outputs is not None:
+        # Only what was sent: an absent field is none of its constraints.
+        body["structured_outputs"] = request.structured_outputs.model_dump(
+            by_alias=True, exclude_unset=True
+        )
+    if request.tools:
+        body["tools"] = [_tool(tool, index) for index, tool in enumerate(request.tools)]
+    if request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
+        body["tool_choice"] = _tool_choice(request.tool_choice)
+    if request.text is not None and request.text.format is not None:
+        body["response_format"] = _response_format(request.text.format)
+    encoded = msgspec.json.encode(body)
+    try:
+        chat = ChatCompletionRequest.model_validate_json(encoded)
+    except pydantic.ValidationError as error:
+        raise _blamed(invalid_body(error, encoded), turns.items) from error
+    return Conversion(chat, turns.items)
+
+
+def wants_logprobs(request: ResponsesRequest) -> bool:
+    """Whether the response has to show log probabilities."""
+    return bool(request.top_logprobs) or bool(_SERVED_INCLUDES.intersection(request.include or ()))
+
+
+def _check(request: ResponsesRequest) -> None:
+    if request.store:
+        raise invalid("store: responses are not kept; leave it out or send false", "store")
+    for name in ("previous_response_id", "conversation"):
+        if getattr(request, name) is not None:
+            raise invalid(
+                f"{name}: nothing is kept between requests; send the whole conversation as input",
+                name,
+            )
+    if request.background:
+        raise invalid("background: a response is answered on its own connection only", "background")
+    if request.prompt is not None:
+        raise invalid("prompt: there are no stored prompts; send instructions and input", "prompt")
+    if request.truncation == "auto":
+        raise invalid("truncation: 'auto' is not served; shorten the input", "truncation")
+    for index, value in enumerate(request.include or ()):
+        if value not in _SERVED_INCLUDES | _NOTHING_TO_ADD:
+            raise invalid(f"include[{index}]: {value!r} is not known", f"include[{index}]")
+
+
+class _Turns:
+    """Collects items into messages: what the assistant did in a row is one turn."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.items: list[int] = []
+
+    def say(self, role: str, content: str, index: int) -> None:
+        """Add a message; system messages at the beginning are one."""
+        opening = len(self.messages) == 1 and self.messages[0]["role"] == "system"
+        if role in ("system", "developer") and opening:
+            self.messages[0]["content"] += "\n\n" + content
+            return
+        self.messages.append({"role": role, "content": content})
+        self.items.append(index)
+
+    def add(
+        self,
+        item: MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
+        index: int,
+    ) -> None:
+        """Add an input item."""
+        match item:
+            case MessageItem(role="assistant"):
+                turn = self._assistant(index, closed_by=("content", "tool_calls"))
+                turn["content"] = _text(item.content)
+            case MessageItem():
+                _refuse_refusals(item.content, index)
+                self.say(item.role, _text(item.content), index)
+            case ReasoningItem():
+                turn = self._assistant(index, closed_by=("content", "tool_calls"))
+                thoughts = [part.text for part in item.content or ()]
+                if thoughts:
+                    turn["reasoning_content"] = "\n".join(thoughts)
+            case FunctionCallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                self._assistant(index).setdefault("tool_calls", []).append(call)
+            case FunctionCallOutputItem():
+                self.say("tool", _text(item.output), index)
+                self.messages[-1]["tool_call_id"] = item.call_id
+
+    def _assistant(self, index: int, closed_by: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return the assistant's turn that an item belongs to."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or any(key in last for key in closed_by):
+            self.messages.append({"role": "assistant"})
+            self.items.append(index)
+        return self.messages[-1]
+
+
+def _text(content: str | Sequence[ContentPart | RefusalContent]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        [part.refusal if isinstance(part, RefusalContent) else part.text for part in content]
+    )
+
+
+def _refuse_refusals(content: str | list[MessageContent], index: int) -> None:
+    for place, part in enumerate([] if isinstance(content, str) else content):
+        if isinstance(part, RefusalContent):
+            field = f"input[{index}].content[{place}]"
+            raise invalid(f"{field}: only assistants refuse", field)
+
+
+def _tool(tool: ResponseTool, index: int) -> dict[str, Any]:
+    if tool.type != "function":
+        field = f"tools[{index}].type"
+        raise invalid(
+            f"{field}: {tool.type!r} is no function; tools that a server runs are not served", field
+        )
+    return {"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"type"})}
+
+
+def _tool_choice(choice: str | ChosenTool | AllowedToolsChoice) -> Any:
+    def named(tool: ChosenTool) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": tool.name}}
+
+    match choice:
+        case ChosenTool():
+            return named(choice)
+        case AllowedToolsChoice():
+            allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case _:
+            return choice
+
+
+def _response_format(format: TextFormat) -> dict[str, Any]:
+    if format.type != "json_schema":
+        return {"type": format.type}
+    fields = {
+        "name": format.name,
+        "description": format.description,
+        "schema": format.schema_,
+        "strict": format.strict,
+    }
+    return {
+        "type": "json_schema",
+        "json_schema": {name: value for name, value in fields.items() if value is not None},
+    }
+
+
+_RENAMED = (
+    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"^response_format\.json_schema\b"), "text.format"),
+    (re.compile(r"^response_format\b"), "text.format"),
+    (re.compile(r"^max_(completion_)?tokens\b"), "max_output_tokens"),
+    (re.compile(r"^chat_template_kwargs\.reasoning_effort\b"), "reasoning.effort"),
+    (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
+)
+
+
+def _blamed(error: ApiError, items: list[int]) -> ApiError:
+    """Return the error with the field's name in the request, in its text too."""
+    if error.param is None:
+        return error
+    param = _renamed(error.param, items)
+    message = error.message
+    if message.startswith(error.param):
+        message = param + message[len(error.param) :]
+    return ApiError(
+        error.status,
+        message,
+        param=param,
+        code=error.code,
+        kind=error.kind,
+        headers=error.headers,
+    )
+
+
+def _renamed(param: str, items: list[int]) -> str:
+    message = re.match(r"messages(?:\[(\d+)\])?", param)
+    if message is not None:
+        return _input_field(param, items, message)
+    for pattern, name in _RENAMED:
+        if pattern.match(param):
+            return pattern.sub(name, param)
+    return param
+
+
+def _input_field(param: str, items: list[int], message: "re.Match[str]") -> str:
+    if message[1] is None or int(message[1]) >= len(items):
+        return "input"
+    index = items[int(message[1])]
+    rest = param[message.end() :]
+    call = re.match(r"\.tool_calls\[(\d+)\]\.function", rest)
+    if call is not None:
+        # Calls are items of their own, which follow the one that the turn began with.
+        return f"input[{index}]{rest[call.end() :]}" if call[1] == "0" else "input"
+    return "instructions" if index < 0 else f"input[{index}]{rest}"

@@ -1,0 +1,1 @@
+"""What the requests and answers of several endpoints have in common."""

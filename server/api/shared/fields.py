@@ -1,0 +1,250 @@
+"""What requests and responses of several endpoints have in common.
+
+Requests are pydantic models, validated once from the raw body; responses are msgspec Structs,
+encoded straight to JSON. Fields that a model does not know are ignored, as OpenAI clients expect
+of a server that is older than they are.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import Field
+
+from server.access.limits import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT,
+    MAX_CHOICES,
+    MAX_NAMED_TOKENS,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS,
+    MIN_REPETITION_PENALTY,
+)
+from server.api.shared.body import JsonObject, RequestBody
+from server.api.shared.structured import ResponseFormat, StructuredOutputs
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+NamedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_NAMED_TOKENS)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+StopStrings = (
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+)
+BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_LENGTH)]
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_NAMED_TOKENS)
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
+
+
+class StreamOptions(RequestBody):
+    """What a stream carries besides the tokens."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = Field(
+        False, description="With include_usage: each chunk tells the tokens of its choice so far."
+    )
+
+
+class SamplingFields(RequestBody):
+    """Fields shared by completions and chat completions; null always means the default."""
+
+    model: str | None = Field(None, description="One of the served names; default: the first.")
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 is greedy. Default: the model's, else 1."
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Default: the model's, else 1, which keeps all tokens."
+    )
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: StopStrings | None = Field(
+        None,
+        description=f"One string or up to {MAX_STOP_STRINGS}, of {MAX_STOP_LENGTH} characters.",
+    )
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: LogitBias | None = Field(
+        None, description="Token id, as a string, to what is added to its logit."
+    )
+    seed: int | None = Field(
+        None,
+        ge=INT64_MIN,
+        le=INT64_MAX,
+        description="Makes draws repeatable; choice i uses seed + i. Default: random.",
+    )
+    user: str | None = Field(
+        None, description="Where the operator says so, requests are limited and queued by it."
+    )
+    top_k: int | None = Field(
+        None, ge=-1, lt=2**31, description="0 and -1 mean all tokens. Default: the model's, else 0."
+    )
+    min_p: float | None = Field(None, ge=0, le=1, description="Default: the model's, else 0.")
+    repetition_penalty: float | None = Field(
+        None,
+        ge=MIN_REPETITION_PENALTY,
+        le=MAX_REPETITION_PENALTY,
+        description="Default: the model's, else 1, which changes nothing.",
+    )
+    min_tokens: int | None = Field(0, ge=0, le=MAX_TOKENS)
+    ignore_eos: bool | None = False
+    stop_token_ids: NamedTokenIds | None = None
+    allowed_token_ids: Annotated[NamedTokenIds, Field(min_length=1)] | None = Field(
+        None, description="The only tokens that may be generated."
+    )
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
+        Field(
+            None, description="Words that the output must not contain, each as the model spells it."
+        )
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_TOKENS,
+        description="Alternatives reported beside each token of the prompt; -1: all tokens.",
+    )
+    skip_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    priority: int | None = Field(
+        0, ge=-(2**31), lt=2**31, description="Lower runs first, where the engine has priorities."
+    )
+    cache_salt: CacheSalt | None = Field(
+        None, description="Cached prompts are shared only with requests of the same salt."
+    )
+    request_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        pattern=r"^[!-~]+$",
+        description="The client's name for the request; default: header X-Request-Id, or random.",
+    )
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = Field(
+        False, description="Log probabilities name each token as token_id:ID."
+    )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_TOKENS,
+        description="Keep only this many of the prompt's tokens; -1: all that fit.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where the prompt is cut: left, the default, keeps its last tokens."
+    )
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    """What the completion's tokens were for."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType
+    """Not shown where the operator hides it."""
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class PromptLogprob(msgspec.Struct):
+    """How likely a token is at a position of the prompt; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, for each token of the prompt: itself first, then the most likely ones; the first
+token has none."""
+
+
+class ErrorDetail(msgspec.Struct):
+    """What is wrong; `param` names the field that caused it, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    """Body of every answer that is not a success, and of error events in a stream."""
+
+    error: ErrorDetail
+
+
+class Model(msgspec.Struct):
+    """A name by which the served model may be called."""
+
+    id: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+    parent: str | None = None
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct):
+    """All served names."""
+
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class HealthResponse(msgspec.Struct):
+    """This process lives, or takes traffic."""
+
+    status: str
+
+
+class VersionResponse(msgspec.Struct):
+    """Version of the distribution."""
+
+    version: str
+
+
+FinishReasonField = Literal["stop", "length", "abort"]
+StopReasonField = int | str | None
+OptionalTokenIds = list[int] | UnsetType
+
+__all__ = [
+    "UNSET",
+    "ErrorDetail",
+    "ErrorResponse",
+    "FinishReasonField",
+    "HealthResponse",
+    "JsonObject",
+    "Model",
+    "ModelList",
+    "OptionalTokenIds",
+    "PromptTokensDetails",
+    "RequestBody",
+    "SamplingFields",
+    "StopReasonField",
+    "StreamOptions",
+    "TokenIds",
+    "Usage",
+    "VersionResponse",
+]

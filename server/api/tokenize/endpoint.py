@@ -1,0 +1,82 @@
+"""POST /tokenize and POST /detokenize."""
+
+from server.access.limits import MAX_COUNTED_TOKENS
+from server.api.context import Context
+from server.api.tokenize.schema import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from server.generate.sampling import check_vocabulary
+from server.http.call import Call
+from server.http.errors import invalid
+from server.router.generation_client import NoEngineAvailable
+from server.text.conversation import render_chat
+from server.text.prompt_text import TextTooLong, encode_prompt
+
+
+def known_max_model_len(context: Context) -> int | None:
+    """Return the longest sequence that the engines take, None before the first has joined."""
+    try:
+        return context.client.max_model_len
+    except NoEngineAvailable:
+        return None
+
+
+async def tokenize(call: Call, context: Context) -> None:
+    """Show the token ids that a prompt or a conversation has."""
+    request = await call.body(TokenizeRequest)
+    context.model_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("exactly one of prompt and messages must be given", "prompt")
+    if request.messages is None:
+        text, add_special_tokens = request.prompt or "", request.add_special_tokens is not False
+    else:
+        text = await render_chat(
+            context.tokenizer,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            tools=[tool.model_dump(exclude_unset=True) for tool in request.tools or ()],
+            arguments=request.chat_template_kwargs,
+        )
+        add_special_tokens = bool(request.add_special_tokens)
+    longest = max(MAX_COUNTED_TOKENS, known_max_model_len(context) or 0)
+    try:
+        token_ids, _ = await encode_prompt(
+            context.tokenizer,
+            text,
+            add_special_tokens=add_special_tokens,
+            longest=longest,
+            keep=None,
+        )
+    except TextTooLong as error:
+        field = "prompt" if request.messages is None else "messages"
+        raise invalid(
+            f"{field}: texts of up to {longest} tokens are tokenized, but of this one {error}.",
+            field,
+            code="context_length_exceeded",
+        ) from error
+    names = None
+    if request.return_token_strs:
+        names = [context.tokenizer.id_to_token(token_id) for token_id in token_ids]
+    await call.send_struct(
+        TokenizeResponse(
+            len(token_ids),
+            known_max_model_len(context),
+            token_ids,
+            names,
+        )
+    )
+
+
+async def detokenize(call: Call, context: Context) -> None:
+    """Show the text of token ids."""
+    request = await call.body(DetokenizeRequest)
+    context.model_name(request.model)
+    check_vocabulary(request.tokens, context.tokenizer, "tokens")
+    text = await context.tokenizer.decode_async(
+        request.tokens, skip_special_tokens=bool(request.skip_special_tokens)
+    )
+    await call.send_struct(DetokenizeResponse(text))

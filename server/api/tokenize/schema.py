@@ -1,0 +1,53 @@
+"""POST /tokenize and /detokenize."""
+
+from typing import Annotated
+
+import msgspec
+from pydantic import Field
+
+from server.access.limits import MAX_MESSAGES, MAX_TOOLS
+from server.api.chat.schema import ChatMessage
+from server.api.shared.body import Name
+from server.api.shared.fields import JsonObject, RequestBody, TokenIds
+from server.api.shared.tools import Tool
+
+
+class TokenizeRequest(RequestBody):
+    """Token ids of a text or of a conversation; exactly one of `prompt` and `messages`."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = (
+        None
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Default: true for a prompt, false for messages."
+    )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: JsonObject | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    return_token_strs: bool | None = False
+
+
+class TokenizeResponse(msgspec.Struct):
+    """Token ids and, if asked for, the vocabulary's strings for them."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestBody):
+    """Text of token ids."""
+
+    tokens: TokenIds
+    model: Name | None = None
+    skip_special_tokens: bool | None = False
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """The decoded text."""
+
+    prompt: str

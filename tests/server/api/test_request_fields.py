@@ -1,0 +1,230 @@
+"""Fields that change what is generated or shown are honoured, as the references have them."""
+
+import asyncio
+import string
+from typing import Any
+
+import pytest
+
+from server.access.limits import MAX_ECHO
+from server.answer.config import AnswerConfig
+from server.api.chat.schema import ChatMessage
+from server.config import FrontEndConfig, HttpConfig, ModelConfig
+from server.text.chat_template import ChatTemplate
+from server.text.conversation import render_chat
+from server.text.tokenizer import ServedTokenizer
+
+USER = {"role": "user", "content": "hello"}
+
+
+def all_logprobs(http_of: Any) -> Any:
+    return http_of(
+        FrontEndConfig(model=ModelConfig(model="tiny"), http=HttpConfig(max_logprobs=-1))
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["hello", "the fox jumps"], "n": 2}),
+        ("/v1/chat/completions", {"messages": [USER]}),
+    ],
+)
+def test_each_chunk_tells_its_usage_if_that_is_wanted(http: Any, path: str, body: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = http.stream(path, {**body, "max_tokens": 5, "stream_options": options})
+    assert all(chunk["usage"] for chunk in chunks)
+    ends = {c["choices"][0]["index"]: c["usage"] for c in chunks if c["choices"]}
+    spent = sum(usage["completion_tokens"] for usage in ends.values())
+    assert spent == last["usage"]["completion_tokens"] > 0
+    for usage in ends.values():
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    assert not any(
+        chunk.get("usage") for chunk in http.stream(path, {**body, "stream_options": options})
+    )
+
+
+def test_scores_name_tokens_by_their_ids(http: Any) -> None:
+    fields = {"return_tokens_as_token_ids": True, "return_token_ids": True, "max_tokens": 3}
+    choice = http.complete(logprobs=2, **fields)["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
+    assert all(
+        name.startswith("token_id:") for each in choice["logprobs"]["top_logprobs"] for name in each
+    )
+    choice = http.chat(logprobs=True, top_logprobs=2, **fields)["choices"][0]
+    names = [each["token"] for each in choice["logprobs"]["content"]]
+    assert names == [f"token_id:{each}" for each in choice["token_ids"]]
+
+
+@pytest.mark.parametrize("source", ["text", "ids"])
+def test_a_prompt_is_cut_at_the_side_that_is_named(
+    http: Any, engines: Any, tokenizer: Any, source: str
+) -> None:
+    text = "the quick brown fox jumps"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    prompt = text if source == "text" else ids
+    for side, kept in (("left", ids[-3:]), ("right", ids[:3]), (None, ids[-3:])):
+        http.complete(prompt=prompt, truncate_prompt_tokens=3, truncation_side=side)
+        assert engines.streams[-1].prompt_token_ids == kept
+
+
+def test_of_a_very_long_text_the_beginning_is_kept(http: Any, engines: Any, tokenizer: Any) -> None:
+    text = string.ascii_lowercase * 20_000
+    http.complete(prompt=text, truncate_prompt_tokens=7, truncation_side="right", max_tokens=1)
+    assert (
+        engines.streams[-1].prompt_token_ids
+        == tokenizer.encode(text[:100], add_special_tokens=False)[:7]
+    )
+
+
+def test_minus_one_asks_for_all_log_probabilities(http: Any, http_of: Any, tokenizer: Any) -> None:
+    size, free = tokenizer.vocab_size, all_logprobs(http_of)
+    for http_with, status in ((http, 400), (free, 200)):
+        for path, fields, name in (
+            ("/v1/completions", {"prompt": "hello", "logprobs": -1}, "logprobs"),
+            (
+                "/v1/chat/completions",
+                {"messages": [USER], "logprobs": True, "top_logprobs": -1},
+                "top_logprobs",
+            ),
+            ("/v1/completions", {"prompt": "hello", "prompt_logprobs": -1}, "prompt_logprobs"),
+        ):
+            answer = http_with.post(path, {**fields, "max_tokens": 2})
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                assert answer.json()["error"]["param"] == name
+    top = free.chat(logprobs=True, top_logprobs=-1, max_tokens=1)["choices"][0]["logprobs"]
+    assert len(top["content"][0]["top_logprobs"]) == size
+
+
+def test_all_log_probabilities_are_within_the_budget_of_an_answer(http_of: Any) -> None:
+    body = {"prompt": "hello", "logprobs": -1, "max_tokens": 400, "n": 4}
+    answer = all_logprobs(http_of).post("/v1/completions", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+
+
+def test_an_answer_begins_with_what_the_assistant_said(http: Any, engines: Any) -> None:
+    messages = [USER, {"role": "assistant", "content": "Sure: "}]
+    fields: dict[str, Any] = {
+        "messages": messages, "echo": True, "continue_final_message": True, "max_tokens": 100
+    }  # fmt: skip
+    engines.script = engines.answer("hello again")
+    assert http.chat(**fields)["choices"][0]["message"]["content"] == "Sure: hello again"
+    chunks = http.stream("/v1/chat/completions", fields)
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == "Sure: hello again"
+    alone = http.chat(**{**fields, "messages": [USER], "continue_final_message": False})
+    assert alone["choices"][0]["message"]["content"] == "hello again"
+
+
+def test_an_echo_in_many_answers_is_bounded(http: Any) -> None:
+    said = {"role": "assistant", "content": "x" * (MAX_ECHO // 128 + 1)}
+    body = {"messages": [USER, said], "echo": True, "n": 128}
+    answer = http.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in ("echo", "messages")
+
+
+def test_a_response_is_held_to_structured_outputs(http: Any, engines: Any) -> None:
+    constraint = {"choice": ["hello", "again"]}
+    body = {"input": "hello", "structured_outputs": constraint, "logit_bias": {"5": 1}}
+    assert http.post("/v1/responses", body).status_code == 200
+    sampling = engines.streams[-1].sampling
+    assert sampling.grammar.choices == ("hello", "again")
+    assert sampling.logit_bias == {5: 1.0}
+    form = {"format": {"type": "json_object"}}
+    answer = http.post("/v1/responses", {**body, "text": form})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
+
+
+def test_completions_know_the_newer_name_of_max_tokens(http: Any, engines: Any) -> None:
+    http.complete(max_completion_tokens=7)
+    assert engines.streams[-1].sampling.max_tokens == 7
+    http.complete(max_completion_tokens=7, max_tokens=3)
+    assert engines.streams[-1].sampling.max_tokens == 3
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+FORCED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"stop": list("abcde")}, "stop"),
+        (
+            {"tools": [TOOL], "tool_choice": FORCED, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+    ],
+)
+def test_what_the_reference_refuses_is_refused(http: Any, fields: Any, param: str) -> None:
+    answer = http.post("/v1/chat/completions", {"messages": [USER], **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": None, "tool_choice": "none"},
+        {"reasoning_effort": "max"},
+        {"stop": list("abcd")},
+    ],
+)
+def test_what_the_reference_takes_is_taken(http: Any, fields: Any) -> None:
+    assert http.post("/v1/chat/completions", {"messages": [USER], **fields}).status_code == 200
+
+
+def test_responses_take_no_tools_as_the_reference_does(http: Any) -> None:
+    body = {"input": "hello", "tools": [], "tool_choice": "auto"}
+    assert http.post("/v1/responses", body).status_code == 200
+    body = {"input": "hello", "reasoning": {"effort": "enormous"}}
+    answer = http.post("/v1/responses", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning.effort")
+
+
+@pytest.mark.parametrize("field", ["both", "reasoning", "reasoning_content"])
+def test_reasoning_is_shown_by_the_names_that_are_wanted(
+    http_of: Any, engines: Any, field: Any
+) -> None:
+    answers = AnswerConfig(reasoning_parser="qwen3", reasoning_field=field)
+    http = http_of(FrontEndConfig(model=ModelConfig(model="tiny"), answer=answers))
+    engines.script = engines.answer("<think>\nhello\n</think>\n\nagain")
+    names = {"reasoning", "reasoning_content"} if field == "both" else {field}
+    fields = {"max_tokens": 100, "messages": [USER]}
+    message = http.chat(**fields)["choices"][0]["message"]
+    assert {name: message[name] for name in names} == dict.fromkeys(names, "hello")
+    assert names == {name for name in message if name.startswith("reasoning")}
+    chunks = http.stream("/v1/chat/completions", fields)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    told = {name for delta in deltas for name in delta if name.startswith("reasoning")}
+    assert told == names
+    for name in names:
+        assert "".join(delta.get(name, "") for delta in deltas) == "hello"
+
+
+@pytest.mark.parametrize("sent", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content"])
+def test_templates_read_reasoning_by_either_name(sent: str, read: str, tokenizer: Any) -> None:
+    said = ChatMessage.model_validate({"role": "assistant", "content": "x", sent: "hm"})
+    template = ChatTemplate("{% for m in messages %}{{ m." + read + " }}{% endfor %}", {})
+    reads = ServedTokenizer(tokenizer.backend, eos_token_ids=[0], chat_template=template)
+    text = asyncio.run(
+        render_chat(reads, [said], add_generation_prompt=False, continue_final_message=False)
+    )
+    assert text == "hm"
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_the_first_chunk_tells_the_prompt(http: Any, engines: Any, options: Any) -> None:
+    body = {"messages": [USER], "return_token_ids": True, "stream_options": options, "n": 2}
+    chunks = [c for c in http.stream("/v1/chat/completions", body) if c["choices"]]
+    told = [chunk for chunk in chunks if "prompt_token_ids" in chunk]
+    assert [chunk["choices"][0]["index"] for chunk in told] == [0, 1]
+    assert all(c["prompt_token_ids"] == engines.streams[-1].prompt_token_ids for c in told)
+    assert all(chunk["choices"][0]["delta"].get("role") for chunk in told)
+    assert all(("usage" in chunk) == (options is not None) for chunk in chunks)
