@@ -1,21 +1,18 @@
-"""Settings of the coordinator; see `engine.shared.config` for the conventions."""
+"""Settings of the coordinator; see `engine.shared.config.section` for the conventions."""
 
 from typing import Annotated
 
-from msgspec import Meta
-
-from engine.shared.config import ClusterConfig, HealthConfig, LogConfig, Section
+from engine.shared.config import ClusterConfig, HealthConfig, LogConfig, PositiveFloat, Section
 
 
 class PublishConfig(Section, frozen=True, kw_only=True):
     """Publishing"""
 
     publish_interval: Annotated[
-        float,
-        Meta(gt=0, description="Minimum seconds between two publications of changed stats."),
+        PositiveFloat, "Minimum seconds between two publications of changed stats."
     ] = 0.1
     publish_idle_interval: Annotated[
-        float, Meta(gt=0, description="Seconds between publications while nothing changes.")
+        PositiveFloat, "Seconds between publications while nothing changes."
     ] = 3.0
 
 

@@ -10,11 +10,11 @@ TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 
 HEADER = """# Settings
 
-Written by `make docs` from the definitions in `engine/shared/config.py`, `server/config.py` and
-`coordinator/config.py`. Every setting is a flag, an environment variable and a key of the YAML
-file given by `--config` (the flag's name without the dashes in front). A flag wins over a
-variable, a variable over the file. `swell serve --help` shows the same; the section Health is for
-`swell engine` and `swell coordinator`.
+Every setting is a flag, an environment variable and a key of the YAML file that `--config` names
+(the flag's name without the dashes in front). A flag wins over a variable, a variable over the
+file, the file over the default. `swell serve --help` lists the same; the section Health is for
+`swell engine` and `swell coordinator`. `make docs` writes this page from the definitions in
+`engine/shared/config`, `server/config` and `coordinator/config.py`.
 
 """
 

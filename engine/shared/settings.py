@@ -75,10 +75,8 @@ def settings_of(config_type: type[Section]) -> Iterator[Setting]:
     for section, section_type in sections_of(config_type).items():
         annotated = typing.get_type_hints(section_type, include_extras=True)
         for field in msgspec.structs.fields(section_type):
-            description = ""
-            for meta in getattr(annotated[field.name], "__metadata__", ()):
-                description = meta.description or description
-            yield Setting(section, field.name, _plain(field.type), field.default, description)
+            [text] = [m for m in annotated[field.name].__metadata__ if isinstance(m, str)]
+            yield Setting(section, field.name, _plain(field.type), field.default, text)
 
 
 def _plain(annotation: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Settings of `swell run-batch`; see `engine.shared.config` for the conventions."""
+"""Settings of `swell run-batch`; see `engine.shared.config.section` for the conventions."""
 
 from typing import Annotated
 
@@ -9,7 +9,9 @@ from engine.shared.config import (
     ExecutorConfig,
     LogConfig,
     ModelConfig,
+    NonNegativeInt,
     ParallelConfig,
+    PositiveFloat,
     SchedulerConfig,
     Section,
 )
@@ -21,33 +23,26 @@ class BatchConfig(Section, frozen=True, kw_only=True):
     """Batch"""
 
     input_file: Annotated[
-        str, Meta(description="File of requests, one JSON object per line (OpenAI's batch format).")
+        str, "File of requests, one JSON object per line (OpenAI's batch format)."
     ] = ""
     output_file: Annotated[
         str,
-        Meta(
-            description="File that gets a line per request; what it has answers for already is "
-            "not asked again."
-        ),
+        "File that gets a line per request; what it has answers for already is not asked again.",
     ] = ""
     url: Annotated[
-        str | None,
-        Meta(description="Address of a running server; default: one is started for the batch."),
+        str | None, "Address of a running server; default: one is started for the batch."
     ] = None
-    api_key: Annotated[str | None, Meta(description="Key sent as bearer token, with --url.")] = None
+    api_key: Annotated[str | None, "Key sent as bearer token, with --url."] = None
     max_concurrency: Annotated[
-        int, Meta(ge=1, le=10_000, description="Maximum requests that are under way at once.")
+        int, Meta(ge=1, le=10_000), "Maximum requests that are under way at once."
     ] = 256
-    request_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds after which one request is given up.")
-    ] = 3600.0
+    request_timeout: Annotated[PositiveFloat, "Seconds after which one request is given up."] = (
+        3600.0
+    )
     max_retries: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="How often a request is sent again that the server was too busy for, or "
-            "that got no answer.",
-        ),
+        NonNegativeInt,
+        "How often a request is sent again that the server was too busy for, or that got no "
+        "answer.",
     ] = 10
 
 

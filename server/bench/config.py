@@ -1,4 +1,4 @@
-"""Settings of `swell bench`; see `engine.shared.config` for the conventions.
+"""Settings of `swell bench`; see `engine.shared.config.section` for the conventions.
 
 Where vLLM's `bench serve` has an option for the same thing, its name is used.
 """
@@ -7,29 +7,26 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from engine.shared.config import Section
+from engine.shared.config import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class TargetConfig(Section, frozen=True, kw_only=True):
     """Target"""
 
-    url: Annotated[
-        str, Meta(description="Base address of the server; requests go nowhere else.")
-    ] = "http://127.0.0.1:8000"
+    url: Annotated[str, "Base address of the server; requests go nowhere else."] = (
+        "http://127.0.0.1:8000"
+    )
     backend: Annotated[
-        Literal["openai", "openai-chat"],
-        Meta(description="openai sends completions, openai-chat chat completions."),
+        Literal["openai", "openai-chat"], "openai sends completions, openai-chat chat completions."
     ] = "openai"
-    model: Annotated[
-        str | None, Meta(description="Model to ask for; default: the first that the server lists.")
-    ] = None
-    api_key: Annotated[str | None, Meta(description="Key sent as bearer token.")] = None
-    header: Annotated[
-        tuple[str, ...], Meta(description="More request headers, each as NAME=VALUE.")
-    ] = ()
-    request_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds after which one request is given up.")
-    ] = 120.0
+    model: Annotated[str | None, "Model to ask for; default: the first that the server lists."] = (
+        None
+    )
+    api_key: Annotated[str | None, "Key sent as bearer token."] = None
+    header: Annotated[tuple[str, ...], "More request headers, each as NAME=VALUE."] = ()
+    request_timeout: Annotated[PositiveFloat, "Seconds after which one request is given up."] = (
+        120.0
+    )
 
 
 class WorkloadConfig(Section, frozen=True, kw_only=True):
@@ -37,96 +34,70 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
 
     dataset_name: Annotated[
         Literal["random", "sharegpt", "custom"],
-        Meta(
-            description="random draws prompts of exact lengths; sharegpt reads conversations; "
-            "custom reads prompts from a file."
-        ),
+        "random draws prompts of exact lengths; sharegpt reads conversations; custom reads "
+        "prompts from a file.",
     ] = "random"
     dataset_path: Annotated[
         str | None,
-        Meta(
-            description="sharegpt: JSON file of conversations; custom: JSON lines with `prompt` "
-            "(and `output_tokens`), or plain text with a prompt per line."
-        ),
+        "sharegpt: JSON file of conversations; custom: JSON lines with `prompt` (and "
+        "`output_tokens`), or plain text with a prompt per line.",
     ] = None
     num_prompts: Annotated[
-        int, Meta(ge=1, le=1_000_000, description="Number of requests that are measured.")
+        int, Meta(ge=1, le=1_000_000), "Number of requests that are measured."
     ] = 1000
     num_warmups: Annotated[
-        int, Meta(ge=0, le=100_000, description="Requests sent before, which are not measured.")
+        int, Meta(ge=0, le=100_000), "Requests sent before, which are not measured."
     ] = 8
-    random_input_len: Annotated[
-        int, Meta(ge=1, description="random: prompt tokens behind the common prefix.")
-    ] = 1024
-    random_output_len: Annotated[int, Meta(ge=1, description="random: output tokens.")] = 128
+    random_input_len: Annotated[PositiveInt, "random: prompt tokens behind the common prefix."] = (
+        1024
+    )
+    random_output_len: Annotated[PositiveInt, "random: output tokens."] = 128
     random_range_ratio: Annotated[
         float,
-        Meta(
-            ge=0,
-            lt=1,
-            description="random: lengths are drawn evenly from LEN * (1 - ratio) to "
-            "LEN * (1 + ratio).",
-        ),
+        Meta(ge=0, lt=1),
+        "random: lengths are drawn evenly from LEN * (1 - ratio) to LEN * (1 + ratio).",
     ] = 0.0
     random_prefix_len: Annotated[
-        int, Meta(ge=0, description="random: tokens with which every prompt begins.")
+        NonNegativeInt, "random: tokens with which every prompt begins."
     ] = 0
     random_vocab_size: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="random: draw token ids below this number; default: draw from those that "
-            "the server's /tokenize gives for a text."
-        ),
+        PositiveInt | None,
+        "random: draw token ids below this number; default: draw from those that the server's "
+        "/tokenize gives for a text.",
     ] = None
     sharegpt_output_len: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="sharegpt: output tokens; default: as many as the recorded answer has."),
+        PositiveInt | None, "sharegpt: output tokens; default: as many as the recorded answer has."
     ] = None
     custom_output_len: Annotated[
-        int, Meta(ge=1, description="custom: output tokens where the file does not say.")
+        PositiveInt, "custom: output tokens where the file does not say."
     ] = 256
-    ignore_eos: Annotated[
-        bool, Meta(description="Generate all output tokens, whatever the model says.")
-    ] = False
+    ignore_eos: Annotated[bool, "Generate all output tokens, whatever the model says."] = False
     temperature: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(description="Sampling temperature; default: the server's."),
+        Annotated[float, Meta(ge=0)] | None, "Sampling temperature; default: the server's."
     ] = None
-    extra_body: Annotated[
-        str | None, Meta(description="JSON object that is merged into every request body.")
-    ] = None
-    stream: Annotated[bool, Meta(description="Stream; without, only whole answers are timed.")] = (
-        True
-    )
-    seed: Annotated[int, Meta(description="Seed of prompts, lengths and arrivals.")] = 0
+    extra_body: Annotated[str | None, "JSON object that is merged into every request body."] = None
+    stream: Annotated[bool, "Stream; without, only whole answers are timed."] = True
+    seed: Annotated[int, "Seed of prompts, lengths and arrivals."] = 0
 
 
 class TrafficConfig(Section, frozen=True, kw_only=True):
     """Traffic"""
 
     request_rate: Annotated[
-        float,
-        Meta(gt=0, description="Requests per second; inf sends them as soon as possible."),
+        PositiveFloat, "Requests per second; inf sends them as soon as possible."
     ] = float("inf")
     burstiness: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Shape of the gamma distribution of the gaps between requests: 1 is a "
-            "Poisson process, less is burstier, more is steadier.",
-        ),
+        PositiveFloat,
+        "Shape of the gamma distribution of the gaps between requests: 1 is a Poisson process, "
+        "less is burstier, more is steadier.",
     ] = 1.0
     max_concurrency: Annotated[
         Annotated[int, Meta(ge=1, le=65536)] | None,
-        Meta(description="Maximum requests in flight; default: no limit."),
+        "Maximum requests in flight; default: no limit.",
     ] = None
-    processes: Annotated[int, Meta(ge=1, le=256, description="Processes that send requests.")] = 1
-    time_limit: Annotated[
-        float, Meta(gt=0, description="Seconds after which what still runs is cut off.")
-    ] = 600.0
-    keep_alive: Annotated[
-        bool, Meta(description="Reuse connections; without, each request opens its own.")
-    ] = True
+    processes: Annotated[int, Meta(ge=1, le=256), "Processes that send requests."] = 1
+    time_limit: Annotated[PositiveFloat, "Seconds after which what still runs is cut off."] = 600.0
+    keep_alive: Annotated[bool, "Reuse connections; without, each request opens its own."] = True
 
 
 class ReportConfig(Section, frozen=True, kw_only=True):
@@ -134,21 +105,15 @@ class ReportConfig(Section, frozen=True, kw_only=True):
 
     goodput: Annotated[
         tuple[str, ...],
-        Meta(
-            description="Limits in ms that a good request keeps, e.g. `ttft:500 tpot:50`; also "
-            "e2el."
-        ),
+        "Limits in ms that a good request keeps, e.g. `ttft:500 tpot:50`; also e2el.",
     ] = ()
     metric_percentiles: Annotated[
-        tuple[Annotated[float, Meta(ge=0, le=100)], ...],
-        Meta(description="Percentiles to show for every latency."),
+        tuple[Annotated[float, Meta(ge=0, le=100)], ...], "Percentiles to show for every latency."
     ] = (50.0, 90.0, 95.0, 99.0)
-    output: Annotated[str | None, Meta(description="JSON file for the result.")] = None
-    save_detailed: Annotated[bool, Meta(description="Add every request to the JSON file.")] = False
-    plot: Annotated[
-        str | None, Meta(description="PNG file for a plot (needs the `plot` extra).")
-    ] = None
-    progress: Annotated[bool, Meta(description="Show the live display.")] = True
+    output: Annotated[str | None, "JSON file for the result."] = None
+    save_detailed: Annotated[bool, "Add every request to the JSON file."] = False
+    plot: Annotated[str | None, "PNG file for a plot (needs the `plot` extra)."] = None
+    progress: Annotated[bool, "Show the live display."] = True
 
 
 class BenchConfig(Section, frozen=True, kw_only=True):

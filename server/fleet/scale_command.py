@@ -18,13 +18,13 @@ POLL_INTERVAL = 0.2
 class ScaleTarget(Section, frozen=True, kw_only=True):
     """Scaling"""
 
-    url: Annotated[str, Meta(description="Where the node serves.")] = "http://127.0.0.1:8000"
-    admin_key: Annotated[
-        str | None, Meta(description="The node's --admin-key; better given as SWELL_ADMIN_KEY.")
-    ] = None
+    url: Annotated[str, "Where the node serves."] = "http://127.0.0.1:8000"
+    admin_key: Annotated[str | None, "The node's --admin-key; better given as SWELL_ADMIN_KEY."] = (
+        None
+    )
     size: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        Meta(description="Number of engines; without it only shows what there is."),
+        "Number of engines; without it only shows what there is.",
     ] = None
 
 

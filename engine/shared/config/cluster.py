@@ -1,0 +1,127 @@
+"""Settings of the engines of a cluster and of the links between its processes."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from engine.shared.config.section import NonNegativeInt, PositiveFloat, Section
+
+
+class ParallelConfig(Section, frozen=True, kw_only=True):
+    """Parallelism"""
+
+    data_parallel_size: Annotated[int, Meta(ge=1, le=1024), "Number of engines."] = 2
+    data_parallel_size_local: Annotated[
+        NonNegativeInt | None,
+        "Number of engines on this node; default: all, or the one of --data-parallel-rank.",
+    ] = None
+    data_parallel_start_rank: Annotated[
+        NonNegativeInt | None,
+        "Rank of this node's first engine; default: ranks are given by the coordinator.",
+    ] = None
+    data_parallel_rank: Annotated[
+        NonNegativeInt | None,
+        "Rank of this engine, default: given by the coordinator; for a front end, the engine "
+        "that it serves under --data-parallel-lb external.",
+    ] = None
+    data_parallel_rank_local: Annotated[
+        NonNegativeInt | None,
+        "Number of this engine among those of its node, which picks its CUDA devices; default: "
+        "given by the node's supervisor; of an engine that is started alone, "
+        "--data-parallel-rank modulo --data-parallel-size-local.",
+    ] = None
+    data_parallel_lb: Annotated[
+        Literal["internal", "hybrid", "external"],
+        "Which engines a front end balances over: internal = all of the cluster; hybrid = those "
+        "of its own node; external = only the one of --data-parallel-rank, with a load balancer "
+        "outside.",
+    ] = "internal"
+
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=256),
+        "Processes (on CUDA: devices) that compute each engine's model together, each with its "
+        "part of every layer.",
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        "Each engine of a mixture-of-experts model holds its share of the experts; the engines "
+        "then step together.",
+    ] = False
+    regroup: Annotated[
+        Literal["shrink", "wait"],
+        "When one of the engines that step together dies: shrink = the others load its experts "
+        "and go on until it is back; wait = they wait for it.",
+    ] = "shrink"
+    group_timeout: Annotated[
+        PositiveFloat,
+        "Seconds that engines which step together wait for each other before they form their "
+        "group anew.",
+    ] = 30.0
+
+    @property
+    def engines_on_node(self) -> int:
+        """How many engines this node runs."""
+        if self.data_parallel_size_local is not None:
+            return self.data_parallel_size_local
+        return self.data_parallel_size if self.data_parallel_rank is None else 1
+
+    @property
+    def number_on_node(self) -> int:
+        """Which of its node's engines this is, from 0; ranks may interleave between nodes."""
+        if self.data_parallel_rank_local is not None:
+            return self.data_parallel_rank_local
+        return (self.data_parallel_rank or 0) % max(1, self.data_parallel_size_local or 1)
+
+    def rank_on_node(self, number: int) -> int | None:
+        """Return the rank of the node's engine `number`; None if the coordinator chooses it."""
+        first = self.data_parallel_start_rank
+        if first is None:
+            first = self.data_parallel_rank
+        return None if first is None else first + number
+
+
+DEFAULT_COORDINATOR = "127.0.0.1:7550"
+
+
+class ClusterConfig(Section, frozen=True, kw_only=True):
+    """Cluster"""
+
+    coordinator: Annotated[
+        str | None,
+        "Coordinator's HOST:PORT (or ipc://PATH); default: `swell serve` makes its own, all "
+        "others look at 127.0.0.1:7550.",
+    ] = None
+    node: Annotated[str | None, "Name of this node; default: its host name."] = None
+    advertise_host: Annotated[
+        str | None,
+        "Name or address under which other nodes reach this one; default: the address of the "
+        "interface that leads to the coordinator.",
+    ] = None
+    socket_dir: Annotated[
+        str | None,
+        "Private directory in which a node makes a fresh one for its local sockets; default: the "
+        "system's temporary directory.",
+    ] = None
+    cluster_key_file: Annotated[
+        str | None,
+        "File with the shared secret, 16 bytes or more, that encrypts and authenticates TCP links.",
+    ] = None
+    insecure_cluster: Annotated[bool, "Allow plain TCP between nodes (trusted networks only)."] = (
+        False
+    )
+    heartbeat_interval: Annotated[
+        PositiveFloat, "Seconds between heartbeats to the coordinator."
+    ] = 1.0
+    drain_timeout: Annotated[
+        float, Meta(ge=0), "Seconds that an engine gets to end its requests after SIGTERM."
+    ] = 30.0
+    engine_timeout: Annotated[
+        PositiveFloat, "Seconds without a heartbeat after which a member is gone."
+    ] = 5.0
+
+    @property
+    def coordinator_address(self) -> str:
+        """The coordinator's ZeroMQ address."""
+        address = self.coordinator or DEFAULT_COORDINATOR
+        return address if "://" in address else f"tcp://{address}"

@@ -1,0 +1,110 @@
+"""Settings of an engine's steps: how they are planned and computed."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from engine.shared.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class SchedulerConfig(Section, frozen=True, kw_only=True):
+    """Scheduling"""
+
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=4096), "Maximum sequences that run at once in one engine."
+    ] = 128
+    max_num_batched_tokens: Annotated[PositiveInt, "Token budget of one step."] = 2048
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        "fcfs = in order of arrival, the priority of a request is ignored; priority = the lowest "
+        "number first, which may preempt higher ones.",
+    ] = "fcfs"
+    long_prefill_token_threshold: Annotated[
+        NonNegativeInt, "Maximum prompt tokens of one request in one step; 0 is no limit."
+    ] = 0
+    max_tenant_prefill_tokens: Annotated[
+        PositiveInt | None,
+        "Maximum prompt tokens of one tenant (API key) in one step while others use the engine: "
+        "less keeps their tokens flowing, more computes long prompts faster; default: a quarter "
+        "of --max-num-batched-tokens.",
+    ] = None
+    async_scheduling: Annotated[bool, "Plan the next step while the one before it runs."] = False
+    speculative_ngram: Annotated[
+        int,
+        Meta(ge=0, le=64),
+        "Speculative decoding: maximum draft tokens per step and sequence, taken from n-grams of "
+        "the sequence itself and kept if the model draws them too; 0: none.",
+    ] = 0
+    prompt_lookup_min: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        "Minimum length of the n-grams that drafts follow; default: 2.",
+    ] = None
+    prompt_lookup_max: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        "Maximum length of the n-grams that are looked up; default: 4.",
+    ] = None
+    admission_policy: Annotated[
+        Literal["none", "balance", "cadence", "level"] | None,
+        "When engines that step together prefill: none = whatever fits; balance = nobody admits "
+        "while one is full; cadence = every N-th step; level = equal amounts on all, as long as "
+        "waiting costs less than the stall; default: level for a lockstep group, else none.",
+    ] = None
+    admission_cadence: Annotated[PositiveInt, "cadence: steps from one prefill to the next."] = 2
+    level_wait_weight: Annotated[
+        PositiveInt,
+        "level: decode steps that one step of waiting is worth; less raises throughput, more "
+        "lowers the time to the first token.",
+    ] = 4
+    level_hold_per_rank: Annotated[
+        PositiveInt, "level: a prefill waits at most this many steps per engine."
+    ] = 16
+
+    def __post_init__(self) -> None:
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is not None and longest is not None and shortest > longest:
+            raise ValueError(f"prompt_lookup_min is {shortest}: more than prompt_lookup_max")
+
+    @property
+    def max_tenant_prefill(self) -> int:
+        """Most prompt tokens of a tenant in a step while others use the engine."""
+        return self.max_tenant_prefill_tokens or max(1, self.max_num_batched_tokens // 4)
+
+    @property
+    def steps_overlap(self) -> bool:
+        """Whether a step is planned while the one before runs; drafts need its tokens first."""
+        return self.async_scheduling and not self.speculative_ngram
+
+
+class ExecutorConfig(Section, frozen=True, kw_only=True):
+    """Execution"""
+
+    executor: Annotated[
+        Literal["model", "simulated"],
+        "simulated replaces the model by a cost model, for tests and benchmarks.",
+    ] = "model"
+    threads: Annotated[
+        PositiveInt | None,
+        "Compute threads per engine; default: cores / engines on this node, with one core left "
+        "to front ends if the model is small, but while the LM head of a large batch computes.",
+    ] = None
+    step_timeout: Annotated[
+        PositiveFloat,
+        "Seconds that a step of up to 1,024 tokens may take (more in proportion, and five times "
+        "as long for the first ones) before the engine counts as hung and ends.",
+    ] = 60.0
+    batch_invariant: Annotated[
+        bool,
+        "Compute each token in the same way whatever else is in the batch, so that a request "
+        "gives the same tokens, bit for bit, alone, in any batch and after it was moved to "
+        "another engine; CPU only, slower.",
+    ] = False
+    enforce_eager: Annotated[
+        bool, "CUDA: launch every kernel of decode steps instead of graphs."
+    ] = False
+    torch_profiler_dir: Annotated[
+        str | None, "Directory for the traces of the start_profile and stop_profile calls."
+    ] = None
+    simulated_step_us: Annotated[NonNegativeInt, "Simulated executor: fixed time of a step."] = 500
+    simulated_token_us: Annotated[
+        NonNegativeInt, "Simulated executor: time per token computed."
+    ] = 10

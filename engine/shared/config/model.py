@@ -1,0 +1,75 @@
+"""Settings of the model and of its KV cache."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from engine.shared.config.section import PositiveInt, Section
+
+BUNDLED_MODEL = Path(__file__).parent.parent.parent / "bundled_model"
+BUNDLED_MODEL_NAME = "swell-shakespeare"
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """Model"""
+
+    model: Annotated[
+        str, "Directory or hub id of a Hugging Face model; the bundled model if absent."
+    ] = str(BUNDLED_MODEL)
+    served_model_name: Annotated[
+        tuple[str, ...], "Name(s) that clients use for the model; default: its directory or id."
+    ] = ()
+    revision: Annotated[str | None, "Branch, tag or commit of a model from the hub."] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        "Type of weights and activations; auto takes the checkpoint's, or float32 for a small "
+        "model on a processor that multiplies it faster.",
+    ] = "auto"
+    quantization: Annotated[
+        Literal["int8"] | None,
+        "int8 = weights and activations of linear layers are rounded to 8 bits (CPU only); "
+        "default: computed as loaded.",
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "dummy"], "auto reads safetensors; dummy fills random weights from --seed."
+    ] = "auto"
+    max_model_len: Annotated[
+        PositiveInt | None, "Longest sequence in tokens; default: what the model was made for."
+    ] = None
+    seed: Annotated[int, "Seed of dummy weights."] = 0
+    device: Annotated[Literal["auto", "cpu", "cuda"], "Where the model runs."] = "auto"
+    generation_config: Annotated[
+        str,
+        "Where defaults for temperature, top_p and the like come from: auto = the model's "
+        "generation_config.json, vllm or none = neutral ones, else a directory with such a file.",
+    ] = "auto"
+    override_generation_config: Annotated[
+        str,
+        'JSON object of such defaults that win over those of the file, e.g. `{"temperature": '
+        "0.2}`.",
+    ] = "{}"
+    chat_template: Annotated[str | None, "Jinja file that replaces the model's chat template."] = (
+        None
+    )
+
+
+class CacheConfig(Section, frozen=True, kw_only=True):
+    """KV cache"""
+
+    block_size: Annotated[int, Meta(ge=1, le=256), "Tokens per KV block."] = 16
+    num_kv_blocks: Annotated[
+        PositiveInt | None, "Number of KV blocks; default: sized from memory."
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        PositiveInt | None,
+        "Memory for the KV cache of one engine; default: a share of free memory.",
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        "Share of a CUDA device's memory for weights, activations and KV cache of one engine.",
+    ] = 0.9
+    enable_prefix_caching: Annotated[bool, "Reuse the KV blocks of prompts that begin alike."] = (
+        True
+    )

@@ -1,0 +1,31 @@
+"""Settings that every process has: its log lines and its health port."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from engine.shared.config.section import PositiveFloat, Section
+
+
+class HealthConfig(Section, frozen=True, kw_only=True):
+    """Health"""
+
+    health_port: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)] | None,
+        "Port on which a lone engine or coordinator answers GET /health and /ready, on all "
+        "interfaces; default: none.",
+    ] = None
+    stall_timeout: Annotated[
+        PositiveFloat, "Seconds without a turn of its loop after which it is not healthy."
+    ] = 60.0
+
+
+class LogConfig(Section, frozen=True, kw_only=True):
+    """Logging"""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], "Minimum level of the log lines shown."
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], "Lines for people, or one JSON object each."] = (
+        "text"
+    )

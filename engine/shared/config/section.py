@@ -1,0 +1,20 @@
+"""What a group of settings is, and the shorthand in which one setting is written.
+
+A setting is a field of a `Section`: `name: Annotated[TYPE, "Help text."] = DEFAULT`, with a
+`msgspec.Meta` between the two where the value has bounds that none of the types below says. From it
+come the command-line flag, the `SWELL_*` variable, the YAML key and the row of docs/settings.md
+(`engine.shared.settings`).
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all groups of settings; the docstring's first line is the group's title in --help."""

@@ -1,0 +1,19 @@
+"""Settings of the front ends and the supervisor; conventions: `engine.shared.config.section`."""
+
+from server.config.commands import ApiServerConfig, FrontEndConfig, ServeConfig
+from server.config.fleet import NodesConfig, SupervisorConfig
+from server.config.http import GuardConfig, HttpConfig
+from server.config.load import OverloadConfig, RoutingConfig, TenantConfig
+
+__all__ = [
+    "ApiServerConfig",
+    "FrontEndConfig",
+    "GuardConfig",
+    "HttpConfig",
+    "NodesConfig",
+    "OverloadConfig",
+    "RoutingConfig",
+    "ServeConfig",
+    "SupervisorConfig",
+    "TenantConfig",
+]

@@ -1,0 +1,127 @@
+"""All settings of `swell serve`, of `swell api-server` and of one front end."""
+
+import msgspec
+
+from coordinator.config import CoordinatorConfig, PublishConfig
+from engine.shared.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ExecutorConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    Section,
+)
+from server.answer.config import AnswerConfig
+from server.config.fleet import NodesConfig, SupervisorConfig
+from server.config.http import GuardConfig, HttpConfig
+from server.config.load import OverloadConfig, RoutingConfig, TenantConfig
+
+
+class FrontEndConfig(Section, frozen=True, kw_only=True):
+    """All that one front end needs to know."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    http: HttpConfig = HttpConfig()
+    guards: GuardConfig = GuardConfig()
+    overload: OverloadConfig = OverloadConfig()
+    tenants: TenantConfig = TenantConfig()
+    answer: AnswerConfig = AnswerConfig()
+    routing: RoutingConfig = RoutingConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def allows_priority(self) -> bool:
+        """Whether clients may send priorities."""
+        allowed = self.tenants.allow_priority
+        return not self.guards.has_keys if allowed is None else allowed
+
+    @property
+    def allows_rank_pinning(self) -> bool:
+        """Whether clients may choose engines."""
+        allowed = self.tenants.allow_rank_pinning
+        return not self.guards.has_keys if allowed is None else allowed
+
+
+class ApiServerConfig(FrontEndConfig, frozen=True, kw_only=True):
+    """All settings of `swell api-server`: the front ends of one node."""
+
+    supervisor: SupervisorConfig = SupervisorConfig()
+
+    def front_end(self) -> FrontEndConfig:
+        """Return the part that each front end gets."""
+        return FrontEndConfig(
+            **{name: getattr(self, name) for name in FrontEndConfig.__struct_fields__}
+        )
+
+    def node(self) -> "ServeConfig":
+        """Return the settings of a node that runs these front ends and no engine."""
+        parallel = msgspec.structs.replace(self.parallel, data_parallel_size_local=0)
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return ServeConfig(**{**fields, "parallel": parallel})
+
+
+class ServeConfig(Section, frozen=True, kw_only=True):
+    """All settings of `swell serve`: every process of one node."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    nodes: NodesConfig = NodesConfig()
+    http: HttpConfig = HttpConfig()
+    guards: GuardConfig = GuardConfig()
+    overload: OverloadConfig = OverloadConfig()
+    tenants: TenantConfig = TenantConfig()
+    answer: AnswerConfig = AnswerConfig()
+    routing: RoutingConfig = RoutingConfig()
+    publish: PublishConfig = PublishConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        if self.tenants.allow_priority and self.scheduler.scheduling_policy == "fcfs":
+            raise ValueError("allow_priority needs the scheduling_policy priority")
+
+    def engine(self) -> EngineConfig:
+        """Return the part that engines get."""
+        return EngineConfig(
+            model=self.model,
+            cache=self.cache,
+            scheduler=self.scheduler,
+            executor=self.executor,
+            parallel=self.parallel,
+            cluster=self.cluster,
+            log=self.log,
+        )
+
+    def coordinator(self) -> CoordinatorConfig:
+        """Return the part that the coordinator gets."""
+        return CoordinatorConfig(cluster=self.cluster, publish=self.publish, log=self.log)
+
+    def front_end(self) -> FrontEndConfig:
+        """Return the part that front ends get."""
+        return FrontEndConfig(
+            model=self.model,
+            parallel=self.parallel,
+            cluster=self.cluster,
+            http=self.http,
+            guards=self.guards,
+            overload=self.overload,
+            tenants=self._tenants(),
+            answer=self.answer,
+            routing=self.routing,
+            log=self.log,
+        )
+
+    def _tenants(self) -> TenantConfig:
+        """Return the settings of tenants with what follows from the engines' policy."""
+        if self.tenants.allow_priority is None and self.scheduler.scheduling_policy == "fcfs":
+            return msgspec.structs.replace(self.tenants, allow_priority=False)
+        return self.tenants
