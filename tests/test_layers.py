@@ -110,7 +110,7 @@ def test_no_duration_is_taken_from_a_clock_that_jumps() -> None:
         ("engine.process.main, engine.executor.in_process", "transformers llguidance"),
         ("server.fleet.supervisor", "torch transformers fastapi pydantic tokenizers"),
         (
-            "engine.process.receiver, engine.sender, engine.scheduler.scheduler",
+            "engine.process.receiver, engine.process.sender, engine.scheduler.scheduler",
             "torch transformers",
         ),
     ],

@@ -18,6 +18,7 @@ import uvloop
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from engine.shared.config import ModelConfig
 from engine.shared.messages import (
     ClusterView,
     RequestOutput,
@@ -26,7 +27,7 @@ from engine.shared.messages import (
     UtilityResult,
 )
 from server.app import build_app
-from server.config import FrontEndConfig, HttpConfig, ModelConfig
+from server.config import FrontEndConfig, HttpConfig
 from server.observe.metrics import FrontEndMetrics
 from server.router.engine_times import EngineTimes
 from server.router.generation_client import NoEngineAvailable

@@ -138,7 +138,7 @@ def test_no_space_left_is_no_error_of_the_program() -> None:
 @pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
 def test_what_is_opened_never_takes_the_place_of_a_closed_standard_error(closed: str) -> None:
     program = (
-        "import os, sys; from engine.log_stream import open_standard_descriptors as o; o();"
+        "import os, sys; from engine.shared.log_stream import open_standard_descriptors as o; o();"
         "from engine.shared.logs import name_process; name_process('x', 'info');"
         "assert os.open('/dev/zero', os.O_RDONLY) > 2;"
         "assert all(os.path.exists(f'/proc/self/fd/{n}') for n in range(3));"

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from engine.shared.config import ModelConfig
 from engine.shared.messages import RequestOutput
 from server.access.admission import LONGEST_RETRY_AFTER, Admission, DrainRate, Overloaded
 from server.access.admission_table import AdmissionTable, Totals, create_admission_table
-from server.config import FrontEndConfig, HttpConfig, ModelConfig, OverloadConfig
+from server.config import FrontEndConfig, HttpConfig, OverloadConfig
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.shared.config import ModelConfig
 from engine.shared.messages import ClusterView, EngineEntry, EngineSetup, EngineStats, RequestOutput
 from engine.shared.settings import load
 from server.access.guards import BadGuards, Keys, admin_keys, api_keys, tls_options
-from server.config import FrontEndConfig, GuardConfig, HttpConfig, ModelConfig, ServeConfig
+from server.config import FrontEndConfig, GuardConfig, HttpConfig, ServeConfig
 
 SECRETS = ("first-secret", "second-secret")
 

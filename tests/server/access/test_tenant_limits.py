@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.shared.config import ModelConfig
 from server.access.admission import Admission, Overloaded
 from server.access.admission_table import (
     PLACES,
@@ -17,14 +18,7 @@ from server.access.admission_table import (
     create_admission_table,
 )
 from server.access.tenants import named_tenant
-from server.config import (
-    FrontEndConfig,
-    GuardConfig,
-    HttpConfig,
-    ModelConfig,
-    OverloadConfig,
-    TenantConfig,
-)
+from server.config import FrontEndConfig, GuardConfig, HttpConfig, OverloadConfig, TenantConfig
 
 ROOT = Path(__file__).parents[3]
 HOG, GUEST, OTHER = 3, 7, PLACES - 1

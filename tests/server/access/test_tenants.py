@@ -5,18 +5,11 @@ from typing import Any
 
 import pytest
 
+from engine.shared.config import ModelConfig, SchedulerConfig
 from server.access.guards import api_keys
 from server.access.limits import MAX_CACHE_SALT
 from server.access.tenants import EVERYBODY, Tenancy, named_tenant
-from server.config import (
-    FrontEndConfig,
-    GuardConfig,
-    HttpConfig,
-    ModelConfig,
-    SchedulerConfig,
-    ServeConfig,
-    TenantConfig,
-)
+from server.config import FrontEndConfig, GuardConfig, HttpConfig, ServeConfig, TenantConfig
 
 BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "x"},

@@ -8,10 +8,11 @@ import pytest
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer
 
+from engine.shared.config import ModelConfig
 from engine.shared.messages import LarkGrammar
 from server.answer.config import AnswerConfig
 from server.app import build_app
-from server.config import FrontEndConfig, ModelConfig
+from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer

@@ -10,8 +10,9 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.shared.config import ModelConfig
 from server.answer.config import AnswerConfig
-from server.config import FrontEndConfig, ModelConfig
+from server.config import FrontEndConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 

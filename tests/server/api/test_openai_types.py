@@ -9,8 +9,9 @@ import pytest
 from fastapi import FastAPI
 from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
 
+from engine.shared.config import ModelConfig
 from server.answer.config import AnswerConfig
-from server.config import FrontEndConfig, ModelConfig
+from server.config import FrontEndConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from engine.shared.config import ModelConfig
 from server.access.limits import MAX_ECHO
 from server.answer.config import AnswerConfig
 from server.api.chat.schema import ChatMessage
-from server.config import FrontEndConfig, HttpConfig, ModelConfig
+from server.config import FrontEndConfig, HttpConfig
 from server.text.chat_template import ChatTemplate
 from server.text.conversation import render_chat
 from server.text.tokenizer import ServedTokenizer

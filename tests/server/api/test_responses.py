@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from engine.shared.config import ModelConfig
 from server.answer.config import AnswerConfig
-from server.config import FrontEndConfig, HttpConfig, ModelConfig
+from server.config import FrontEndConfig, HttpConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from server.config import FrontEndConfig, GuardConfig, HttpConfig, ModelConfig
+from engine.shared.config import ModelConfig
+from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.http.doorstep import plain_path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.shared.config import ModelConfig
 from engine.shared.messages import (
     ClusterView,
     EngineEntry,
@@ -17,7 +18,7 @@ from engine.shared.messages import (
     RequestOutput,
     RequestTiming,
 )
-from server.config import FrontEndConfig, HttpConfig, ModelConfig
+from server.config import FrontEndConfig, HttpConfig
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams
 from server.router.engine_times import EngineTimes
