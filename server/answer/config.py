@@ -12,18 +12,45 @@ class AnswerConfig(Section, frozen=True, kw_only=True):
         bool, "Let the model decide whether to call a tool (tool_choice auto)."
     ] = True
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "qwen", "qwen3_coder", "llama3_json", "mistral"],
-        "How the model writes tool calls; auto: what its chat template shows; none: calls can "
-        "only be enforced (tool_choice required or a named tool).",
+        Literal[
+            "auto",
+            "none",
+            "deepseek_v3",
+            "deepseek_v31",
+            "glm45",
+            "granite",
+            "hermes",
+            "internlm",
+            "llama3_json",
+            "mistral",
+            "openai",
+            "pythonic",
+            "qwen",
+            "qwen3_coder",
+        ],
+        "How the model writes tool calls; auto: as its chat template or its family "
+        "says, else as hermes, which it is then told; none: calls can only be enforced "
+        "(tool_choice required or a named tool).",
     ] = "auto"
     exclude_tools_when_tool_choice_none: Annotated[
         bool, "Leave tools out of the prompt when tool_choice is none."
     ] = False
     reasoning_parser: Annotated[
-        Literal["auto", "qwen3", "deepseek_r1", "mistral", "seed_oss", "tags"] | None,
-        "How the model marks its reasoning, which is then answered as reasoning; auto: what its "
-        "chat template shows; tags: see --reasoning-tags; default: reasoning stays in the "
-        "content.",
+        Literal[
+            "auto",
+            "deepseek_r1",
+            "glm45",
+            "granite",
+            "mistral",
+            "openai_gptoss",
+            "qwen3",
+            "seed_oss",
+            "tags",
+        ]
+        | None,
+        "How the model marks its reasoning, which is then answered as "
+        "reasoning; auto: what its chat template shows; tags: see --reasoning-tags; "
+        "default: reasoning stays in the content.",
     ] = None
     reasoning_tags: Annotated[
         tuple[str, ...], "Start and end of reasoning with --reasoning-parser tags."

@@ -7,6 +7,7 @@ import msgspec
 from server.answer.reader import AnswerReader
 from server.answer.reasoning import ReasoningReader, ReasoningTags
 from server.tool_calls.choice import ToolUse
+from server.tool_calls.formats import CallFormat
 
 
 class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +18,8 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """None: the answers hold no reasoning."""
     reasoning_end: int | None = None
     """The end tag's token; None if it is spelled by several."""
+    channels: CallFormat | None = None
+    """Tells reasoning from the rest in answers without tools too."""
     begins_inside: bool = False
     """The answers begin inside the reasoning."""
     show_reasoning: bool = True
@@ -27,12 +30,14 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def reader(self) -> AnswerReader | None:
         """Return a reader for one answer, or None if all of the answer is content."""
-        tools, tags = self.tools, self.reasoning
-        if tags is None and tools.format is None:
+        tools, tags, format = self.tools, self.reasoning, self._format
+        if tags is None and format is None:
             return None
+        if format is not None and format.channels is not None:
+            tags = None  # the parser does it
         return AnswerReader(
             None if tags is None else ReasoningReader(tags, inside=self.begins_inside),
-            None if tools.format is None else tools.format.parser([*tools.functions.values()]),
+            None if format is None else format.parser([*tools.functions.values()]),
             parallel=tools.parallel,
             show_reasoning=self.show_reasoning,
             reasoning_end=self.reasoning_end,
@@ -46,6 +51,10 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that readers have to see even if they are special tokens."""
-        calls = self.tools.format.markers if self.tools.format is not None else ()
+        calls = self._format.markers if self._format is not None else ()
         tags = (self.reasoning.start, self.reasoning.end) if self.reasoning is not None else ()
         return calls + tags
+
+    @property
+    def _format(self) -> CallFormat | None:
+        return self.tools.format or self.channels

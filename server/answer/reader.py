@@ -40,6 +40,8 @@ class AnswerReader:
         self._parallel = parallel
         self._show_reasoning = show_reasoning
         self._tokens = ReasoningTokens(reasoning_end)
+        self._in_channels = 0
+        """Tokens that came with reasoning that the parser of calls found."""
         self._whitespace = ""
         """Whitespace that came last: content, unless a call follows or has come before."""
         self.num_calls = 0
@@ -49,13 +51,13 @@ class AnswerReader:
     def reasoning_tokens(self) -> int:
         """How many of the tokens that were pushed were for reasoning."""
         reasoned = self._reasoning is not None and self._reasoning.reasoned
-        return self._tokens.count if reasoned else 0
+        return self._tokens.count if reasoned else self._in_channels
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
         """Add text and the tokens behind it; return the parts that are now certain."""
         self._tokens.push(token_ids)
         thought, said = ("", text) if self._reasoning is None else self._reasoning.push(text)
-        return self._thought(thought) + self._said(said)
+        return self._thought(thought) + self._said(said, len(token_ids))
 
     def finish(self) -> list[Part]:
         """End: return what was held back."""
@@ -70,17 +72,22 @@ class AnswerReader:
     def _thought(self, text: str) -> list[Part]:
         return [ReasoningText(text)] if text and self._show_reasoning else []
 
-    def _said(self, text: str) -> list[Part]:
+    def _said(self, text: str, num_tokens: int = 0) -> list[Part]:
         if not text:
             return []
         if self._calls is None:
             return [ContentText(text)]
-        return self._shown(self._calls.push(text))
+        parts = self._calls.push(text)
+        if any(isinstance(part, ReasoningText) for part in parts):
+            self._in_channels += num_tokens
+        return self._shown(parts)
 
     def _shown(self, parts: list[Part]) -> list[Part]:
         shown: list[Part] = []
         for part in parts:
             match part:
+                case ReasoningText(text):
+                    shown += self._thought(text)
                 case ContentText(text):
                     shown += self._content(text)
                 case CallBegin():

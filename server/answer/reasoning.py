@@ -11,12 +11,14 @@ class ReasoningTags(msgspec.Struct, frozen=True):
     """How a model marks its reasoning.
 
     With `implied` an answer begins inside whether or not it opens with the start tag, because
-    the prompt ends with the tag or the model was trained to always think.
+    the prompt ends with the tag or the model was trained to always think. `end_before_calls` is
+    the end where calls of tools follow, for models that have another then.
     """
 
     start: str
     end: str
     implied: bool = False
+    end_before_calls: str = ""
 
     def opening(self, prompt: str, *, continues: bool) -> bool | None:
         """Return whether an answer to a rendered prompt begins inside; None: reasoning is over.
@@ -37,6 +39,8 @@ THINK = ReasoningTags("<think>", "</think>")
 
 REASONING_FORMATS = {
     "qwen3": THINK,
+    "glm45": THINK,
+    "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
     "deepseek_r1": ReasoningTags("<think>", "</think>", implied=True),
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningTags("<seed:think>", "</seed:think>", implied=True),

@@ -122,7 +122,12 @@ def make_context(
         names=served_names(config.model),
         max_logprobs=config.http.max_logprobs,
         force_usage=config.http.enable_force_include_usage,
-        formats=answer_formats(config.answer, template.source if template is not None else None),
+        formats=answer_formats(
+            config.answer,
+            None if template is None else template.source,
+            shows_tools=template is not None and template.shows_tools,
+            family=tokenizer.family,
+        ),
         grammars=GrammarCheck(tokenizer.special_tokens),
         created=created,
     )

@@ -22,6 +22,7 @@ from server.http.errors import context_length_exceeded, invalid
 from server.text.conversation import echoed_text, render_chat
 from server.text.tokenizer import ServedTokenizer
 from server.tool_calls.choice import ToolUse, tool_use
+from server.tool_calls.injection import told
 
 KEPT_FOR_FORM = 1024
 """Of the tokens to generate, at most so many and at most a quarter are kept from reasoning for an
@@ -102,6 +103,7 @@ async def prepare_chat(
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
         tools=tools.shown,
+        told=told if formats.tells_tools else None,
         documents=request.documents,
         arguments=_template_arguments(request),
     )
@@ -176,10 +178,11 @@ def _reasoning_first(
     """
     opened = prompt.rstrip().endswith(tags.start) or plan.reasoning_end is not None
     inside = plan.begins_inside and opened
+    end = (plan.tools.forced and tags.end_before_calls) or tags.end
     kept = min(sampling.max_tokens // 4, KEPT_FOR_FORM)
     sampling = msgspec.structs.replace(
         sampling,
-        grammar_after=tags.end,
+        grammar_after=end,
         grammar_opening="" if inside else tags.start,
         grammar_budget=max(1, sampling.max_tokens - kept),
     )
@@ -203,10 +206,12 @@ def _answer_plan(
         continues = bool(request.continue_final_message)
         inside = formats.reasoning.opening(prompt, continues=continues)
     tags = None if inside is None else formats.reasoning
+    channels = formats.calls if formats.calls and formats.calls.channels else None
     return AnswerPlan(
         tools=tools,
         reasoning=tags,
         reasoning_end=None if tags is None else tokenizer.token_to_id(tags.end),
+        channels=channels,
         begins_inside=bool(inside),
         show_reasoning=request.include_reasoning is not False,
         reasoning_field=formats.reasoning_field,

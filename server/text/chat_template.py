@@ -85,6 +85,8 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self.shows_tools = "tools" in source
+        """Whether the template does something with tools."""
 
     def render(
         self,

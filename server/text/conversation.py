@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from server.access.limits import MAX_ECHO
 from server.api.chat.schema import ChatMessage, RefusalPart
@@ -18,6 +18,18 @@ _INLINE_PIECES = 128
 work through each of them, and go over texts fast."""
 
 
+class TellsTools(Protocol):
+    """Puts tools into messages; see `server.tool_calls.injection.told`."""
+
+    def __call__(
+        self,
+        turns: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+        *,
+        in_system: bool = True,
+    ) -> list[JsonObject]: ...
+
+
 def _pieces(message: ChatMessage) -> int:
     parts = len(message.content) if isinstance(message.content, list) else 0
     return 1 + parts + 4 * len(message.tool_calls or ())
@@ -30,10 +42,13 @@ async def render_chat(
     add_generation_prompt: bool | None,
     continue_final_message: bool,
     tools: list[JsonObject] | None = None,
+    told: TellsTools | None = None,
     documents: list[JsonObject] | None = None,
     arguments: JsonObject | None = None,
 ) -> str:
     """Return the text of a conversation; much of it is rendered beside the event loop.
+
+    `told` puts tools, calls and results into the messages, for a template that knows none.
 
     Raises:
         ApiError: there is no template, or it does not accept the conversation.
@@ -62,17 +77,26 @@ async def render_chat(
 
     def render() -> str:
         _check_arguments(messages)
+        turns = [_turn(message, index) for index, message in enumerate(messages)]
         try:
-            return template.render(
-                [_turn(message, index) for index, message in enumerate(messages)],
-                add_generation_prompt=begins_turn,
-                continue_final_message=continue_final_message,
-                tools=tools or None,
-                documents=documents,
-                arguments=arguments,
-            )
+            if told is None or not tools:
+                return written(turns, tools or None)
+            try:
+                return written(told(turns, tools), None)
+            except TemplateFailed:  # many take no system message
+                return written(told(turns, tools, in_system=False), None)
         except TemplateFailed as error:
             raise invalid(f"messages: {error}", "messages") from error
+
+    def written(turns: Sequence[JsonObject], shown: list[JsonObject] | None) -> str:
+        return template.render(
+            turns,
+            add_generation_prompt=begins_turn,
+            continue_final_message=continue_final_message,
+            tools=shown,
+            documents=documents,
+            arguments=arguments,
+        )
 
     if sum(map(_pieces, messages)) + len(documents or ()) <= _INLINE_PIECES:
         return render()

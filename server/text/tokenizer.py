@@ -47,6 +47,7 @@ class ServedTokenizer:
         eos_token_ids: Sequence[int] = (),
         chat_template: ChatTemplate | None = None,
         sampling_defaults: SamplingDefaults = NO_DEFAULTS,
+        family: str = "",
     ) -> None:
         """Wrap a tokenizer; `vocab_size` is the model's, which may be padded beyond it."""
         self.backend = backend
@@ -54,6 +55,8 @@ class ServedTokenizer:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.chat_template = chat_template
         self.sampling_defaults = sampling_defaults
+        self.family = family
+        """The `model_type` of the model's configuration."""
         special = {
             token_id: token.content
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -163,6 +166,7 @@ class ServedTokenizer:
             sampling_defaults=read_sampling_defaults(
                 directory, model.generation_config, model.override_generation_config
             ),
+            family=str(network.get("model_type") or ""),
         )
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from server.tool_calls.json_value import JsonValue
+from server.tool_calls.json_value import JsonValue, is_unicode
 
 _WHITESPACE = " \t\r\n"
 
@@ -177,4 +177,4 @@ def _decoded(text: str) -> object:
         value: object = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value
+    return None if isinstance(value, str) and not is_unicode(value) else value

@@ -1,6 +1,7 @@
 """Grammars that hold an answer to tool calls, or its tool calls to their schemas."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,10 +44,11 @@ class CallsGrammar:
         assert format.syntax is not None, "the others cannot be enforced"
         self._syntax = format.syntax
         self._parallel = parallel
-        before = self._syntax.before
+        before = self._syntax.opening + self._syntax.before
         self._marker = next((each for each in format.markers if before.startswith(each)), None)
-        """What every call begins with."""
+        """What every call, or the list of them, begins with."""
         self._special = [marker for marker in format.markers if is_special(marker)]
+        self._cut = re.compile(f"({'|'.join(map(re.escape, self._special))})")
 
     def calls(self) -> LarkGrammar:
         """Return the grammar of one call or several, and nothing else."""
@@ -80,10 +82,10 @@ class CallsGrammar:
     def calls_in_text(self) -> LarkGrammar | None:
         """Return the grammar of any text in which calls fit their schemas.
 
-        None if no marker in the text says that a call begins.
+        None if no marker in the text says that a call begins, or if calls stand between others.
         """
         marker = self._marker
-        if marker is None:
+        if marker is None or self._syntax.opening:
             return None
         if marker in self._special:
             begin = f"begin: TEXT {marker}"
@@ -110,6 +112,7 @@ class CallsGrammar:
         rules = [f"call: {' | '.join(names)}"]
         for name, function in zip(names, self._functions, strict=True):
             before = syntax.before.replace("{name}", json.dumps(function.name))
+            before = before.replace("{bare_name}", function.name)
             before, after = before.removeprefix(begun), syntax.after
             lenient = not function.strict
             options = {**_JSON_STYLE, "lenient": lenient, "coerce_one_of": lenient}
@@ -121,10 +124,9 @@ class CallsGrammar:
         return rules
 
     def _literal(self, text: str) -> str:
-        """Return a text in Lark's syntax; a marker at its edge as the token that it is."""
-        for marker in self._special:
-            if text.startswith(marker):
-                return f"{marker} {self._literal(text[len(marker) :])}".rstrip()
-            if text.endswith(marker):
-                return f"{self._literal(text[: -len(marker)])} {marker}".lstrip()
-        return json.dumps(text) if text else ""
+        """Return a text in Lark's syntax; markers as the tokens that they are."""
+        pieces = self._cut.split(text) if self._special else [text]
+        written = [
+            piece if piece in self._special else json.dumps(piece) for piece in pieces if piece
+        ]
+        return " ".join(written)

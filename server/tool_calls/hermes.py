@@ -22,8 +22,11 @@ class HermesParser:
     missing.
     """
 
-    def __init__(self, functions: Sequence[FunctionDefinition]) -> None:
+    def __init__(
+        self, functions: Sequence[FunctionDefinition], start: str = START, end: str = END
+    ) -> None:
         """`functions` are those that the request allows; a call may name others."""
+        self._start, self._end = start, end
         self._held = ""
         self._object: CallObject | None = None
         self._begun = False
@@ -44,7 +47,7 @@ class HermesParser:
             return []
         left = self._held
         if self._object is not None:
-            left = "" if self._begun else START + self._object.raw
+            left = "" if self._begun else self._start + self._object.raw
         return [ContentText(left)] if left else []
 
     def _advance(self, parts: list[Part]) -> bool:
@@ -53,12 +56,12 @@ class HermesParser:
             return self._in_call(self._object, parts)
         if self._behind_call:
             return self._after_call()
-        before, tag, after = self._held.partition(START)
+        before, tag, after = self._held.partition(self._start)
         if tag:
             self._held = after
             self._object, self._begun = CallObject(), False
         else:
-            length = certain_length(before, [START])
+            length = certain_length(before, [self._start])
             before, self._held = before[:length], before[length:]
         if before:
             parts.append(ContentText(before))
@@ -79,14 +82,14 @@ class HermesParser:
             self._count += 1
             self._behind_call = True
         else:
-            parts.append(ContentText(START + call.raw))
+            parts.append(ContentText(self._start + call.raw))
         return True
 
     def _after_call(self) -> bool:
         self._held = self._held.lstrip()
-        if self._held.startswith(END):
-            self._held = self._held[len(END) :]
-        elif END.startswith(self._held):
+        if self._held.startswith(self._end):
+            self._held = self._held[len(self._end) :]
+        elif self._end.startswith(self._held):
             return False
         self._behind_call = False
         return True

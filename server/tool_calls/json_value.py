@@ -1,5 +1,6 @@
-"""The extent of one JSON value in text that comes in pieces."""
+"""One JSON value: its extent in text that comes in pieces, and its text."""
 
+import json
 import re
 
 _STRUCTURE = re.compile(r'["{}\[\]]')
@@ -48,3 +49,23 @@ class JsonValue:
             self._depth -= 1
             self.done = self._depth == 0
         return match.end()
+
+
+def json_text(value: object) -> str:
+    """Return a value as JSON that can be sent: half surrogate pairs stay escaped.
+
+    Raises:
+        ValueError: JSON has no text for it.
+        TypeError: neither.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_unicode(text) else json.dumps(value)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be sent: it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

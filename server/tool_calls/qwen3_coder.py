@@ -9,14 +9,13 @@ Oslo
 </tool_call>
 """
 
-import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
 from server.text.markers import certain_length, find_first
+from server.tool_calls.parameters import Parameters
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -28,18 +27,16 @@ _TAGS_IN_CALL = (PARAMETER, FUNCTION_END, END)
 class Qwen3CoderParser:
     """Reads any number of calls with content around them.
 
-    Arguments come parameter by parameter. A value is text if the function's schema says so or the
-    text is no JSON, else the JSON value that it spells.
+    Arguments come parameter by parameter; `Parameters` says what becomes of their values.
     """
 
     def __init__(self, functions: Sequence[FunctionDefinition]) -> None:
         """`functions` are those that the request allows; a call may name others."""
-        self._schemas = {function.name: function.parameters or {} for function in functions}
+        self._functions = functions
         self._held = ""
         self._state = self._content
-        self._properties: dict[str, Any] = {}
+        self._parameters = Parameters(functions, "")
         self._key = ""
-        self._num_parameters = 0
         self._count = 0
 
     def push(self, text: str) -> list[Part]:
@@ -88,9 +85,7 @@ class Qwen3CoderParser:
         return True
 
     def _begin_call(self, name: str, parts: list[Part]) -> None:
-        properties = self._schemas.get(name, {}).get("properties")
-        self._properties = properties if isinstance(properties, dict) else {}
-        self._num_parameters = 0
+        self._parameters = Parameters(self._functions, name)
         self._state = self._in_call
         parts += [CallBegin(self._count, name), CallArguments(self._count, "{")]
 
@@ -122,25 +117,10 @@ class Qwen3CoderParser:
         start, tag = found
         text = self._held[:start].removeprefix("\n").removesuffix("\n")
         self._held = self._held[start + (len(tag) if tag == PARAMETER_END else 0) :]
-        separator = ", " if self._num_parameters else ""
-        self._num_parameters += 1
-        value = json.dumps(self._decoded(text), ensure_ascii=False)
-        pair = f"{separator}{json.dumps(self._key, ensure_ascii=False)}: {value}"
+        pair = self._parameters.add(self._key, text)
         parts.append(CallArguments(self._count, pair))
         self._state = self._in_call
         return True
-
-    def _decoded(self, text: str) -> Any:
-        schema = self._properties.get(self._key)
-        types = schema.get("type") if isinstance(schema, dict) else None
-        if types == "string" or (isinstance(types, list) and "string" in types and text != "null"):
-            return text
-        try:
-            value = json.loads(text)
-            json.dumps(value, allow_nan=False)
-        except (ValueError, RecursionError):
-            return text
-        return value
 
     def _behind_call(self, parts: list[Part]) -> bool:
         self._held = self._held.lstrip()

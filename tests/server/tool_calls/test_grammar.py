@@ -31,7 +31,8 @@ ENFORCED = [each for each in (*CALL_FORMATS.values(), JSON_LIST) if each.syntax 
 @pytest.fixture(params=[False, True], ids=["plain markers", "special markers"])
 def tokenizer(request: pytest.FixtureRequest, backend: Tokenizer) -> ServedTokenizer:
     own = Tokenizer.from_str(backend.to_str())
-    tags = [AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>")]
+    markers = dict.fromkeys(marker for format in ENFORCED for marker in format.markers)
+    tags = [AddedToken(marker, special=True) for marker in markers]
     if request.param:
         own.add_special_tokens(tags)
     return ServedTokenizer(own, eos_token_ids=[own.token_to_id("<|eos|>")])
@@ -50,7 +51,9 @@ def written(format: CallFormat, *calls: tuple[str, Any]) -> str:
     syntax = format.syntax
     assert syntax is not None
     texts = [
-        syntax.before.replace("{name}", json.dumps(name)) + json.dumps(arguments) + syntax.after
+        syntax.before.replace("{name}", json.dumps(name)).replace("{bare_name}", name)
+        + json.dumps(arguments)
+        + syntax.after
         for name, arguments in calls
     ]
     return syntax.opening + syntax.separator.join(texts) + syntax.closing

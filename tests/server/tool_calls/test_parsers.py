@@ -24,6 +24,9 @@ FUNCTIONS = [
 ]
 CODER, MISTRAL = CALL_FORMATS["qwen3_coder"], CALL_FORMATS["mistral"]
 HERMES, LLAMA = CALL_FORMATS["hermes"], CALL_FORMATS["llama3_json"]
+GLM, GRANITE, INTERNLM = (CALL_FORMATS[name] for name in ("glm45", "granite", "internlm"))
+DEEPSEEK, PYTHONIC = CALL_FORMATS["deepseek_v3"], CALL_FORMATS["pythonic"]
+HARMONY = CALL_FORMATS["openai"]
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}\\"]"}]}}'
 WEATHER = '{"arguments": {"city": "São Paulo"}, "name": "get_weather"}'
@@ -169,6 +172,190 @@ def test_parameters_between_tags(text: str, content: str | None, calls: list[Cal
     assert read(CODER, list(text)) == Message(None, content, calls)
 
 
+def glm(*arguments: str, name: str = "get_weather") -> str:
+    inside = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for key, value in (each.split("=", 1) for each in arguments)
+    )
+    return f"<tool_call>{name}\n{inside}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("just text", "just text", []),
+        (glm("city=Oslo"), None, [Call("get_weather", '{"city": "Oslo"}')]),
+        (
+            "Well.\n" + glm("city=5", "zip=null", "days=3", 'more=[1, "<"]') + glm(name="add"),
+            "Well.",
+            [
+                Call("get_weather", '{"city": "5", "zip": null, "days": 3, "more": [1, "<"]}'),
+                Call("add", "{}"),
+            ],
+        ),
+        (
+            "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>",
+            None,
+            [Call("add", '{"a": 1')],
+        ),
+        ("<tool_call>\nwhat now?", "<tool_call>\nwhat now?", []),
+        ("<tool_call>ad", "<tool_call>ad", []),
+        ("<tool_call>add<arg", "<tool_call>add<arg", []),
+    ],
+)  # fmt: skip
+def test_keys_and_values_between_tags(text: str, content: str | None, calls: list[Call]) -> None:
+    assert read(GLM, [text]) == Message(None, content, calls)
+    assert read(GLM, list(text)) == Message(None, content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("just text", "just text", []),
+        (f"<|tool_call|>[{ADD}, {WEATHER}]", None, CALLS),
+        (f"Well.\n<tool_call> [{ADD}]", "Well.", CALLS[:1]),
+        ("<|tool_call|>", None, []),
+        ("<|tool_", "<|tool_", []),
+        ("a < b", "a < b", []),
+    ],
+)
+def test_a_list_behind_a_marker(text: str, content: str | None, calls: list[Call]) -> None:
+    assert read(GRANITE, [text]) == Message(None, content, calls)
+    assert read(GRANITE, list(text)) == Message(None, content, calls)
+
+
+def test_a_plugin_is_called_between_its_tokens() -> None:
+    text = f"Well.<|action_start|><|plugin|>\n{ADD}<|action_end|>"
+    assert read(INTERNLM, [text]) == Message(None, "Well.", CALLS[:1])
+    assert read(INTERNLM, list(text)) == Message(None, "Well.", CALLS[:1])
+
+
+def in_block(name: str, arguments: str) -> str:
+    block = f"function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+    return f"<｜tool▁call▁begin｜>{block}<｜tool▁call▁end｜>"
+
+
+BARE = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>" + ARGUMENTS + "<｜tool▁call▁end｜>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("just text", "just text", []),
+        (
+            "Well.\n<｜tool▁calls▁begin｜>" + in_block("add", ARGUMENTS) + "\n"
+            + in_block("get_weather", CALLS[1].arguments) + "<｜tool▁calls▁end｜>",
+            "Well.",
+            CALLS,
+        ),
+        (f"<｜tool▁calls▁begin｜>{BARE}{BARE}<｜tool▁calls▁end｜>", None, CALLS[:1] * 2),
+        ('<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1', None, [Call("add", '{"a": 1')]),
+        (
+            "<｜tool▁call▁begin｜>what is this?<｜tool▁call▁end｜>",
+            "<｜tool▁call▁begin｜>what is this?",
+            [],
+        ),
+        ("<｜tool▁call▁begin｜>add<｜tool", "<｜tool▁call▁begin｜>add<｜tool", []),
+        ("<｜tool▁ca", "<｜tool▁ca", []),
+    ],
+)  # fmt: skip
+def test_calls_between_tokens_of_their_own(
+    text: str, content: str | None, calls: list[Call]
+) -> None:
+    assert read(DEEPSEEK, [text]) == Message(None, content, calls)
+    assert read(DEEPSEEK, list(text)) == Message(None, content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("just text", "just text", []),
+        (
+            "[add(a=1, b=[2, {'c': '}\\\\\"]'}]), get_weather(city='São Paulo')]",
+            None,
+            [Call("add", ARGUMENTS.replace('\\"', '\\\\\\"')), CALLS[1]],
+        ),
+        ("<|python_start|>[add()]<|python_end|>", None, [Call("add", "{}")]),
+        ("[add(a=True, b=None, c=-1.5)]", None, [Call("add", '{"a": true, "b": null, "c": -1.5}')]),
+        ("[add(a=true)] and more", " and more", [Call("add", '{"a": true}')]),
+        ("[1, 2, 3]", "[1, 2, 3]", []),
+        ("[unknown(a=1)]", "[unknown(a=1)]", []),
+        ("[add(1)]", "[add(1)]", []),
+        ("[add(a=open('x'))]", "[add(a=open('x'))]", []),
+        ("[add(a=f'{x}')]", "[add(a=f'{x}')]", []),
+        ("[add(**{'a': 1})]", "[add(**{'a': 1})]", []),
+        ("[add(a=1e999)]", "[add(a=1e999)]", []),
+        ("[add(a=1", "[add(a=1", []),
+        ("[add(a=1), add(a=", None, [Call("add", '{"a": 1}')]),
+        ("[", "[", []),
+    ],
+)  # fmt: skip
+def test_calls_in_python(text: str, content: str | None, calls: list[Call]) -> None:
+    assert read(PYTHONIC, [text]) == Message(None, content, calls)
+    assert read(PYTHONIC, list(text)) == Message(None, content, calls)
+
+
+@pytest.mark.parametrize("depth", [50, 5_000])
+def test_deeply_nested_python_is_content_or_a_call_and_no_error(depth: int) -> None:
+    text = f"[add(a={'[' * depth}{']' * depth})]"
+    found = read(PYTHONIC, [text])
+    assert found.content == text or json.loads(found.calls[0].arguments)["a"] == (
+        [] if depth == 1 else json.loads("[" * depth + "]" * depth)
+    )
+
+
+def test_a_long_call_in_python_is_read_once() -> None:
+    text = f"[add(a='{'x' * 60_000}')]"
+    assert len(read(PYTHONIC, list(text)).calls[0].arguments) > 60_000
+    endless = f"[add(a='{'x' * 70_000}"
+    assert read(PYTHONIC, list(endless)).content == endless
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm.\nHm.<|end|><|start|>assistant"
+TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("just text", Message(None, "just text", [])),
+        ('{"a": 1}', Message(None, '{"a": 1}', [])),
+        (
+            f"{ANALYSIS}<|channel|>final<|message|>Yes < no.<|return|>",
+            Message("Hm.\nHm.", "Yes < no.", []),
+        ),
+        (f"{ANALYSIS}{TO_ADD}<|call|>", Message("Hm.\nHm.", None, [Call("add", '{"a": 1}')])),
+        (
+            f"<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant{TO_ADD}<|end|>"
+            f"<|start|>assistant{TO_ADD}",
+            Message(None, "Let me see.", [Call("add", '{"a": 1}')] * 2),
+        ),
+        (
+            '<|start|>assistant to=functions.add<|channel|>commentary<|message|>{"a": 1}<|call|>',
+            Message(None, None, [Call("add", '{"a": 1}')]),
+        ),
+        ("<|channel|>final<|mess", Message(None, None, [])),
+        ("<|chan", Message(None, "<|chan", [])),
+    ],
+)
+def test_messages_in_channels(text: str, expected: Message) -> None:
+    assert read(HARMONY, [text]) == expected
+    assert read(HARMONY, list(text)) == expected
+
+
+def test_half_a_surrogate_pair_stays_escaped() -> None:
+    for format, text in (
+        (HERMES, '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        (CODER, coder('more=["\\ud800"]')),
+        (GLM, glm('more=["\\ud800"]')),
+        (PYTHONIC, "[add(a='\\ud800')]"),
+    ):
+        found = read(format, [text])
+        whole = [found.content or "", *[call.name + call.arguments for call in found.calls]]
+        assert "".join(whole).encode()
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
@@ -176,18 +363,25 @@ def test_parameters_between_tags(text: str, content: str | None, calls: list[Cal
         ("<tool_call><function=name>", "qwen3_coder"),
         ('Environment: ipython {"name": x, "parameters": y}', "llama3_json"),
         ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral"),
+        ("<|tool_call|>", "granite"),
+        ("<tool_call>{name}<arg_key>", "glm45"),
+        ("<｜tool▁call▁begin｜>function ```json", "deepseek_v3"),
+        ("<｜tool▁call▁begin｜>", "deepseek_v31"),
+        ("<|action_start|><|plugin|>", "internlm"),
+        ("<|channel|>analysis<|message|>", "openai"),
+        ("[func_name1(params_name1=params_value1)]", "pythonic"),
         ("{{ messages }}", None),
     ],
 )
 def test_a_template_shows_the_format(template: str, name: str | None) -> None:
-    assert detect(template) is (None if name is None else CALL_FORMATS[name])
+    assert detect(template) == name
 
 
 def test_settings_know_every_format() -> None:
     names = get_args(get_type_hints(AnswerConfig)["tool_call_parser"])
     assert set(names) == {"auto", "none", *CALL_FORMATS}
     names = get_args(get_args(get_type_hints(AnswerConfig)["reasoning_parser"])[0])
-    assert set(names) == {"auto", "tags", *REASONING_FORMATS}
+    assert set(names) == {"auto", "tags", "openai_gptoss", *REASONING_FORMATS}
 
 
 def test_names_of_calls_suit_the_models_templates() -> None:
@@ -226,7 +420,11 @@ SNIPPETS = [
     "[TOOL_CALLS]", "[ARGS]", "add", "<function=", "add>",
     "<parameter=", "a>", "</parameter>", "</function>", "\n", " ",
     "{", "}", "[", "]", '"', "\\", ":", ",", ";", '"name"', '"arguments"', '"parameters"', '"add"',
-    "null", "text", ADD, PLAIN, WEATHER, "<",
+    "null", "text", ADD, PLAIN, WEATHER, "<", "(", ")", "=", "'", "a=1", "add(",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call|>", "function",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "```json",
+    "<|channel|>", "analysis", "<|message|>", "<|end|>", "<|start|>", "to=functions.add",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(SNIPPETS), max_size=14).map("".join)
 
@@ -234,7 +432,7 @@ TEXTS = st.lists(st.sampled_from(SNIPPETS), max_size=14).map("".join)
 @given(
     text=TEXTS | st.text(max_size=20),
     cuts=st.lists(st.integers(1, 7), min_size=1, max_size=30),
-    format=st.sampled_from([HERMES, LLAMA, CODER, MISTRAL, JSON_LIST, None]),
+    format=st.sampled_from([*CALL_FORMATS.values(), JSON_LIST, None]),
     reasoning=st.sampled_from([None, True, False]),
     parallel=st.booleans(),
 )

@@ -1,0 +1,99 @@
+"""Answers of gpt-oss models: messages in channels, for reasoning, calls of tools and what is said.
+
+<|channel|>analysis<|message|>The user wants...<|end|>
+<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json
+<|message|>{"city": "Oslo"}<|call|>
+
+without the line breaks. The prompt ends with `<|start|>assistant`. Source of the format: OpenAI's
+description of its "harmony" response format.
+"""
+
+import re
+from collections.abc import Sequence
+
+from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from server.answer.reasoning import ReasoningTags
+from server.api.shared.tools import FunctionDefinition
+from server.text.markers import certain_length, find_first
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
+MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+
+TAGS = ReasoningTags(
+    f"{CHANNEL}analysis{MESSAGE}",
+    f"{END}{START}assistant{CHANNEL}final{MESSAGE}",
+    end_before_calls=f"{END}{START}assistant",
+)
+"""What opens the reasoning, and what leads from it to an answer that is held to a form."""
+
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_FUNCTION = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
+_ENDS = (END, CALL, RETURN, START, CHANNEL)
+
+
+class HarmonyParser:
+    """Reads messages by their headers. An answer that begins with no header is content."""
+
+    def __init__(self, functions: Sequence[FunctionDefinition]) -> None:
+        """`functions` are those that the request allows; a call may name others."""
+        self._held = ""
+        self._state = self._begin
+        self._kind: type[ReasoningText | ContentText | CallArguments] = ContentText
+        self._count = 0
+
+    def push(self, text: str) -> list[Part]:
+        """Add text; return the parts that are now certain."""
+        parts: list[Part] = []
+        self._held += text
+        while self._state(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """End: return what was held back; a header without a message is nothing."""
+        if self._state == self._header or not self._held:
+            return []
+        return [self._part(self._held)]
+
+    def _part(self, text: str) -> Part:
+        if self._kind is CallArguments:
+            return CallArguments(self._count - 1, text)
+        return ReasoningText(text) if self._kind is ReasoningText else ContentText(text)
+
+    # Each state takes the next piece off the held text and returns whether there may be another.
+
+    def _begin(self, parts: list[Part]) -> bool:
+        begin = self._held.lstrip()
+        if any(mark.startswith(begin) and mark != begin for mark in (CHANNEL, START)):
+            return False
+        is_header = begin.startswith((CHANNEL, START))
+        self._state = self._header if is_header else self._message
+        return True
+
+    def _header(self, parts: list[Part]) -> bool:
+        header, mark, behind = self._held.partition(MESSAGE)
+        if not mark:
+            return False
+        self._held, self._state = behind, self._message
+        function, channel = _FUNCTION.search(header), _CHANNEL.search(header)
+        if function is not None:
+            self._kind = CallArguments
+            parts.append(CallBegin(self._count, function[1]))
+            self._count += 1
+        elif channel is not None and channel[1] == "analysis":
+            self._kind = ReasoningText
+        else:
+            self._kind = ContentText
+        return True
+
+    def _message(self, parts: list[Part]) -> bool:
+        found = find_first(self._held, _ENDS)
+        length = certain_length(self._held, _ENDS) if found is None else found[0]
+        text, self._held = self._held[:length], self._held[length:]
+        if text:
+            parts.append(self._part(text))
+        if found is None:
+            return False
+        self._state = self._header
+        return True

@@ -1,0 +1,121 @@
+"""Chat with models that write messages in channels, and with those that know no tools."""
+
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from engine.shared.config import ModelConfig
+from engine.shared.messages import LarkGrammar
+from server.answer.config import AnswerConfig
+from server.config import FrontEndConfig
+from server.text.chat_template import ChatTemplate
+from server.text.tokenizer import ServedTokenizer
+from server.tool_calls.harmony import MARKERS
+
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    "{# <|channel|> {{ tools }} #}"
+)
+NO_TOOLS = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+ADD = {"type": "function", "function": {"name": "add", "strict": True}}
+CALLED = {"name": "add", "arguments": '{"a": 1}'}
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+FINAL = "<|channel|>final<|message|>Yes."
+
+
+@pytest.fixture
+def tokenizer(backend: Tokenizer, template: str) -> ServedTokenizer:
+    own = Tokenizer.from_str(backend.to_str())
+    own.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    return ServedTokenizer(
+        own,
+        eos_token_ids=[own.token_to_id("<|eos|>")],
+        chat_template=ChatTemplate(template, {}),
+    )
+
+
+@pytest.fixture
+def template() -> str:
+    return TEMPLATE
+
+
+@pytest.fixture
+def config() -> FrontEndConfig:
+    model = ModelConfig(model="org/tiny", served_model_name=("tiny",))
+    return FrontEndConfig(model=model, answer=AnswerConfig())
+
+
+def test_an_answer_in_channels_is_taken_apart_without_any_flag(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(THOUGHT + FINAL)
+    answer = http.chat()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_calls_in_channels_are_calls(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(THOUGHT + CALL)
+    (choice,) = http.chat(tools=[ADD])["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == CALLED
+    assert choice["message"]["reasoning"] == "Hm."
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("fields", "after"),
+    [
+        ({"response_format": {"type": "json_object"}}, "final<|message|>"),
+        ({"tools": [ADD], "tool_choice": "required"}, "<|start|>assistant"),
+    ],
+)
+def test_a_form_holds_in_the_channel_that_it_is_for(
+    http: Any, engines: Any, fields: dict[str, Any], after: str
+) -> None:
+    http.chat(**fields)
+    sampling = engines.streams[-1].sampling
+    assert sampling.grammar is not None
+    assert sampling.grammar_after.endswith(after)
+    assert sampling.grammar_opening == "<|channel|>analysis<|message|>"
+    if "tools" in fields:
+        assert isinstance(sampling.grammar, LarkGrammar)
+        assert "to=functions.add" in sampling.grammar.text
+
+
+@pytest.mark.parametrize("template", [NO_TOOLS])
+def test_a_model_whose_template_knows_no_tools_is_told_of_them(http: Any, engines: Any) -> None:
+    engines.context = 4096
+    engines.script = engines.answer('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    (choice,) = http.chat(
+        tools=[ADD],
+        messages=[
+            {"role": "user", "content": "add"},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "x", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "content": "42", "tool_call_id": "x"},
+        ],
+    )["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == CALLED
+    prompt = engines.tokenizer.decode(
+        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
+    )
+    assert prompt.startswith("[system]You can call functions.")
+    assert prompt.endswith("[user]<tool_response>\n42\n</tool_response>")
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+                 + NO_TOOLS],
+)  # fmt: skip
+def test_a_template_that_takes_no_system_message_gets_none(http: Any, engines: Any) -> None:
+    http.chat(tools=[ADD])
+    prompt = engines.tokenizer.decode(
+        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
+    )
+    assert prompt.startswith("[user]You can call functions.")
