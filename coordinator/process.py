@@ -34,6 +34,7 @@ from engine.shared.transport import (
     Transport,
     advertised_host,
     bound_address,
+    make_context,
 )
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ def run(config: CoordinatorConfig, lifeline: Lifeline) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(0))
     lifeline.watch()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    context: zmq.Context[zmq.Socket[bytes]] = make_context()
     health = Health(config.health.stall_timeout)
     try:
         serve_health(config.health, health)

@@ -105,7 +105,7 @@ COMMANDS = {
     ),
     "coordinator": Command(
         "run only the coordinator",
-        "swell coordinator --coordinator 0.0.0.0:7550 --cluster-key-file /run/secrets/key",
+        "swell coordinator --coordinator '*:7550' --cluster-key-file /run/secrets/key",
         CoordinatorConfig,
         None,
         frozenset(),
@@ -121,7 +121,7 @@ COMMANDS = {
     ),
     "api-server": Command(
         "run API servers that join a coordinator",
-        "swell api-server ./my-model --coordinator head:7550 --host 0.0.0.0 --port 8000",
+        "swell api-server ./my-model --coordinator head:7550 --host '*' --port 8000",
         ApiServerConfig,
         MODEL,
         frozenset(

@@ -14,6 +14,7 @@ import uvloop
 import zmq
 from fastapi import FastAPI
 
+from engine.shared.addresses import is_loopback, join_host_port
 from engine.shared.group_config import model_identity
 from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
@@ -23,7 +24,13 @@ from engine.shared.messages import FrontEndAddresses
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
 from engine.shared.scope import MissingRank, front_end_scope, node_name
-from engine.shared.transport import InsecureCluster, Transport, advertised_host, bound_address
+from engine.shared.transport import (
+    InsecureCluster,
+    Transport,
+    advertised_host,
+    bound_address,
+    make_context,
+)
 from server.access.admission_table import AdmissionTable
 from server.access.guards import BadGuards, tls_options
 from server.answer.formats import BadFormats
@@ -82,7 +89,7 @@ class FrontEnd:
         self._config = launch.config
         self._lifeline = lifeline
         self._scope = front_end_scope(self._config.parallel, self._config.cluster)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         self._transport = Transport(self._config.cluster, self._context)
         self._host = advertised_host(self._config.cluster)
         self._requests = self._bind(zmq.ROUTER, "requests")
@@ -91,8 +98,8 @@ class FrontEnd:
     def _bind(self, kind: int, name: str) -> "zmq.Socket[bytes]":
         coordinator = self._config.cluster.coordinator_address
         if coordinator.startswith("tcp://"):
-            interface = self._host if self._host.startswith("127.") else "*"
-            return self._transport.bind(kind, f"tcp://{interface}:*")
+            interface = self._host if is_loopback(self._host) else "*"
+            return self._transport.bind(kind, f"tcp://{join_host_port(interface, '*')}")
         path = Path(self._launch.socket_dir) / f"{self._launch.incarnation:x}-{name}"
         return self._transport.bind(kind, f"ipc://{path}")
 
@@ -228,7 +235,9 @@ class FrontEnd:
         if ready.done():
             settle_heap()
             link.ready()
-            self._lifeline.ready(f"serving on {guards.scheme}://{http.host}:{http.port}")
+            self._lifeline.ready(
+                f"serving on {guards.scheme}://{join_host_port(http.host, http.port)}"
+            )
         ready.cancel()
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from engine.distributed.spec import GroupBroken, GroupSpec, address_towards, open_listener
+from engine.distributed.spec import GroupBroken, GroupSpec, open_listener
+from engine.shared.addresses import address_towards
 
 _HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)
 _SECOND = timedelta(seconds=1)

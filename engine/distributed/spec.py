@@ -4,6 +4,8 @@ import socket
 
 import msgspec
 
+from engine.shared.addresses import join_host_port, split_host_port
+
 
 class GroupBroken(Exception):
     """A member has died, hangs or was told to give up: the group is of no use any more.
@@ -30,12 +32,12 @@ class GroupSpec(msgspec.Struct, frozen=True):
     @property
     def host(self) -> str:
         """Name or address of the store's host."""
-        return self.address.rpartition(":")[0].strip("[]")
+        return split_host_port(self.address)[0]
 
     @property
     def port(self) -> int:
         """Port of the store."""
-        return int(self.address.rpartition(":")[2])
+        return split_host_port(self.address)[1]
 
 
 def open_listener(host: str, port: int = 0) -> socket.socket:
@@ -51,17 +53,4 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
 def listener_address(listener: socket.socket) -> str:
     """Return a listener's HOST:PORT."""
     host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the way to another, without sending anything.
-
-    Raises:
-        OSError: there is no way, or no such host.
-    """
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        address: str = probe.getsockname()[0]
-        return address
+    return join_host_port(host, port)

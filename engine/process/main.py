@@ -37,7 +37,7 @@ from engine.shared.logs import name_process
 from engine.shared.membership import JOIN_TIMEOUT
 from engine.shared.messages import EngineDead, GroupMember
 from engine.shared.model_files import model_directory
-from engine.shared.transport import InsecureCluster, Transport, advertised_host
+from engine.shared.transport import InsecureCluster, Transport, advertised_host, make_context
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class EngineProcess:
         self._summary = ""
         self._asked_to_end = False
         self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         transport = Transport(config.cluster, self._context)
         self._connection = GroupConnection()
         self._sender = Sender(transport)

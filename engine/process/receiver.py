@@ -33,6 +33,7 @@ from engine.shared.messages import (
     GroupStatus,
     RouteTaken,
     StartDpWave,
+    Welcome,
     encode,
 )
 from engine.shared.scope import node_name
@@ -151,6 +152,8 @@ class Receiver:
             config.cluster.heartbeat_interval,
         )
         self._requests: dict[int, zmq.Socket[bytes]] = {}
+        self._orders: zmq.Socket[bytes] | None = None
+        self._coordinator_addresses = ("", "")
         self._poller = zmq.Poller()
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         self._registration = transport.connect(
@@ -259,17 +262,32 @@ class Receiver:
 
     def _joined(self, event: Joined) -> None:
         welcome = event.welcome
+        self._follow_coordinator(welcome)
         if event.again:
             logger.warning("registered again: the coordinator had forgotten this process")
             self._inbox.put(Rejoined(welcome.wave))
         else:
             logger.info("joined as rank %d", welcome.index)
-            orders = self._transport.connect(zmq.XSUB, welcome.publish_address)
-            orders.send(_SUBSCRIBE_ALL)
-            self._serve(Inbox(orders, GroupOrder, "back publish"), self._order)
-            self._outbox.put(ConnectCoordinator(welcome.output_address))
             self._inbox.put(Welcomed(welcome.index, welcome.wave))
         self._update_front_ends(welcome.epoch, welcome.front_ends)
+
+    def _follow_coordinator(self, welcome: Welcome) -> None:
+        """Connect to where the coordinator publishes and listens, if that is new."""
+        addresses = welcome.publish_address, welcome.output_address
+        if addresses == self._coordinator_addresses:
+            return
+        self._coordinator_addresses = addresses
+        if self._orders is not None:
+            self._forget(self._orders)
+        self._orders = self._transport.connect(zmq.XSUB, welcome.publish_address)
+        self._orders.send(_SUBSCRIBE_ALL)
+        self._serve(Inbox(self._orders, GroupOrder, "back publish"), self._order)
+        self._outbox.put(ConnectCoordinator(welcome.output_address))
+
+    def _forget(self, socket: "zmq.Socket[bytes]") -> None:
+        self._poller.unregister(socket)
+        del self._handlers[socket]
+        socket.close(linger=0)
 
     def _order(self, order: GroupOrder) -> None:
         match order:
@@ -319,9 +337,6 @@ class Receiver:
 
     def _drop_front_ends(self, indices: list[int]) -> None:
         for index in indices:
-            requests = self._requests.pop(index)
-            self._poller.unregister(requests)
-            del self._handlers[requests]
-            requests.close(linger=0)
+            self._forget(self._requests.pop(index))
             self._inbox.put(FrontEndLeft(index))
             self._outbox.put(DisconnectFrontEnd(index))

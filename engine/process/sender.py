@@ -203,6 +203,8 @@ class Sender:
             case UtilityDone(front_end, result):
                 self._send(front_end, encode(result))
             case ConnectCoordinator(address):
+                if self._coordinator is not None:
+                    self._coordinator.close(linger=0)
                 self._coordinator = self._transport.connect(zmq.PUSH, address)
             case ConnectFrontEnd(index, address):
                 self._front_ends[index] = self._transport.connect(zmq.PUSH, address)

@@ -75,6 +75,6 @@ def _peer_name(descriptor: int) -> str:
     """Return the address at the other end of a connection, if it is still open."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            return str(connection.getpeername()[0])
+            return str(connection.getpeername()[0]).removeprefix("::ffff:")
     except (OSError, IndexError):
         return ""

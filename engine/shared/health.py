@@ -10,6 +10,7 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Literal, NamedTuple
 
+from engine.shared.addresses import listen
 from engine.shared.config import HealthConfig
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ def serve_health(config: HealthConfig, health: Health) -> None:
         def log_message(self, format: str, *arguments: object) -> None:
             logger.debug(format, *arguments)
 
-    server = ThreadingHTTPServer(("", config.health_port), Handler)
+    server = ThreadingHTTPServer(("", config.health_port), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listen("*", config.health_port, server.request_queue_size)
     server.daemon_threads = True
     Thread(target=server.serve_forever, name="health", daemon=True).start()

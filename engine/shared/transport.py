@@ -5,6 +5,11 @@ by CURVE with keys derived from one shared secret: whoever knows the secret know
 public key, which never crosses the wire, and nobody else can complete a handshake. All
 high-water marks are 0 (no limit): a message of the control plane is never dropped silently;
 what must be bounded is bounded by admission, not by a socket.
+
+A node that is lost says nothing: its peers would wait for TCP to give up, which takes a quarter of
+an hour, and for ever where they have nothing to send. So both ends of every TCP connection send
+heartbeats, a connection without a sign of life ends after `--engine-timeout`, and each attempt to
+connect again asks for the address behind the name anew.
 """
 
 import hashlib
@@ -18,6 +23,15 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from engine.shared.addresses import (
+    ANY_HOSTS,
+    address_towards,
+    bare_host,
+    is_literal,
+    join_host_port,
+    split_host_port,
+    uses_ipv6,
+)
 from engine.shared.config import ClusterConfig
 from engine.shared.handshakes import HandshakeWatch
 from engine.shared.node_directory import make_private
@@ -29,12 +43,21 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_IPC_PATH = 107  # sockaddr_un.sun_path, less its terminating zero
 
+_LONGEST_TTL_MS = 6_553_500  # ZMTP has 16 bits for tenths of a second
+
+_HANDSHAKE_MS = 10_000  # a thousand peers that come back at once take a while
+
 MIN_KEY_BYTES = 16
 """Fewest bytes of a shared secret, blanks around them not counted."""
 
 
 class InsecureCluster(ValueError):
     """TCP is to be used with no cluster key, or with one that a stranger could guess."""
+
+
+def make_context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """Return the context of a process: a thread for data, and one that may wait for names."""
+    return zmq.Context(io_threads=2)
 
 
 class KeyPair(NamedTuple):
@@ -69,16 +92,14 @@ def advertised_host(cluster: ClusterConfig) -> str:
     """
     address = cluster.coordinator_address
     if cluster.advertise_host is not None or not address.startswith("tcp://"):
-        return cluster.advertise_host or "127.0.0.1"
-    host, port = address.removeprefix("tcp://").rsplit(":", 1)
-    if host in ("*", "0.0.0.0"):
+        return bare_host(cluster.advertise_host or "127.0.0.1")
+    host, port = split_host_port(address.removeprefix("tcp://"))
+    if host in ANY_HOSTS:
         return sockets.gethostname()
-    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, int(port)))  # chooses the interface and sends nothing
-        except OSError as error:
-            raise OSError(f"cannot reach the coordinator's host {host}: {error}") from error
-        return str(probe.getsockname()[0])
+    try:
+        return address_towards(host, port)
+    except OSError as error:
+        raise OSError(f"cannot reach the coordinator's host {host}: {error}") from error
 
 
 class Transport:
@@ -86,6 +107,8 @@ class Transport:
 
     def __init__(self, cluster: ClusterConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self._context = context
+        self._heartbeat_ms = max(100, int(1000 * cluster.heartbeat_interval))
+        self._timeout_ms = max(self._heartbeat_ms, int(1000 * cluster.engine_timeout))
         self._insecure = cluster.insecure_cluster
         self._keys: KeyPair | None = None
         self._bound: list[tuple[Path, str, zmq.Socket[bytes]]] = []
@@ -149,9 +172,24 @@ class Transport:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         if address.startswith("tcp://"):
-            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            self._set_tcp_options(socket, address)
             self._secure(socket, address, binder)
         return socket
+
+    def _set_tcp_options(self, socket: "zmq.Socket[bytes]", address: str) -> None:
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._timeout_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, min(self._timeout_ms, _LONGEST_TTL_MS))
+        socket.setsockopt(zmq.TCP_MAXRT, self._timeout_ms)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, self._timeout_ms)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, max(self._timeout_ms, _HANDSHAKE_MS))
+        host = bare_host(address.removeprefix("tcp://").rpartition(":")[0])
+        socket.setsockopt(zmq.IPV6, uses_ipv6(host))
+        if self._context.get(zmq.IO_THREADS) > 1:
+            # Looking a name up may take seconds: tokens are not to wait for it.
+            looks_up = host != "*" and not is_literal(host)
+            socket.setsockopt(zmq.AFFINITY, 2 if looks_up else 1)
 
     def _secure(self, socket: "zmq.Socket[bytes]", address: str, binder: bool) -> None:
         if self._keys is None:
@@ -179,7 +217,7 @@ def bound_address(socket: "zmq.Socket[bytes]", advertise_host: str) -> str:
     assert isinstance(endpoint, bytes)
     address = endpoint.rstrip(b"\0").decode()
     if address.startswith("tcp://"):
-        return f"tcp://{advertise_host}:{address.rsplit(':', 1)[1]}"
+        return f"tcp://{join_host_port(advertise_host, address.rpartition(':')[2])}"
     return address
 
 

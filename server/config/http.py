@@ -10,7 +10,7 @@ from engine.shared.config import PositiveFloat, PositiveInt, Section
 class HttpConfig(Section, frozen=True, kw_only=True):
     """HTTP"""
 
-    host: Annotated[str, "Address to listen on."] = "127.0.0.1"
+    host: Annotated[str, "Address to listen on; * is all, IPv4 and IPv6."] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), "Port to listen on; 0 takes a free one."] = 8000
     max_logprobs: Annotated[
         int,

@@ -1,10 +1,10 @@
 """What a node is in its cluster: alone, the head that others join, or one that joins."""
 
-import socket
 from typing import NamedTuple
 
 import msgspec
 
+from engine.shared.addresses import join_host_port, resolve
 from server.config import ServeConfig
 
 
@@ -50,7 +50,7 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
         return Joining(config, leads=True, is_alone=True)
     if not nodes.headless:
         address = _own_address(address)
-    coordinator = f"{address}:{nodes.data_parallel_rpc_port}"
+    coordinator = join_host_port(address, nodes.data_parallel_rpc_port)
     config = _replace(config, "cluster", coordinator=coordinator)
     return Joining(config, leads=not nodes.headless, is_alone=False)
 
@@ -58,7 +58,7 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
 def _own_address(name: str) -> str:
     """Return the address to listen on, for which sockets take no names."""
     try:
-        return socket.gethostbyname(name)
+        return resolve(name)[1][0]
     except OSError as error:
         raise OSError(f"--data-parallel-address {name} cannot be resolved: {error}") from error
 

@@ -14,6 +14,7 @@ import zmq
 from rich.console import Console
 from rich.markup import escape
 
+from engine.shared.addresses import join_host_port, listen
 from engine.shared.logs import LogLines
 from engine.shared.messages import (
     ControlRequest,
@@ -21,7 +22,7 @@ from engine.shared.messages import (
     encode,
 )
 from engine.shared.node_directory import NodeDirectory
-from engine.shared.transport import Inbox, InsecureCluster, Transport
+from engine.shared.transport import Inbox, InsecureCluster, Transport, make_context
 from server.config import ServeConfig
 from server.fleet.capacity import engine_capacity, visible_devices
 from server.fleet.child import Child, watch_children_without_threads
@@ -58,7 +59,7 @@ class Supervisor:
         cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._directory))
         self._config = msgspec.structs.replace(config, cluster=cluster)
         self._listener: socket.socket | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         self._registration: zmq.Socket[bytes] | None = None
         self._keeper = Keeper(console, config.log.log_format, self._report_death, node.keep)
         self._coordinator = [coordinator_role(self._config)] if leads else []
@@ -118,18 +119,13 @@ class Supervisor:
 
     def _listen(self) -> socket.socket:
         http = self._config.http
-        family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((http.host, http.port))
+            listener = listen(http.host, http.port, 2048)
         except OSError as error:
-            listener.close()
             raise StartupFailed(
-                f"cannot listen on {http.host}:{http.port}: {error.strerror}. "
+                f"cannot listen on {join_host_port(http.host, http.port)}: {error.strerror}. "
                 "Is something else running there? Choose another --port."
             ) from error
-        listener.listen(2048)
         listener.setblocking(False)
         listener.set_inheritable(True)
         return listener
@@ -178,7 +174,7 @@ class Supervisor:
             self._console.print("[bold green]all engines are ready[/]")
             return
         host, port = self._listener.getsockname()[:2]
-        url = f"{self._config.guards.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"{self._config.guards.scheme}://{join_host_port(host, port)}"
         elapsed = self._keeper.elapsed
         self._console.print(
             f"[bold green]swell is ready[/] after {elapsed:.1f} s: {url}  (Ctrl-C stops it)",

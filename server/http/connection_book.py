@@ -20,8 +20,10 @@ def client_of(address: str) -> str:
         known = ipaddress.ip_address(address)
     except ValueError:
         return address
-    if known.version == 4:
+    if isinstance(known, ipaddress.IPv4Address):
         return address
+    if known.ipv4_mapped is not None:  # of a socket that listens to both
+        return str(known.ipv4_mapped)
     return str(ipaddress.ip_network((int(known), 64), strict=False))
 
 

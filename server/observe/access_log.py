@@ -42,7 +42,7 @@ def _log(scope: Scope, status: int | None, request_id: str, seconds: float) -> N
     # The path comes as decoded bytes of the client: what it says must stay one line.
     path = scope["path"].encode("unicode_escape").decode()
     fields = {
-        "client": client[0] if client else "",
+        "client": client[0].removeprefix("::ffff:") if client else "",
         "method": scope["method"],
         "path": path,
         "status": status,

@@ -48,6 +48,7 @@ class ClusterLink:
         self._publish_address = ""
         self._refusal: str | None = None
         self._views: Inbox | None = None
+        self._on_view: Callable[[ClusterView], None] = lambda view: None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[int] = self._loop.create_future()
@@ -74,10 +75,16 @@ class ClusterLink:
 
     def subscribe(self, on_view: Callable[[ClusterView], None]) -> None:
         """Call `on_view` with the present cluster view at once and with every later one."""
+        self._on_view = on_view
+        self._connect_views()
+
+    def _connect_views(self) -> None:
+        if self._views is not None:
+            self._views.close()
         views = self._transport.connect(zmq.XSUB, self._publish_address)
         views.send(_SUBSCRIBE_ALL)
         self._views = Inbox(views, ClusterView, "front publish")
-        self._views.attach(self._loop, lambda _sender, view: on_view(view))
+        self._views.attach(self._loop, lambda _sender, view: self._on_view(view))
 
     def ready(self) -> None:
         """Tell the coordinator that this front end serves."""
@@ -121,12 +128,13 @@ class ClusterLink:
 
     def _joined(self, event: Joined) -> None:
         self._refusal = None
+        before, self._publish_address = self._publish_address, event.welcome.publish_address
+        self._send_due()
         if event.again:
             logger.warning("registered again: the coordinator had forgotten this process")
-            self._send_due()
+            if self._publish_address != before and self._views is not None:
+                self._connect_views()
             return
-        self._publish_address = event.welcome.publish_address
-        self._send_due()
         if not self._welcomed.done():
             self._welcomed.set_result(event.welcome.index)
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from types import TracebackType
 
 _numbers = itertools.count()
@@ -74,6 +75,14 @@ class Network:
         _ip(*inside, "address", "add", f"{address}/24", "dev", far)
         _ip(*inside, "link", "set", far, "up")
 
+    def name(self, name: str, node: int) -> None:
+        """Have all nodes find a node by a name; nodes that run see a change at once."""
+        for each in self.nodes:
+            # `ip netns exec` puts it in place of /etc/hosts.
+            hosts = Path("/etc/netns") / each / "hosts"
+            hosts.parent.mkdir(parents=True, exist_ok=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{self.address(node)} {name}\n")
+
     def cut(self, node: int) -> None:
         """Take a node's link down: packets are lost, nobody is told."""
         _ip("-n", self._switch, "link", "set", f"p{node}", "down")
@@ -97,4 +106,5 @@ class Network:
     def _remove(self) -> None:
         for name in self._made:
             _ip("netns", "delete", name)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         self._made.clear()

@@ -65,30 +65,50 @@ class Process:
 
 
 class Cluster:
-    """A coordinator and an API server on the head node, and whatever is started beside them."""
+    """A coordinator, an API server on the head node, and whatever is started beside them.
 
-    def __init__(self, network: Network, directory: Path, running: ExitStack) -> None:
+    Others look for the coordinator at `name`, or else at the address of its node.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        directory: Path,
+        running: ExitStack,
+        coordinator: int = HEAD,
+        name: str | None = None,
+    ) -> None:
         self.network = network
+        self._name = name or network.address(coordinator)
         self._running = running
         key = directory / "cluster.key"
         key.write_text("one long secret for all")
         self.flags = self.flags_with(key)
         self.url = f"http://{network.address(HEAD)}:8000"
-        listen = ("--coordinator", f"{network.address(HEAD)}:7550")
-        self.coordinator = self.start(HEAD, "coordinator", *self.flags[2:], *listen)
+        self.coordinator = self.coordinate(coordinator)
         self.api = self.start(
             HEAD, "api-server", *self.flags, "--host", "0.0.0.0", "--api-server-count", "2"
         )
 
     def flags_with(self, key: Path) -> tuple[str, ...]:
         return (
-            "--coordinator", f"{self.network.address(HEAD)}:7550", "--cluster-key-file", str(key),
+            "--coordinator", f"{self._name}:7550", "--cluster-key-file", str(key),
             "--engine-timeout", str(ENGINE_TIMEOUT), "--heartbeat-interval", "0.3",
         )  # fmt: skip
 
+    def coordinate(self, node: int) -> Process:
+        """Start a coordinator."""
+        listen = ("--coordinator", "*:7550", "--node", f"node-{node}")
+        return self._run(
+            node, "coordinator", *self.flags[2:], *listen, "--advertise-host", self._name
+        )
+
     def start(self, node: int, command: str, *arguments: str) -> Process:
         here = ("--node", f"node-{node}", "--advertise-host", self.network.address(node))
-        process = Process(self.network, node, command, *arguments, *here)
+        return self._run(node, command, *arguments, *here)
+
+    def _run(self, node: int, command: str, *arguments: str) -> Process:
+        process = Process(self.network, node, command, *arguments)
         self._running.callback(process.close)
         return process
 

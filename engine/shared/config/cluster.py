@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from engine.shared.addresses import split_host_port
 from engine.shared.config.section import NonNegativeInt, PositiveFloat, Section
 
 
@@ -89,8 +90,8 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
 
     coordinator: Annotated[
         str | None,
-        "Coordinator's HOST:PORT (or ipc://PATH); default: `swell serve` makes its own, all "
-        "others look at 127.0.0.1:7550.",
+        "Coordinator's HOST:PORT, [IPV6]:PORT or ipc://PATH; one listens with * on all "
+        "interfaces; default: `swell serve` makes its own, all others look at 127.0.0.1:7550.",
     ] = None
     node: Annotated[str | None, "Name of this node; default: its host name."] = None
     advertise_host: Annotated[
@@ -111,7 +112,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         False
     )
     heartbeat_interval: Annotated[
-        PositiveFloat, "Seconds between heartbeats to the coordinator."
+        PositiveFloat, "Seconds between heartbeats, to the coordinator and on TCP connections."
     ] = 1.0
     drain_timeout: Annotated[
         float, Meta(ge=0), "Seconds that an engine gets to end its requests after SIGTERM."
@@ -119,6 +120,10 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     engine_timeout: Annotated[
         PositiveFloat, "Seconds without a heartbeat after which a member is gone."
     ] = 5.0
+
+    def __post_init__(self) -> None:
+        if self.coordinator is not None and "://" not in self.coordinator:
+            split_host_port(self.coordinator)
 
     @property
     def coordinator_address(self) -> str:

@@ -5,7 +5,8 @@ import socket
 import pytest
 
 from engine.distributed.group import join_group
-from engine.distributed.spec import GroupBroken, GroupSpec, address_towards, open_listener
+from engine.distributed.spec import GroupBroken, GroupSpec, open_listener
+from engine.shared.addresses import address_towards
 
 
 def test_rows_of_all_ranks_arrive_in_rank_order(world):

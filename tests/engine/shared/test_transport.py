@@ -180,6 +180,9 @@ def test_an_event_loop_gets_every_message_of_a_burst(context: Context, tmp_path:
         ("0.0.0.0:7550", None, socket.gethostname()),
         ("0.0.0.0:7550", "head", "head"),
         ("localhost:7550", "10.1.2.3", "10.1.2.3"),
+        ("[::1]:7550", None, "::1"),
+        ("*:7550", "[fd00::7]", "fd00::7"),
+        ("[::]:7550", None, socket.gethostname()),
     ],
 )
 def test_what_others_are_told_to_connect_to(
@@ -187,6 +190,51 @@ def test_what_others_are_told_to_connect_to(
 ) -> None:
     config = ClusterConfig(coordinator=coordinator, advertise_host=advertise)
     assert advertised_host(config) == expected
+
+
+def test_a_link_over_ipv6(context: Context, tmp_path: Path) -> None:
+    transport = keyed(context, tmp_path, "alpha")
+    pull = transport.bind(zmq.PULL, "tcp://[::1]:*")
+    address = bound_address(pull, "::1")
+    assert address.startswith("tcp://[::1]:")
+    transport.connect(zmq.PUSH, address).send(b"hello")
+    assert pull.poll(5000)
+
+
+def test_all_interfaces_are_reached_over_both_families(context: Context, tmp_path: Path) -> None:
+    transport = keyed(context, tmp_path, "alpha")
+    pull = transport.bind(zmq.PULL, "tcp://*:*")
+    for host in ("127.0.0.1", "::1", "localhost"):
+        transport.connect(zmq.PUSH, bound_address(pull, host)).send(host.encode())
+    assert {pull.recv() for _ in range(3) if pull.poll(5000)} == {
+        b"127.0.0.1",
+        b"::1",
+        b"localhost",
+    }
+
+
+def test_a_peer_that_says_nothing_any_more_is_left(context: Context) -> None:
+    """It took the connection and is silent, like a node that is lost behind a balancer."""
+    cluster = ClusterConfig(insecure_cluster=True, heartbeat_interval=0.1, engine_timeout=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(10)
+        port = silent.getsockname()[1]
+        pull = Transport(cluster, context).connect(zmq.PULL, f"tcp://127.0.0.1:{port}")
+        heard = b""
+        with silent.accept()[0] as connection:
+            connection.sendall(ZMTP_GREETING)
+            while received := connection.recv(4096):  # ends when the other side gives up
+                heard += received
+        assert b"\x04PING" in heard
+        silent.accept()[0].close()
+        pull.close()
+
+
+ZMTP_GREETING = (
+    b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
+    + b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
+)  # fmt: skip
+"""What a PUSH socket without security says first (ZMTP 3.1)."""
 
 
 def test_a_coordinator_that_cannot_be_resolved_is_an_error() -> None:

@@ -56,4 +56,5 @@ def test_a_host_that_owns_an_ipv6_network_is_one_client() -> None:
     assert client_of("2001:db8::1") == client_of("2001:db8::ffff:1")
     assert client_of("2001:db8::1") != client_of("2001:db8:0:1::1")
     assert client_of("10.0.0.1") != client_of("10.0.0.2")
+    assert client_of("::ffff:10.0.0.1") == client_of("10.0.0.1")
     assert client_of("") == ""

@@ -1,0 +1,115 @@
+"""HOST:PORT as text, IPv6 addresses in brackets; which family a name means; listening on both.
+
+ZeroMQ, given a name, takes an IPv6 address whenever there is one, whether a route leads there or
+not. So which family a socket is for is decided here, in the order of the system's resolver.
+"""
+
+import contextlib
+import ipaddress
+import socket
+
+ANY_HOSTS = ("*", "0.0.0.0", "::")
+"""What stands for all interfaces where something is bound."""
+
+
+class BadAddress(ValueError):
+    """Text that is no HOST:PORT."""
+
+
+def join_host_port(host: str, port: int | str) -> str:
+    """Return HOST:PORT, with brackets round an IPv6 address."""
+    bare = bare_host(host)
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """Return host, without brackets, and port of HOST:PORT.
+
+    Raises:
+        BadAddress: the port is missing, or brackets round an IPv6 address.
+    """
+    host, _, port = text.rpartition(":")
+    bare = bare_host(host)
+    if ":" in bare and bare == host:
+        raise BadAddress(f"{text}: an IPv6 address needs brackets, [ADDRESS]:PORT")
+    if not bare or not port.isdecimal() or int(port) > 65535:
+        raise BadAddress(f"{text} is not HOST:PORT")
+    return bare, int(port)
+
+
+def bare_host(host: str) -> str:
+    """Return a host without the brackets of an IPv6 address."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def is_literal(host: str) -> bool:
+    """Whether a host is an address, so that nobody has to be asked for it."""
+    try:
+        ipaddress.ip_address(bare_host(host).partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is an address that only this machine reaches."""
+    return is_literal(host) and ipaddress.ip_address(bare_host(host).partition("%")[0]).is_loopback
+
+
+def uses_ipv6(host: str) -> bool:
+    """Whether a socket for a host has to be one of IPv6; those can speak IPv4 as well.
+
+    A name that nobody knows yet may turn out to be either.
+    """
+    if host == "*":
+        return True
+    if is_literal(host):
+        return ":" in host
+    try:
+        return resolve(host)[0] == socket.AF_INET6
+    except OSError:
+        return True
+
+
+def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Return family and address of a host, the one that the system prefers.
+
+    Raises:
+        OSError: it has none.
+    """
+    found = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM)[0]
+    return found[0], (str(found[4][0]), port)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this machine's address on the way to another, without sending anything.
+
+    Raises:
+        OSError: there is no way, or no such host.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(
+        bare_host(host), port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Return a listening TCP socket; `*` and `::` are all interfaces of IPv4 and IPv6.
+
+    Raises:
+        OSError: the port is taken, or the address is not of this machine.
+    """
+    bare = bare_host(host)
+    if bare not in ("*", "::"):
+        family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+        return socket.create_server((bare, port), family=family, backlog=backlog)
+    with contextlib.suppress(OSError):
+        # Where IPv6 is switched off there is IPv4 alone; that a port is taken, it says as well.
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            )
+    return socket.create_server(("0.0.0.0", port), backlog=backlog)
