@@ -99,12 +99,12 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 @contextmanager
 def instrumented(clock: Clock) -> Iterator[None]:
     """Time the parts of every step of this process."""
-    from engine.models import int8, layers
     from engine.models.decoder import Decoder
+    from engine.models.products import dense, int8
     from engine.runner import model_runner
     from engine.scheduler.scheduler import Scheduler
 
-    products = (layers.DenseLinear, layers.PackedLinear, int8.Int8Linear)
+    products = (dense.DenseLinear, dense.PackedLinear, int8.Int8Linear)
     with ExitStack() as stack:
         for owner, name, part in (
             (Scheduler, "schedule", "schedule"),

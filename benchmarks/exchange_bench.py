@@ -49,7 +49,7 @@ def measure(load: Load) -> dict[str, float]:
     import torch
 
     from engine.distributed.group import join_group
-    from engine.models.expert_parallel import (
+    from engine.models.parallel.experts import (
         ExpertGroup,
         SendingRule,
         SpreadExperts,

@@ -21,7 +21,8 @@ from rich.table import Table
 
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.models.hf_config import ModelSpec, read_spec
+from engine.models.hf_config import read_spec
+from engine.models.spec import ModelSpec
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,

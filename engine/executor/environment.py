@@ -27,8 +27,9 @@ def settle_environment(processes: int = 1) -> None:
     engines or anything at all share the processors, a thread that waits for one that is not
     running burns its whole time slice, and steps get many times slower.
 
-    oneDNN compiles every operation anew for every number of rows (see `engine.models.row_padding`)
-    and keeps 1,024 of them with their buffers: more than a gigabyte for a model of ten megabytes.
+    oneDNN compiles every operation anew for every number of rows (see
+    `engine.models.products.row_padding`) and keeps 1,024 of them with their buffers: more than a
+    gigabyte for a model of ten megabytes.
 
     Tensors of 2 MB and more are asked for in huge pages, which Linux gives where it may: weights
     are read through once a step, and with small pages a tenth of that time is looking up pages.

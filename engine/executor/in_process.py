@@ -15,8 +15,9 @@ from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.loading import device_for, load_model, max_head_threads, set_threads
 from engine.grammar.masks import GrammarTable, grammar_table
 from engine.models.decoder import Decoder, Followers
-from engine.models.expert_parallel import MirrorGroup
-from engine.models.loader import GroupPlace, Shard, model_length
+from engine.models.loader import GroupPlace, Shard
+from engine.models.parallel.experts import MirrorGroup
+from engine.models.settings import model_length
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
 from engine.runner.memory_profile import profiled_memory

@@ -8,17 +8,11 @@ import torch
 
 from engine.executor.environment import num_cores
 from engine.models.decoder import Decoder
-from engine.models.fingerprint import computed_fingerprint
-from engine.models.hf_config import ModelSpec, read_spec
-from engine.models.loader import (
-    DecoderLoader,
-    GroupPlace,
-    Shard,
-    compute_types,
-    fits_caches,
-    model_length,
-    open_checkpoint,
-)
+from engine.models.formats.fingerprint import computed_fingerprint
+from engine.models.hf_config import read_spec
+from engine.models.loader import DecoderLoader, GroupPlace, Shard
+from engine.models.settings import compute_types, fits_caches, model_length, open_checkpoint
+from engine.models.spec import ModelSpec
 from engine.shared.config import EngineConfig, ParallelConfig
 from engine.shared.model_files import model_directory
 

@@ -33,7 +33,7 @@ from engine.executor.team_messages import (
     StopProfile,
     WorkerLaunch,
 )
-from engine.models.attention_plan import AttentionRows
+from engine.models.attention.plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.loader import Shard
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory

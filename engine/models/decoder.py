@@ -1,39 +1,44 @@
 """The decoder: embeddings, layers of attention and MLP over a paged KV cache, and the LM head."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
-from engine.models.attention import write_keys_values
-from engine.models.attention_plan import AttentionRows
-from engine.models.expert_parallel import ExpertGroup
-from engine.models.hf_config import ModelSpec
-from engine.models.layers import Linear, rms_norm, rms_norm_heads
+from engine.models.attention.paged import write_keys_values
+from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rotary import rotate, rotation
+from engine.models.attention.varlen import Attention
+from engine.models.layers import Rows
 from engine.models.moe import SparseMlp
-from engine.models.rotary import rotate, rotation
-from engine.models.varlen_attention import Attention
+from engine.models.parallel.experts import ExpertGroup
+from engine.models.spec import ModelSpec
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
     """Projections of one attention block, queries, keys and values fused in that order."""
 
-    qkv: Linear
-    output: Linear
-    qk_norm: Tensor | None
-    """[heads + kv_heads, head_dim]"""
+    qkv: Rows
+    output: Rows
+    qk_norm: Rows | None
+    """Of [tokens, heads + kv_heads, head_dim]."""
 
 
 class LayerWeights(msgspec.Struct, frozen=True):
-    """One decoder layer."""
+    """One decoder layer; its blocks include what is done to results before these are added."""
 
-    input_norm: Tensor
+    attention_norm: Rows | None
     attention: AttentionWeights
-    mlp_norm: Tensor
-    mlp: Callable[[Tensor], Tensor]
+    mlp_norm: Rows | None
+    mlp: Rows
     window: int | None
+    rope: int | None
+    """Which of the model's rotary tables; None for a layer that does not know positions."""
+    is_parallel: bool = False
+    """Whether the MLP sees what attention sees."""
+    sparse: SparseMlp | None = None
+    """What in `mlp` has the experts, if it has some."""
 
 
 class DecoderWeights(msgspec.Struct, frozen=True):
@@ -41,13 +46,13 @@ class DecoderWeights(msgspec.Struct, frozen=True):
 
     embedding: Tensor
     """[vocab, hidden], or the part of it that is here"""
-    embed: Callable[[Tensor], Tensor]
+    embed: Rows
     """From token ids [tokens] to [tokens, hidden]."""
     layers: list[LayerWeights]
-    norm: Tensor
-    lm_head: Linear
-    rotary: Tensor
-    """[max_model_len, 2, head_dim / 2], see `engine.models.rotary.rotary_table`."""
+    norm: Rows
+    lm_head: Rows
+    rotary: list[Tensor]
+    """Each [max_model_len, 2, head_dim / 2], see `engine.models.attention.rotary.rotary_table`."""
 
 
 class FinalTokens(msgspec.Struct, frozen=True):
@@ -127,8 +132,8 @@ class Decoder:
     @property
     def sparse_layers(self) -> dict[int, SparseMlp]:
         """The layers with experts, by number."""
-        layers = {i: layer.mlp for i, layer in enumerate(self._weights.layers)}
-        return {i: mlp for i, mlp in layers.items() if isinstance(mlp, SparseMlp)}
+        layers = enumerate(self._weights.layers)
+        return {i: layer.sparse for i, layer in layers if layer.sparse is not None}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,22 +164,26 @@ class Decoder:
         if self._followers is not None:
             self._followers.forward(step)
         x = self._weights.embed(step.token_ids)
-        cos, sin = rotation(self._weights.rotary, step.positions)
-        eps = self.spec.rms_norm_eps
+        rotations = [rotation(table, step.positions) for table in self._weights.rotary]
         last = self._weights.layers[-1]
         for layer, layer_cache in zip(self._weights.layers, cache, strict=True):
             final = step.final if layer is last else None
-            normed = rms_norm(x, layer.input_norm, eps)
-            queries = self._write_and_query(layer, normed, layer_cache, step, cos, sin)
+            normed = x if layer.attention_norm is None else layer.attention_norm(x)
+            rotated = None if layer.rope is None else rotations[layer.rope]
+            queries = self._write_and_query(layer.attention, normed, layer_cache, step, rotated)
             plan = step.plans[layer.window]
             if final is not None:
                 x, queries = (each.index_select(0, final.tokens) for each in (x, queries))
+                if layer.is_parallel:
+                    normed = normed.index_select(0, final.tokens)
                 plan = final.plan
             if len(x):
                 attended = self.attention.attend(queries, layer_cache, plan)
                 x += layer.attention.output(attended.to(x.dtype))
-                x += layer.mlp(rms_norm(x, layer.mlp_norm, eps))
-        return rms_norm(x, self._weights.norm, eps)
+                if not layer.is_parallel:
+                    normed = x if layer.mlp_norm is None else layer.mlp_norm(x)
+                x += layer.mlp(normed)
+        return self._weights.norm(x)
 
     def dummy_step(self) -> None:
         """Run the experts that are here for the other engines of the group, if there is one.
@@ -196,21 +205,23 @@ class Decoder:
 
     def _write_and_query(
         self,
-        layer: LayerWeights,
+        weights: AttentionWeights,
         x: Tensor,
         cache: Tensor,
         step: StepTokens,
-        cos: Tensor,
-        sin: Tensor,
+        rotated: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """Store keys and values of normalized states; return queries [tokens, heads, head_dim]."""
-        spec, weights = self.spec, layer.attention
+        spec = self.spec
         tokens = x.shape[0]
         qkv = weights.qkv(x)
-        heads = rotated = qkv[:, : self._qk_size].view(tokens, self._qk_heads, spec.head_dim)
+        heads = target = qkv[:, : self._qk_size].view(tokens, self._qk_heads, spec.head_dim)
         if weights.qk_norm is not None:
-            heads = rms_norm_heads(heads, weights.qk_norm, spec.rms_norm_eps)
-        rotate(heads, cos, sin, out=rotated)
+            heads = weights.qk_norm(heads)
+        if rotated is not None:
+            rotate(heads, *rotated, out=target)
+        elif heads is not target:
+            target.copy_(heads)
         qkv = qkv.to(cache.dtype)
         keys_values = qkv[:, spec.query_size :]
         write_keys_values(

@@ -1,124 +1,16 @@
-"""The building blocks of a decoder that hold no state between steps."""
+"""Functions of rows between a decoder's products: norms, gates, caps and scales."""
 
-import logging
-import sys
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.processor import float32_is_faster
-from engine.models.row_padding import pad_rows
+from engine.models.spec import ModelSpec, NormSpec
 
-logger = logging.getLogger(__name__)
-
-_PACKED_ROWS = 16
-"""Rows that packed weights are laid out for; measured to serve 1 to 512 rows well."""
-_CONVERTED_ROWS = 192
-"""Rows whose product is worth converting 16-bit weights, where float32 is faster."""
-_MAX_CONVERTED = 1 << 26
-"""Most weights that are converted at once, which bounds the memory that takes (256 MB)."""
-_UNPACKED_WEIGHTS = 1 << 18
-"""Weights up to which float32 products are faster from the plain layout."""
-
-
-class Linear(Protocol):
-    """A matrix product with weights in whatever layout suits the device."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map [rows, in] to [rows, out]."""
-        ...
-
-
-class DenseLinear:
-    """Weights as stored, [out, in]."""
-
-    __slots__ = ("_bias", "_is_compiled", "_weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
-        # In 16 bits a CPU's product comes from oneDNN.
-        self._is_compiled = weight.device.type == "cpu" and weight.dtype.itemsize == 2
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self._is_compiled:
-            return F.linear(x, self._weight, self._bias)
-        return F.linear(pad_rows(x, self._weight.numel()), self._weight, self._bias)[: len(x)]
-
-
-class PackedLinear:
-    """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
-
-    __slots__ = ("_bias", "_float32_rows", "_num_weights", "_product", "_weight")
-
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, float32_rows: int = sys.maxsize
-    ) -> None:
-        """Pack a dense [out, in] weight; the caller drops the original.
-
-        Products of at least `float32_rows` rows are computed in float32.
-
-        Raises:
-            RuntimeError: this processor cannot pack this type.
-        """
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-        self._num_weights = weight.numel()
-        self._bias = bias
-        self._float32_rows = float32_rows
-        self._product = torch.ops.mkldnn._linear_pointwise.default
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(x) >= self._float32_rows:
-            return self._in_float32(x)
-        rows = pad_rows(x, self._num_weights)
-        product: Tensor = self._product(rows, self._weight, self._bias, "none", [], "")
-        return product[: len(x)]
-
-    def _in_float32(self, x: Tensor) -> Tensor:
-        bias = None if self._bias is None else self._bias.float()
-        return F.linear(x.float(), self._weight.to_dense(torch.float32), bias).to(x.dtype)
-
-
-def _float32_rows(weight: Tensor) -> int:
-    """Return from how many rows on it pays to convert these weights for one product, if ever."""
-    if weight.dtype.itemsize != 2 or weight.numel() > _MAX_CONVERTED or not float32_is_faster():
-        return sys.maxsize
-    return _CONVERTED_ROWS
-
-
-_packable: dict[tuple[torch.dtype, int, int], bool] = {}
-
-
-def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Return the fastest product for these weights.
-
-    Each type and shape is compared once with the plain product, which is used where the packed
-    one is missing or differs. A packed weight is a copy: it replaces the original in memory if the
-    caller keeps no reference to that.
-    """
-    is_small = weight.dtype == torch.float32 and weight.numel() <= _UNPACKED_WEIGHTS
-    if weight.device.type != "cpu" or is_small:
-        return DenseLinear(weight, bias)
-    key = (weight.dtype, weight.shape[0], weight.shape[1])
-    if _packable.get(key) is False:
-        return DenseLinear(weight, bias)
-    try:
-        packed = PackedLinear(weight, bias, _float32_rows(weight))
-        if key not in _packable:
-            _packable[key] = _agree(packed, DenseLinear(weight, bias), weight)
-    except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type
-        logger.info("weights of type %s are not packed: %s", weight.dtype, error)
-        _packable[key] = False
-    return packed if _packable[key] else DenseLinear(weight, bias)
-
-
-def _agree(packed: Linear, dense: Linear, weight: Tensor) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(3, weight.shape[1], generator=generator).to(weight.dtype)
-    tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
-    return torch.allclose(packed(x), dense(x), rtol=tolerance, atol=tolerance)
+Rows = Callable[[Tensor], Tensor]
+"""From [rows, in] to [rows, out]."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -146,3 +38,96 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up for [rows, 2 * inner] with the gates in the first half."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_gated(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, by the approximation with tanh, for [rows, 2 * inner]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+GATED: dict[str, Rows] = {"silu": swiglu, "gelu_tanh": gelu_gated}
+"""By the activation of the gates."""
+
+
+def prepare_norm(norm: NormSpec, weight: Tensor) -> Rows:
+    """Return the norm of rows [rows, width]; `weight` is [width], as stored."""
+    if norm.kind == "layer":
+        return partial(layer_norm, weight=weight, eps=norm.eps)
+    if norm.adds_one:
+        return partial(rms_norm_exact, weight=weight.float() + 1, eps=norm.eps)
+    return partial(rms_norm, weight=weight, eps=norm.eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Shift each row to a mean of zero and scale it to a variance of one, then by the weights."""
+    return F.layer_norm(x, (x.shape[-1],), weight, None, eps)
+
+
+def rms_norm_exact(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Do as `rms_norm` with weights in float32, and round once."""
+    return rms_norm(x.float(), weight, eps).to(x.dtype)
+
+
+def prepare_qk_norm(spec: ModelSpec, query: Tensor, key: Tensor) -> Rows:
+    """Return what normalizes queries and keys [tokens, heads + kv_heads, head_dim].
+
+    Args:
+        query, key: weights as stored, of the shapes in `engine.models.weights`.
+    """
+    norm, heads, kv_heads = spec.norm, spec.num_heads, spec.num_kv_heads
+    if norm.adds_one:
+        query, key = query.float() + 1, key.float() + 1
+    if spec.qk_norm == "width":
+        return partial(_rms_norm_widths, weights=(query, key), heads=heads, eps=norm.eps)
+    weight = torch.cat((query.expand(heads, -1), key.expand(kv_heads, -1)))
+    if norm.kind == "layer":
+        return partial(_layer_norm_heads, weight=weight, eps=norm.eps)
+    return partial(
+        _rms_norm_heads_exact if norm.adds_one else rms_norm_heads, weight=weight, eps=norm.eps
+    )
+
+
+def _rms_norm_heads_exact(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm_heads(heads.float(), weight, eps).to(heads.dtype)
+
+
+def _layer_norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return layer_norm(heads, None, eps).mul_(weight)
+
+
+def _rms_norm_widths(
+    rows: Tensor, weights: tuple[Tensor, Tensor], heads: int, eps: float
+) -> Tensor:
+    """Normalize all queries of a token together, and all its keys."""
+    parts = rows[:, :heads].flatten(1), rows[:, heads:].flatten(1)
+    normed = [rms_norm(part, weight, eps) for part, weight in zip(parts, weights, strict=True)]
+    return torch.cat(normed, dim=1).view(rows.shape)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Bend values smoothly into (-cap, cap), in place."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+class Chain:
+    """Functions of rows, one after the other."""
+
+    __slots__ = ("_functions",)
+
+    def __init__(self, *functions: Rows) -> None:
+        self._functions = functions
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for function in self._functions:
+            x = function(x)
+        return x
+
+
+def scaled(function: Rows, scale: float) -> Rows:
+    """Return the function whose results are multiplied by `scale`, in the type that they have."""
+    return function if scale == 1.0 else Chain(function, partial(_scale, factor=scale))
+
+
+def _scale(x: Tensor, factor: float) -> Tensor:
+    return x.mul_(factor)

@@ -4,31 +4,27 @@ Each tensor is copied from the mapped file into its place in a fused weight, and
 is packed and dropped before the next is made, so that memory stays near the model's own size.
 """
 
-import logging
-from collections.abc import Callable
 from functools import partial
-from math import prod
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.distributed.group import Group
-from engine.models.attention import PagedAttention
-from engine.models.checkpoint import (
-    Checkpoint,
-    DummyCheckpoint,
-    ExpertNames,
-    SafetensorsCheckpoint,
-    expected_tensors,
-    expert_names,
-)
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.rotary import rotary_table
+from engine.models.attention.varlen import Attention, CudaAttention
 from engine.models.decoder import AttentionWeights, Decoder, DecoderWeights, Followers, LayerWeights
-from engine.models.expert_parallel import ExpertGroup, SpreadExperts, expert_share
-from engine.models.hf_config import ModelSpec, MoeSpec, UnsupportedModel
-from engine.models.int8 import prepare_int8
-from engine.models.layers import Linear, prepare_linear
+from engine.models.formats.checkpoint import Checkpoint
+from engine.models.layers import (
+    GATED,
+    Chain,
+    Rows,
+    prepare_norm,
+    prepare_qk_norm,
+    scaled,
+    softcap,
+)
 from engine.models.moe import (
     Expert,
     Experts,
@@ -37,98 +33,14 @@ from engine.models.moe import (
     SparseMlp,
     StackedExperts,
 )
-from engine.models.processor import float32_is_faster
-from engine.models.rotary import rotary_table
-from engine.models.row_blocks import RowBlocks, probe_rows
-from engine.models.tensor_parallel import (
-    Block,
-    Cut,
-    CutCheckpoint,
-    CutEmbedding,
-    CutHead,
-    SummedOver,
-)
-from engine.models.varlen_attention import Attention, CudaAttention
-from engine.shared.config import ModelConfig
-
-logger = logging.getLogger(__name__)
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-_CACHED_WEIGHTS = 1 << 24
-"""Parameters of the largest model that counts as small: 64 MB in float32."""
-
-
-def open_checkpoint(directory: Path, spec: ModelSpec, config: ModelConfig) -> Checkpoint:
-    """Open the weights that the settings ask for.
-
-    Raises:
-        CheckpointError: the files do not hold what the model's config says.
-    """
-    if config.load_format == "dummy":
-        return DummyCheckpoint(directory, spec, config.seed, _dummy_dtype(spec, config))
-    return SafetensorsCheckpoint(directory, spec)
-
-
-def _dummy_dtype(spec: ModelSpec, config: ModelConfig) -> torch.dtype:
-    return _DTYPES[spec.dtype or "float32" if config.dtype == "auto" else config.dtype]
-
-
-def fits_caches(spec: ModelSpec) -> bool:
-    """Whether a processor's caches hold the weights, even in float32."""
-    return sum(prod(shape) for shape in expected_tensors(spec).values()) <= _CACHED_WEIGHTS
-
-
-class ComputeTypes(NamedTuple):
-    """What a model computes in."""
-
-    activations: torch.dtype
-    """Also of the weights."""
-    cache: torch.dtype
-    """Of keys and values."""
-
-
-def compute_types(
-    spec: ModelSpec,
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    *,
-    device: torch.device,
-    is_alone: bool = True,
-) -> ComputeTypes:
-    """Return the types that are set; else the config's, else as stored.
-
-    A small model is computed in float32 where that is faster, but for its KV cache. Processes that
-    compute one model together (not `is_alone`) exchange activations and may run on different
-    processors, so they keep the model's own type.
-    """
-    if config.dtype != "auto":
-        dtype = _DTYPES[config.dtype]
-        return ComputeTypes(dtype, dtype)
-    dtype = _DTYPES[spec.dtype] if spec.dtype else checkpoint.dtype
-    own = ComputeTypes(dtype, dtype)
-    if dtype.itemsize != 2 or not is_alone or config.quantization is not None:
-        return own
-    if device.type == "cpu" and float32_is_faster() and fits_caches(spec):
-        return own._replace(activations=torch.float32)
-    return own
-
-
-def model_length(spec: ModelSpec, config: ModelConfig) -> int:
-    """Return the longest sequence in tokens.
-
-    Raises:
-        UnsupportedModel: the settings ask for more than the model was made for.
-    """
-    longest = spec.max_position_embeddings
-    if config.max_model_len is None:
-        return longest
-    if config.max_model_len > longest:
-        raise UnsupportedModel(
-            f"--max-model-len {config.max_model_len} is more than the {longest} positions "
-            "that the model was made for"
-        )
-    return config.max_model_len
+from engine.models.parallel.experts import ExpertGroup, SpreadExperts, expert_share
+from engine.models.parallel.tensors import Cut, CutCheckpoint, CutEmbedding, CutHead, SummedOver
+from engine.models.products.dense import Linear, prepare_linear
+from engine.models.products.int8 import prepare_int8
+from engine.models.products.row_blocks import RowBlocks, probe_rows
+from engine.models.settings import ComputeTypes
+from engine.models.spec import ModelSpec, MoeSpec, UnsupportedModel
+from engine.models.weights import layer_norms
 
 
 class GroupPlace(NamedTuple):
@@ -164,7 +76,8 @@ class DecoderLoader:
     ) -> None:
         """Prepare to load all, or only the experts of a place, or only the part of a shard.
 
-        If `batch_invariant`, no row of a step depends on the others (`engine.models.row_blocks`).
+        If `batch_invariant`, no row of a step depends on the others
+        (`engine.models.products.row_blocks`).
 
         Raises:
             UnsupportedModel: that is not possible here.
@@ -173,6 +86,11 @@ class DecoderLoader:
             raise UnsupportedModel(
                 "--batch-invariant: only engines on CPUs that hold the whole model compute rows "
                 "independently of each other"
+            )
+        if batch_invariant and spec.attention_softcap is not None:
+            raise UnsupportedModel(
+                f"--batch-invariant: {spec.architecture} caps attention scores, and no operator "
+                "does that for each token by itself"
             )
         self._batch_invariant = batch_invariant
         self._place = place
@@ -195,21 +113,20 @@ class DecoderLoader:
                 spec.moe.num_experts, spec.moe.experts_per_token, self._device
             )
         embedding = self._copy("model.embed_tokens.weight")
-        tied = spec.tie_word_embeddings
+        # Rounded like the weights, as the models were trained.
+        embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._types.activations))
         weights = DecoderWeights(
             embedding=embedding,
-            embed=self._embed(embedding),
+            embed=scaled(self._embed(embedding), embedding_scale),
             layers=[self._layer(index) for index in range(spec.num_layers)],
-            norm=self._copy("model.norm.weight"),
-            lm_head=self._head(
-                self._by_rows(
-                    self._prepare(embedding, None) if tied else self._linear("lm_head.weight"),
-                    spec.hidden_size,
+            norm=self._norm("model.norm"),
+            lm_head=self._head(embedding),
+            rotary=[
+                rotary_table(
+                    rope, spec.head_dim, self._max_model_len, self._types.activations, self._device
                 )
-            ),
-            rotary=rotary_table(
-                spec.rope, spec.head_dim, self._max_model_len, self._types.activations, self._device
-            ),
+                for rope in spec.distinct_ropes
+            ],
         )
         followers = None if self._shard is None else self._shard.followers
         return Decoder(
@@ -225,11 +142,15 @@ class DecoderLoader:
             dtype=dtype,
             device=device,
             token_by_token=self._batch_invariant,
+            scale=spec.attention_scale,
+            softcap=spec.attention_softcap,
         )
-        if device.type != "cuda":
+        if device.type != "cuda" or spec.attention_softcap is not None:
             return stock
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        return CudaAttention(stock, shape=shape, dtype=dtype, device=device)
+        return CudaAttention(
+            stock, shape=shape, dtype=dtype, device=device, scale=spec.attention_scale
+        )
 
     def spread_experts(self, model: Decoder, place: GroupPlace) -> None:
         """Drop the experts of a loaded model that others hold now, and load those that it lacks."""
@@ -238,59 +159,78 @@ class DecoderLoader:
         self._place = place
         for index, mlp in model.sparse_layers.items():
             assert isinstance(mlp.experts, SpreadExperts)
-            self._hold_share(mlp.experts, f"model.layers.{index}.")
+            self._hold_share(mlp.experts, f"model.layers.{index}.mlp.")
 
-    def _embed(self, table: Tensor) -> Callable[[Tensor], Tensor]:
+    def _embed(self, table: Tensor) -> Rows:
         if self._shard is None or self._cut is None:
             return partial(torch.embedding, table)
         return CutEmbedding(self._shard.group, table, self._cut.vocabulary)
 
-    def _head(self, head: Linear) -> Linear:
-        if self._shard is None:
+    def _head(self, embedding: Tensor) -> Rows:
+        spec = self._spec
+        tied = spec.tie_word_embeddings
+        head: Rows = self._by_rows(
+            self._prepare(embedding, None) if tied else self._linear("lm_head.weight"),
+            spec.hidden_size,
+        )
+        if self._shard is not None:
+            head = CutHead(self._shard.group, head, spec.vocab_size)
+        head = scaled(head, spec.logits_scale)
+        if spec.logits_softcap is None:
             return head
-        return CutHead(self._shard.group, head, self._spec.vocab_size)
-
-    def _summed(self, block: Block) -> Block:
-        """Join the parts of a block that is cut."""
-        return block if self._shard is None else SummedOver(self._shard.group, block)
+        return Chain(head, partial(softcap, cap=spec.logits_softcap))
 
     def _layer(self, index: int) -> LayerWeights:
-        prefix = f"model.layers.{index}."
+        spec, prefix = self._spec, f"model.layers.{index}."
+        norms = {name: self._norm(prefix + name) for name in layer_norms(spec)}
+        sparse = self._sparse_mlp(prefix + "mlp.") if spec.is_sparse(index) else None
+        if sparse is None:
+            mlp = self._by_rows(self._mlp(prefix + "mlp."), spec.hidden_size)
+        elif self._expert_group is None:
+            mlp = self._by_rows(sparse, spec.hidden_size)
+        else:
+            mlp = sparse
+        rope = spec.ropes[index]
         return LayerWeights(
-            input_norm=self._copy(prefix + "input_layernorm.weight"),
-            attention=self._attention(prefix + "self_attn."),
-            mlp_norm=self._copy(prefix + "post_attention_layernorm.weight"),
-            mlp=self._summed(
-                self._sparse_mlp(prefix)
-                if self._spec.is_sparse(index)
-                else self._by_rows(self._mlp(prefix + "mlp."), self._spec.hidden_size)
-            ),
-            window=self._spec.windows[index],
+            attention_norm=norms.get("attention_norm"),
+            attention=self._attention(prefix + "self_attn.", norms.get("attention_output_norm")),
+            mlp_norm=norms.get("mlp_norm"),
+            mlp=self._added(mlp, norms.get("mlp_output_norm")),
+            window=spec.windows[index],
+            rope=None if rope is None else spec.distinct_ropes.index(rope),
+            is_parallel=spec.block == "parallel",
+            sparse=sparse,
         )
 
-    def _attention(self, prefix: str) -> AttentionWeights:
+    def _norm(self, name: str) -> Rows:
+        return prepare_norm(self._spec.norm, self._copy(name + ".weight"))
+
+    def _added(self, block: Rows, norm: Rows | None) -> Rows:
+        """Return what is added of a block: the sum of its parts, if it is cut, normed, scaled."""
+        if self._shard is not None:
+            block = SummedOver(self._shard.group, block)
+        if norm is not None:
+            block = Chain(block, norm)
+        return scaled(block, self._spec.residual_scale)
+
+    def _attention(self, prefix: str, output_norm: Rows | None) -> AttentionWeights:
         spec = self._spec
         projections = [f"{prefix}{name}_proj" for name in "qkv"]
         bias = [f"{name}.bias" for name in projections] if spec.qkv_bias else []
-        norm = None
-        if spec.qk_norm:
-            query, key = self._copy(prefix + "q_norm.weight"), self._copy(prefix + "k_norm.weight")
-            norm = torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))
+        qk_norm = None
+        if spec.qk_norm != "none":
+            query, key = (self._copy(f"{prefix}{name}_norm.weight") for name in "qk")
+            qk_norm = prepare_qk_norm(spec, query, key)
+        output = self._linear(
+            prefix + "o_proj.weight", bias=[prefix + "o_proj.bias"] if spec.output_bias else []
+        )
         return AttentionWeights(
             qkv=self._by_rows(
                 self._linear(*(f"{name}.weight" for name in projections), bias=bias),
                 spec.hidden_size,
             ),
-            output=self._summed(
-                self._by_rows(
-                    self._linear(
-                        prefix + "o_proj.weight",
-                        bias=[prefix + "o_proj.bias"] if spec.output_bias else [],
-                    ),
-                    spec.query_size,
-                )
-            ),
-            qk_norm=norm,
+            output=self._added(self._by_rows(output, spec.query_size), output_norm),
+            qk_norm=qk_norm,
         )
 
     def _mlp(self, prefix: str) -> Expert:
@@ -299,36 +239,34 @@ class DecoderLoader:
         return Expert(
             self._linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2]),
             self._linear(f"{names[2]}.weight", bias=bias[2:]),
+            GATED[self._spec.activation],
         )
 
-    def _sparse_mlp(self, layer: str) -> Linear:
-        moe, names = self._spec.moe, expert_names(self._spec)
+    def _sparse_mlp(self, prefix: str) -> SparseMlp:
+        moe = self._spec.moe
         assert moe is not None
         router = Router(
             # Choices between experts turn on small differences, and the product is a small one.
-            prepare_linear(self._copy(f"{layer}{names.block}.gate.weight")),
+            prepare_linear(self._copy(prefix + "router.weight")),
             moe.experts_per_token,
             normalize=moe.normalize_weights,
         )
         if self._expert_group is None:
-            experts = self._experts(moe, layer, names)
-            return self._by_rows(SparseMlp(router, experts), self._spec.hidden_size)
+            return SparseMlp(router, self._experts(moe, prefix))
         spread = SpreadExperts(self._expert_group)
-        self._hold_share(spread, layer)
+        self._hold_share(spread, prefix)
         return SparseMlp(router, spread)
 
-    def _hold_share(self, spread: SpreadExperts, layer: str) -> None:
+    def _hold_share(self, spread: SpreadExperts, prefix: str) -> None:
         assert self._place is not None
         assert self._spec.moe is not None
         share = expert_share(self._spec.moe.num_experts, self._place.position, self._place.size)
-        names = expert_names(self._spec)
-        spread.hold(share, lambda number: self._expert(layer, names, number))
+        spread.hold(share, lambda number: self._expert(prefix, number))
 
-    def _expert(self, layer: str, names: ExpertNames, number: int) -> Linear:
-        prefix = f"{layer}{names.block}.experts.{number}."
+    def _expert(self, prefix: str, number: int) -> Linear:
+        names = [f"{prefix}experts.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
         expert = Expert(
-            self._linear(f"{prefix}{names.gate}.weight", f"{prefix}{names.up}.weight"),
-            self._linear(f"{prefix}{names.down}.weight"),
+            self._linear(*names[:2]), self._linear(names[2]), GATED[self._spec.activation]
         )
         return self._by_rows(expert, self._spec.hidden_size)
 
@@ -338,17 +276,16 @@ class DecoderLoader:
             return function
         return RowBlocks(function, probe_rows(width, self._types.activations))
 
-    def _experts(self, moe: MoeSpec, layer: str, names: ExpertNames) -> Experts:
+    def _experts(self, moe: MoeSpec, prefix: str) -> Experts:
         hidden, inner = self._spec.hidden_size, moe.intermediate_size
         num_bytes = 3 * moe.num_experts * hidden * inner * self._types.activations.itemsize
         if not StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes):
-            return GroupedExperts([self._expert(layer, names, i) for i in range(moe.num_experts)])
-        prefixes = [f"{layer}{names.block}.experts.{i}." for i in range(moe.num_experts)]
-        gate_up = [
-            self._fused([f"{p}{names.gate}.weight", f"{p}{names.up}.weight"]) for p in prefixes
-        ]
-        down = [self._copy(f"{p}{names.down}.weight").T for p in prefixes]
-        return StackedExperts(torch.stack(gate_up), torch.stack(down))
+            return GroupedExperts([self._expert(prefix, i) for i in range(moe.num_experts)])
+        each = [f"{prefix}experts.{i}." for i in range(moe.num_experts)]
+        gate_up = [self._fused([f"{p}gate_proj.weight", f"{p}up_proj.weight"]) for p in each]
+        down = [self._copy(f"{p}down_proj.weight").T for p in each]
+        gated = GATED[self._spec.activation]
+        return StackedExperts(torch.stack(gate_up), torch.stack(down), gated)
 
     def _linear(self, *names: str, bias: list[str] | None = None) -> Linear:
         return self._prepare(self._fused(list(names)), self._fused(bias) if bias else None)

@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.layers import DenseLinear, Linear, swiglu
+from engine.models.layers import Rows, swiglu
+from engine.models.products.dense import DenseLinear, Linear
 
 _FEW_TOKENS = 64
 _MAX_WASTE = 4
@@ -43,14 +44,16 @@ class Router:
 class Expert:
     """One expert: a gated MLP."""
 
-    __slots__ = ("_down", "_gate_up")
+    __slots__ = ("_down", "_gate_up", "_gated")
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, gated: Rows = swiglu) -> None:
+        """Take the products, and what makes [rows, inner] of the gates and what they let pass."""
         self._gate_up = gate_up
         self._down = down
+        self._gated = gated
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(swiglu(self._gate_up(x)))
+        return self._down(self._gated(self._gate_up(x)))
 
 
 class Experts(Protocol):
@@ -83,12 +86,13 @@ class StackedExperts:
     all tokens, and those that were not chosen count with weight zero.
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor, gated: Rows = swiglu) -> None:
         """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
+        self._gated = gated
         self._all_gate_up = DenseLinear(gate_up.flatten(0, 1), None)
         self._all_down = DenseLinear(down.flatten(0, 1).T, None)
         self._experts = [
-            Expert(DenseLinear(up, None), DenseLinear(back.T, None))
+            Expert(DenseLinear(up, None), DenseLinear(back.T, None), gated)
             for up, back in zip(gate_up, down, strict=True)
         ]
 
@@ -103,7 +107,7 @@ class StackedExperts:
         num_experts = len(self._experts)
         shares = x.new_zeros(len(x), num_experts).scatter_(1, chosen, weights.to(x.dtype))
         gate_up = self._all_gate_up(x)
-        inner = swiglu(gate_up.view(len(x), num_experts, -1)).mul_(shares.unsqueeze(-1))
+        inner = self._gated(gate_up.view(len(x), num_experts, -1)).mul_(shares.unsqueeze(-1))
         return self._all_down(inner.view(len(x), -1))
 
 

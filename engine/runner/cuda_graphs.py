@@ -6,15 +6,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.models.attention_plan import AttentionRows
-from engine.models.decoder import Decoder, StepTokens
-from engine.models.varlen_attention import (
+from engine.models.attention.plan import AttentionRows
+from engine.models.attention.varlen import (
     CudaAttention,
     VarlenAttention,
     VarlenPlan,
     kernel_window,
     to_device,
 )
+from engine.models.decoder import Decoder, StepTokens
 from engine.runner.inputs import BatchRows
 from engine.runner.padded_decode import PaddedDecode, graph_sizes, pad_decode, padded_size
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.models.hf_config import ModelSpec
+from engine.models.spec import ModelSpec
 from engine.runner.host_memory import untouched_zeros
 from engine.shared.config import CacheConfig
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.grammar.masks import Ends, GrammarTable
+from engine.models.attention.varlen import to_device
 from engine.models.decoder import Decoder, FinalTokens, StepTokens
-from engine.models.varlen_attention import to_device
 from engine.runner.cuda_graphs import DecodeGraphs, can_record
 from engine.runner.head_threads import head_threads
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows

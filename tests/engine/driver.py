@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from engine.models.hf_config import read_spec
-from engine.models.loader import DecoderLoader, compute_types, model_length, open_checkpoint
+from engine.models.loader import DecoderLoader
+from engine.models.settings import compute_types, model_length, open_checkpoint
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks, SlotStart
 from engine.shared.config import ModelConfig

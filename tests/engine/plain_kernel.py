@@ -13,6 +13,7 @@ def plain_kernel(
     max_q: int,
     max_k: int,
     *,
+    scale: float | None = None,
     window_size: tuple[int, int],
     enable_gqa: bool,
     seqused_k: Tensor,
@@ -22,6 +23,7 @@ def plain_kernel(
     assert cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == block_table.dtype == torch.int32
     shared = query.shape[1] // key.shape[2]
     assert enable_gqa == (shared > 1)
+    scale = scale or query.shape[2] ** -0.5
     left, right = window_size
     assert right == 0
     out = torch.empty_like(query)
@@ -33,7 +35,7 @@ def plain_kernel(
         assert int(cu_seq_k[row + 1] - cu_seq_k[row]) >= length
         keys, values = (each[block_table[row]].flatten(0, 1)[:length] for each in (key, value))
         keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", query[first:end], keys) / query.shape[2] ** 0.5
+        scores = torch.einsum("qhd,khd->hqk", query[first:end], keys) * scale
         position = torch.arange(length - (end - first), length)[:, None]
         seen = torch.arange(length) <= position
         if left >= 0:

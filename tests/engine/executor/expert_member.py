@@ -9,7 +9,7 @@ import torch
 from engine.distributed.group import Group, join_group
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.in_process import InProcessExecutor
-from engine.models.expert_parallel import SendingRule, SpreadExperts
+from engine.models.parallel.experts import SendingRule, SpreadExperts
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import (
     CacheConfig,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.executor.in_process import InProcessExecutor
-from engine.models.varlen_attention import CudaAttention, VarlenAttention
+from engine.models.attention.varlen import CudaAttention, VarlenAttention
 from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,

@@ -8,7 +8,7 @@ import torch
 
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo
-from engine.models.expert_parallel import expert_share
+from engine.models.parallel.experts import expert_share
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.processes import World

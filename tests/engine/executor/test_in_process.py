@@ -10,8 +10,8 @@ import torch
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo
-from engine.models.checkpoint import CheckpointError
-from engine.models.hf_config import UnsupportedModel
+from engine.models.formats.checkpoint import CheckpointError
+from engine.models.spec import UnsupportedModel
 from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.shared.config import (
     CacheConfig,

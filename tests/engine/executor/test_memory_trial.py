@@ -12,8 +12,8 @@ from engine.executor.in_process import InProcessExecutor
 from engine.executor.team import Team
 from engine.executor.team_messages import Answer
 from engine.executor.tensor_parallel import TeamLeader, TensorParallelExecutor
-from engine.models import expert_parallel
-from engine.models.expert_parallel import MirrorGroup
+from engine.models.parallel import experts
+from engine.models.parallel.experts import MirrorGroup
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import (
     CacheConfig,
@@ -99,13 +99,13 @@ def test_an_engine_with_a_part_of_the_experts_tries_the_step_that_all_of_them_fi
     assert loaded is not None
     assert loaded.expert_group is not None
     rows = []
-    run = expert_parallel.run_experts
+    run = experts.run_experts
 
     def watched(x, *arguments):
         rows.append(len(x))
         return run(x, *arguments)
 
-    monkeypatch.setattr(expert_parallel, "run_experts", watched)
+    monkeypatch.setattr(experts, "run_experts", watched)
     assert executor.blocks_after_trial(loaded, executor.info.max_model_len, 1) > 0
     assert rows == [2 * TOKENS] * len(loaded.sparse_layers), "tokens of both engines"
     with pytest.raises(GroupBroken):

@@ -10,9 +10,10 @@ import pytest
 from engine.executor.interface import CannotDo
 from engine.executor.team import Team, WorkerFailed
 from engine.executor.tensor_parallel import TensorParallelExecutor
-from engine.models.checkpoint import CheckpointError
-from engine.models.hf_config import UnsupportedModel, read_spec
-from engine.models.tensor_parallel import Cut
+from engine.models.formats.checkpoint import CheckpointError
+from engine.models.hf_config import read_spec
+from engine.models.parallel.tensors import Cut
+from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,

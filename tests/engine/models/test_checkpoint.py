@@ -6,14 +6,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.models.checkpoint import (
+from engine.models.families.registry import family_of
+from engine.models.formats.checkpoint import (
     CheckpointError,
     DummyCheckpoint,
     SafetensorsCheckpoint,
-    expected_tensors,
 )
-from engine.models.fingerprint import computed_fingerprint, weights_fingerprint
+from engine.models.formats.fingerprint import computed_fingerprint, weights_fingerprint
 from engine.models.hf_config import read_spec
+from engine.models.weights import stored_tensors
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,7 +42,10 @@ def spec(directory):
 
 @pytest.fixture
 def tensors(spec):
-    return {name: torch.randn(shape) for name, shape in expected_tensors(spec).items()}
+    return {
+        name: torch.randn(shape)
+        for name, shape in stored_tensors(family_of(spec.architecture).weights(spec)).items()
+    }
 
 
 def test_complete_checkpoint_opens(directory, spec, tensors):

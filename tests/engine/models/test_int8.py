@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.models.int8 import Int8Unsupported, prepare_int8
+from engine.models.products.int8 import Int8Unsupported, prepare_int8
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -54,7 +54,7 @@ def test_weights_elsewhere_than_on_the_cpu_are_refused():
 
 
 def test_wrong_product_is_refused(monkeypatch):
-    from engine.models import int8
+    from engine.models.products import int8
 
     monkeypatch.setattr(int8, "_checked", set())
     monkeypatch.setattr(int8.Int8Linear, "__call__", lambda self, x: torch.zeros(len(x), 8))

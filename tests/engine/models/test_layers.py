@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.models.hf_config import RopeSpec
-from engine.models.layers import DenseLinear, PackedLinear, prepare_linear, rms_norm, swiglu
+from engine.models.attention.rotary import rotary_table, rotate, rotation
+from engine.models.layers import rms_norm, swiglu
 from engine.models.moe import Expert, GroupedExperts, Router, SparseMlp, StackedExperts
-from engine.models.rotary import rotary_table, rotate, rotation
+from engine.models.products.dense import DenseLinear, PackedLinear, prepare_linear
+from engine.models.spec import RopeSpec
 
 CPU = torch.device("cpu")
 
@@ -33,13 +34,13 @@ def test_linear_that_cannot_be_packed_stays_dense(monkeypatch):
     def refuse(weight, bias):
         raise RuntimeError("this processor cannot")
 
-    monkeypatch.setattr("engine.models.layers.PackedLinear", refuse)
-    monkeypatch.setattr("engine.models.layers._packable", {})
+    monkeypatch.setattr("engine.models.products.dense.PackedLinear", refuse)
+    monkeypatch.setattr("engine.models.products.dense._packable", {})
     assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
 
 
 def test_linear_whose_packed_product_differs_stays_dense(monkeypatch):
-    monkeypatch.setattr("engine.models.layers._packable", {})
+    monkeypatch.setattr("engine.models.products.dense._packable", {})
     monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: torch.zeros(x.shape[0], 8))
     assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
 

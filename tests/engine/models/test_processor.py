@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from engine.executor.loading import max_head_threads, set_threads
-from engine.models import loader, processor
+from engine.models import settings
 from engine.models.hf_config import read_spec
-from engine.models.layers import PackedLinear
-from engine.models.loader import ComputeTypes, compute_types, fits_caches, open_checkpoint
+from engine.models.products import processor
+from engine.models.products.dense import PackedLinear
+from engine.models.settings import ComputeTypes, compute_types, fits_caches, open_checkpoint
 from engine.shared.config import EngineConfig, ExecutorConfig, ModelConfig
 from engine.shared.model_files import BUNDLED_MODEL
 
@@ -63,25 +64,25 @@ def types(device: torch.device = CPU, is_alone: bool = True, **settings: str) ->
 
 
 def test_a_small_model_is_computed_in_the_faster_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "float32_is_faster", lambda: True)
+    monkeypatch.setattr(settings, "float32_is_faster", lambda: True)
     assert types() == (F32, BF16)
     assert types(dtype="bfloat16") == (BF16, BF16)
     assert types(dtype="float32") == (F32, F32)
     assert types(CUDA) == types(is_alone=False) == types(quantization="int8") == (BF16, BF16)
-    monkeypatch.setattr(loader, "float32_is_faster", lambda: False)
+    monkeypatch.setattr(settings, "float32_is_faster", lambda: False)
     assert types() == (BF16, BF16)
 
 
 def test_a_large_model_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "float32_is_faster", lambda: True)
+    monkeypatch.setattr(settings, "float32_is_faster", lambda: True)
     assert fits_caches(read_spec(BUNDLED_MODEL))
-    monkeypatch.setattr(loader, "_CACHED_WEIGHTS", 4_000_000)
+    monkeypatch.setattr(settings, "_CACHED_WEIGHTS", 4_000_000)
     assert not fits_caches(read_spec(BUNDLED_MODEL))
     assert types() == (BF16, BF16)
 
 
 def test_a_16_bit_cache_changes_the_logits_of_float32_little(monkeypatch, driver, prompt) -> None:
-    monkeypatch.setattr(loader, "float32_is_faster", lambda: True)
+    monkeypatch.setattr(settings, "float32_is_faster", lambda: True)
     logits = []
     for dtype in ("auto", "float32"):
         engine = driver(BUNDLED_MODEL, dtype=dtype)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.models.int8 import prepare_int8
-from engine.models.layers import DenseLinear, prepare_linear
-from engine.models.row_padding import pad_rows, padded_rows
+from engine.models.products.dense import DenseLinear, prepare_linear
+from engine.models.products.int8 import prepare_int8
+from engine.models.products.row_padding import pad_rows, padded_rows
 
 SMALL, LARGE = 192 * 320, 896 * 9728
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.attention import PagedAttention
-from engine.models.attention_plan import AttentionRows
-from engine.models.varlen_attention import CudaAttention, VarlenAttention, kernel_window
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.plan import AttentionRows
+from engine.models.attention.varlen import CudaAttention, VarlenAttention, kernel_window
 from tests.engine.plain_kernel import plain_kernel
 
 CPU = torch.device("cpu")

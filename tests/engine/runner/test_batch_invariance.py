@@ -4,7 +4,7 @@ bit, whatever the batch, the chunks of the prompt, and whether it is decoded or 
 import pytest
 import torch
 
-from engine.models.row_blocks import SIZES, RowBlocks, probe_rows
+from engine.models.products.row_blocks import SIZES, RowBlocks, probe_rows
 from engine.shared.config import BUNDLED_MODEL
 from engine.shared.messages import SamplingParams
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.models.attention.varlen import VarlenAttention, VarlenPlan, kernel_window
 from engine.models.decoder import StepTokens
-from engine.models.varlen_attention import VarlenAttention, VarlenPlan, kernel_window
 from engine.runner.inputs import attention_rows, batch_rows
 from engine.runner.padded_decode import graph_sizes, pad_decode, padded_size
 from tests.engine.plain_kernel import plain_kernel

@@ -119,7 +119,7 @@ def test_batch_of_mixed_lengths_equals_each_alone(name, checkpoint, driver, prom
 
 
 def test_lengths_far_apart_are_split_into_groups(checkpoint, driver, prompt, monkeypatch):
-    monkeypatch.setattr("engine.models.attention_plan._FREE_PADDING", 32)
+    monkeypatch.setattr("engine.models.attention.plan._FREE_PADDING", 32)
     model = checkpoint("mistral-window")
     engine = driver(model.directory)
     lengths = [200, 3, 90, 10, 45]

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.hf_config import RopeSpec
+from engine.models.spec import RopeSpec
+from engine.models.weights import rotated_dims
 
 
 def rotary_table(
@@ -13,14 +14,19 @@ def rotary_table(
 ) -> Tensor:
     """Return cosines and sines of the angles of all positions below `length`.
 
+    Heads are in the order of `engine.models.weights.rotated_order`.
+
     Returns:
         [length, 2, head_dim / 2] in `dtype`. The angles are computed in float32, as the reference
         implementations do.
     """
-    frequencies = _inverse_frequencies(rope, head_dim)
+    rotated = rotated_dims(rope, head_dim)
+    frequencies = _inverse_frequencies(rope, rotated, length)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    table = torch.stack((angles.cos(), angles.sin()), dim=1)
-    return (table * _attention_scale(rope)).to(dtype).to(device)
+    table = torch.stack((angles.cos(), angles.sin()), dim=1) * _attention_scale(rope)
+    # What is not rotated is turned by nothing.
+    rest = table.new_tensor((1.0, 0.0)).view(1, 2, 1).expand(length, 2, (head_dim - rotated) // 2)
+    return torch.cat((table, rest), dim=2).to(dtype).to(device)
 
 
 def rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,15 +46,20 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin, out=out)
 
 
-def _inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def _inverse_frequencies(rope: RopeSpec, rotated: int, length: int) -> Tensor:
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     plain = 1.0 / rope.theta**exponents
+    if rope.kind == "longrope":
+        # The divisors of all positions are alike, so that cached keys stay right as a sequence
+        # grows (LongRoPE, arXiv 2402.13753).
+        is_long = length > rope.original_max_position_embeddings
+        return plain / torch.tensor(rope.long_factor if is_long else rope.short_factor)
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":
-        return _yarn(rope, plain, head_dim)
+        return _yarn(rope, plain, rotated)
     return plain
 
 
@@ -77,11 +88,17 @@ def _yarn(rope: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
 
 
 def _attention_scale(rope: RopeSpec) -> float:
-    """Temperature that YaRN puts on queries and keys through the rotation."""
-    if rope.kind != "yarn":
+    """Temperature that YaRN and LongRoPE put on queries and keys through the rotation."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        if rope.factor <= 1:
+            return 1.0
+        return math.sqrt(
+            1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings)
+        )
 
     def mscale(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.attention import PagedAttention
-from engine.models.attention_plan import AttentionRows
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.plan import AttentionRows
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,10 @@ class VarlenPlan(msgspec.Struct, frozen=True):
 class VarlenAttention:
     """Attention by the kernel alone."""
 
-    def __init__(self, *, device: torch.device, kernel: Kernel | None = None) -> None:
-        """Compute on `device`; without a kernel, with torch's.
+    def __init__(
+        self, *, device: torch.device, kernel: Kernel | None = None, scale: float | None = None
+    ) -> None:
+        """Compute on `device`; without a kernel, with torch's; `scale` as in `PagedAttention`.
 
         Raises:
             ImportError: this torch has none.
@@ -66,6 +68,7 @@ class VarlenAttention:
 
             kernel = varlen.varlen_attn
         self._kernel: Kernel = kernel
+        self._scale = scale
         self._device = device
 
     def plan(self, rows: AttentionRows, window: int | None) -> VarlenPlan:
@@ -91,6 +94,7 @@ class VarlenAttention:
             plan.key_ends,
             plan.max_queries,
             plan.max_keys,
+            scale=self._scale,
             window_size=plan.window,
             enable_gqa=queries.shape[1] != cache.shape[3],
             seqused_k=plan.num_keys,
@@ -112,8 +116,10 @@ class CudaAttention:
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        scale: float | None = None,
     ) -> None:
-        """Attend with heads of `shape`: query heads, KV heads, size of a head."""
+        """Attend with heads of `shape`: query heads, KV heads, size of a head; `scale` scores."""
+        self._scale = scale
         self._stock = stock
         self._shape = shape
         self._dtype = dtype
@@ -139,7 +145,7 @@ class CudaAttention:
             logger.info("attention in %s: stock operators, the kernel is for 16 bits", self._dtype)
             return self._stock
         try:
-            varlen = VarlenAttention(device=self._device)
+            varlen = VarlenAttention(device=self._device, scale=self._scale)
             difference = self._compare(varlen, block_size)
         except (ImportError, TypeError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -5,17 +5,15 @@ tokens. A layer's two parts each end in a sum over all processes. The first proc
 the tokens, gets the logits of the whole vocabulary.
 """
 
-from typing import Protocol
-
 import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.distributed.group import Group
-from engine.models.checkpoint import Checkpoint
-from engine.models.hf_config import ModelSpec, UnsupportedModel
-from engine.models.layers import Linear
+from engine.models.formats.checkpoint import Checkpoint
+from engine.models.layers import Rows
+from engine.models.spec import ModelSpec, UnsupportedModel
 
 
 def part_of(width: int, rank: int, size: int) -> slice:
@@ -33,6 +31,11 @@ class Cut:
             UnsupportedModel: its heads cannot be dealt out evenly.
         """
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        if spec.qk_norm == "width":
+            raise UnsupportedModel(
+                f"--tensor-parallel-size: {spec.architecture} normalizes the queries of all heads "
+                "together, which no process has"
+            )
         if heads % size or (kv_heads % size and size % kv_heads):
             raise UnsupportedModel(
                 f"--tensor-parallel-size {size} does not suit a model with {heads} attention heads "
@@ -58,17 +61,29 @@ class Cut:
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the checkpoint, as a view where possible."""
         parent, kind = name.split(".")[-2:]
-        if parent in ("q_proj", "k_proj", "v_proj"):
-            return tensor[self._query if parent == "q_proj" else self._kv]
-        if parent in ("embed_tokens", "lm_head"):
-            return tensor[self.vocabulary]
-        if parent in ("gate_proj", "up_proj", "w1", "w3"):
-            return tensor[self._inner(tensor.shape[0])]
-        if parent not in ("o_proj", "down_proj", "w2"):
-            return tensor
-        if kind == "bias":  # is added once
-            return tensor if self.rank == 0 else torch.zeros_like(tensor)
-        return tensor[:, self._query if parent == "o_proj" else self._inner(tensor.shape[1])]
+        if parent in ("o_proj", "down_proj"):
+            if kind == "bias":  # is added once
+                return tensor if self.rank == 0 else torch.zeros_like(tensor)
+            return tensor[:, self._query if parent == "o_proj" else self._inner(tensor.shape[1])]
+        rows = self._rows(parent, tensor)
+        return tensor if rows is None else tensor[rows]
+
+    def _rows(self, parent: str, tensor: Tensor) -> slice | None:
+        """Return this rank's rows of what is cut by its outputs; None if all have the whole."""
+        match parent:
+            case "q_proj":
+                return self._query
+            case "k_proj" | "v_proj":
+                return self._kv
+            case "embed_tokens" | "lm_head":
+                return self.vocabulary
+            case "gate_proj" | "up_proj":
+                return self._inner(tensor.shape[0])
+            case "q_norm" | "k_norm" if tensor.dim() == 2:  # one row a head
+                width = self._spec.head_dim
+                values = self._query if parent == "q_norm" else self._kv
+                return slice(values.start // width, values.stop // width)
+        return None
 
     def _inner(self, width: int) -> slice:
         return part_of(width, self.rank, self.size)
@@ -111,16 +126,10 @@ class CutCheckpoint:
         return self._checkpoint.fingerprint()
 
 
-class Block(Protocol):
-    """A part of a layer, [tokens, in] to [tokens, hidden]."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
 class SummedOver:
     """A block of which each rank computes a summand."""
 
-    def __init__(self, group: Group, block: Block) -> None:
+    def __init__(self, group: Group, block: Rows) -> None:
         self._group = group
         self._block = block
 
@@ -149,7 +158,7 @@ class CutEmbedding:
 class CutHead:
     """The LM head of which each rank holds the rows of some tokens."""
 
-    def __init__(self, group: Group, head: Linear, vocab_size: int) -> None:
+    def __init__(self, group: Group, head: Rows, vocab_size: int) -> None:
         self._group = group
         self._head = head
         parts = [part_of(vocab_size, rank, group.size) for rank in range(group.size)]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.distributed.spec import GroupBroken
-from engine.models.layers import Linear
 from engine.models.moe import run_experts, weighted_sum
+from engine.models.products.dense import Linear
 
 
 class SendingRule(NamedTuple):

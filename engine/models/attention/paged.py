@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.attention_plan import (
+from engine.models.attention.plan import (
     AttentionPlan,
     AttentionPlanner,
     AttentionRows,
@@ -16,11 +16,14 @@ from engine.models.attention_plan import (
     PaddedGroup,
     TokensOfRow,
 )
-from engine.models.processor import has_matrix_unit
+from engine.models.layers import softcap
+from engine.models.products.processor import has_matrix_unit
 
 _GATHERED_BYTES = 1 << 20
 """Keys and values that each thread of a CPU gathers at once: half of a core's second-level cache,
 so that they are still there when they are attended to."""
+_MAX_CAPPED_SCORES = 1 << 24
+"""Scores that are held at once where they are capped."""
 
 
 class PagedAttention:
@@ -35,9 +38,19 @@ class PagedAttention:
         dtype: torch.dtype,
         device: torch.device,
         token_by_token: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> None:
-        """Prepare for one shape; `token_by_token` makes each token's result a function of its own
-        position, keys and values alone, whatever else is in the step."""
+        """Prepare for one shape.
+
+        Args:
+            token_by_token: makes each token's result a function of its own position, keys and
+                values alone, whatever else is in the step.
+            scale: of scores, unless it is one over the root of `head_dim`.
+            softcap: bends scores s to cap * tanh(s / cap), for which torch has no fused operator.
+        """
+        self._scale = scale
+        self._softcap = softcap
         self._heads = num_heads
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
@@ -84,6 +97,29 @@ class PagedAttention:
             out.index_copy_(0, tokens, result)
         return out
 
+    def _products(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        attn_mask: Tensor | None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        if self._softcap is None:
+            return F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask, is_causal=is_causal, scale=self._scale
+            )
+        return _capped_products(
+            queries,
+            keys,
+            values,
+            attn_mask,
+            is_causal=is_causal,
+            scale=self._scale or self._head_dim**-0.5,
+            cap=self._softcap,
+        )
+
     def _attend_padded(self, queries: Tensor, flat: Tensor, group: PaddedGroup) -> Tensor:
         """Heads that share a KV head are folded into the query axis, so no key is repeated."""
         rows, count, dim = group.num_rows, group.num_queries, self._head_dim
@@ -97,7 +133,7 @@ class PagedAttention:
             wanted = blocks[first : first + at_once]
             kv = torch.index_select(flat, 0, wanted.view(-1), out=held[: wanted.numel()])
             kv = kv.view(len(wanted), -1, 2, self._kv_heads, dim)
-            part = F.scaled_dot_product_attention(
+            part = self._products(
                 folded[first : first + at_once],
                 kv[:, :, 0].transpose(1, 2),
                 kv[:, :, 1].transpose(1, 2),
@@ -115,7 +151,7 @@ class PagedAttention:
         shape = (count, kv_heads, kv.shape[1], dim)
         keys, values = (kv[:, :, i].transpose(1, 2).expand(shape) for i in (0, 1))
         folded = queries[part.first : part.end].view(count, kv_heads, self._group, dim)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=part.mask)
+        out = self._products(folded, keys, values, attn_mask=part.mask)
         return out.reshape(count, -1)
 
     def _attend_long(self, queries: Tensor, flat: Tensor, row: LongRow) -> Tensor:
@@ -127,7 +163,7 @@ class PagedAttention:
         keys = kv[:, 0].permute(1, 0, 2).unsqueeze(1).expand(shape)
         values = kv[:, 1].permute(1, 0, 2).unsqueeze(1).expand(shape)
         spread = queries[row.first : row.end].view(count, kv_heads, self._group, dim)
-        out = F.scaled_dot_product_attention(
+        out = self._products(
             spread.to(self._long_dtype).permute(1, 2, 0, 3),
             keys,
             values,
@@ -135,6 +171,34 @@ class PagedAttention:
             is_causal=row.mask is None,
         )
         return out.permute(2, 0, 1, 3).reshape(count, -1).to(queries.dtype)
+
+
+def _capped_products(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+    cap: float,
+) -> Tensor:
+    """Attend with capped scores, some of the queries [.., queries, head_dim] at a time."""
+    num_queries, num_keys = queries.shape[-2], keys.shape[-2]
+    at_once = max(1, _MAX_CAPPED_SCORES // (queries.shape[:-2].numel() * num_keys))
+    parts = []
+    for first in range(0, num_queries, at_once):
+        part = queries[..., first : first + at_once, :]
+        scores = softcap(torch.matmul(part, keys.transpose(-1, -2)).mul_(scale), cap)
+        if mask is not None:
+            scores += mask if mask.shape[-2] == 1 else mask[..., first : first + at_once, :]
+        elif is_causal:
+            position = torch.arange(first, first + part.shape[-2], device=queries.device)
+            later = torch.arange(num_keys, device=queries.device) > position.unsqueeze(1)
+            scores.masked_fill_(later, float("-inf"))
+        weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+        parts.append(torch.matmul(weights, values))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
 def _rows_at_once(flat: Tensor, blocks: Tensor) -> int:

@@ -9,7 +9,7 @@ takes away again.
 import torch
 from torch import Tensor
 
-from engine.models.row_padding import pad_rows
+from engine.models.products.row_padding import pad_rows
 
 _LARGEST = 127.0
 _ZERO_POINT = 128

@@ -7,7 +7,6 @@ Files are memory-mapped: a tensor that is fetched and copied costs no memory bey
 
 import hashlib
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,11 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.models.fingerprint import weights_fingerprint
-from engine.models.hf_config import ModelSpec
-
-Shape = tuple[int, ...]
-Layout = dict[str, Shape]
+from engine.models.families.registry import family_of
+from engine.models.formats.fingerprint import weights_fingerprint
+from engine.models.spec import ModelSpec
+from engine.models.weights import Layout, Source, WeightMap, decoder_tensors, stored_tensors
 
 _MAX_PROBLEMS = 8
 _DUMMY_RANGE = 0.035
@@ -32,7 +30,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint(Protocol):
-    """Named tensors on the CPU."""
+    """Tensors on the CPU, by the decoder's names (`engine.models.weights`)."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,80 +44,6 @@ class Checkpoint(Protocol):
     def fingerprint(self) -> str:
         """Return a digest that is equal for equal weights."""
         ...
-
-
-def expected_tensors(spec: ModelSpec) -> Layout:
-    """Return the name and shape of every tensor that a checkpoint of this model holds."""
-    hidden = spec.hidden_size
-    layout: Layout = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not spec.tie_word_embeddings:
-        layout["lm_head.weight"] = (spec.vocab_size, hidden)
-    for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
-        layout[prefix + "input_layernorm.weight"] = (hidden,)
-        layout[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        layout.update(_attention_tensors(spec, prefix + "self_attn."))
-        if spec.is_sparse(layer):
-            layout.update(_expert_tensors(spec, prefix))
-        else:
-            layout.update(_mlp_tensors(spec, prefix + "mlp."))
-    return layout
-
-
-def _attention_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
-    sizes = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-    for name, size in sizes.items():
-        yield f"{prefix}{name}.weight", (size, spec.hidden_size)
-        if spec.qkv_bias:
-            yield f"{prefix}{name}.bias", (size,)
-    yield prefix + "o_proj.weight", (spec.hidden_size, spec.query_size)
-    if spec.output_bias:
-        yield prefix + "o_proj.bias", (spec.hidden_size,)
-    if spec.qk_norm:
-        yield prefix + "q_norm.weight", (spec.head_dim,)
-        yield prefix + "k_norm.weight", (spec.head_dim,)
-
-
-def _mlp_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    for name in ("gate_proj", "up_proj"):
-        yield f"{prefix}{name}.weight", (inner, hidden)
-        if spec.mlp_bias:
-            yield f"{prefix}{name}.bias", (inner,)
-    yield prefix + "down_proj.weight", (hidden, inner)
-    if spec.mlp_bias:
-        yield prefix + "down_proj.bias", (hidden,)
-
-
-def _expert_tensors(spec: ModelSpec, layer: str) -> Iterator[tuple[str, Shape]]:
-    assert spec.moe is not None
-    names = expert_names(spec)
-    hidden, inner = spec.hidden_size, spec.moe.intermediate_size
-    yield f"{layer}{names.block}.gate.weight", (spec.moe.num_experts, hidden)
-    for expert in range(spec.moe.num_experts):
-        prefix = f"{layer}{names.block}.experts.{expert}."
-        yield f"{prefix}{names.gate}.weight", (inner, hidden)
-        yield f"{prefix}{names.up}.weight", (inner, hidden)
-        yield f"{prefix}{names.down}.weight", (hidden, inner)
-
-
-class ExpertNames(msgspec.Struct, frozen=True):
-    """What a family calls its sparse block and the three matrices of an expert."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-def expert_names(spec: ModelSpec) -> ExpertNames:
-    """Return the names of the model's family."""
-    if spec.architecture == "MixtralForCausalLM":
-        return ExpertNames("block_sparse_moe", "w1", "w3", "w2")
-    return ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -140,7 +64,14 @@ class SafetensorsCheckpoint:
         self._stored: dict[str, str] = {}
         for path in _weight_files(directory):
             self._open(path)
-        _compare(directory, expected_tensors(spec), self._shapes, spec)
+        family = family_of(spec.architecture)
+        self._weights = _with_prefix(family.weights(spec), family.text_prefixes, self._shapes)
+        found = {
+            name: shape
+            for name, shape in self._shapes.items()
+            if not name.startswith(family.not_text)
+        }
+        _compare(directory, stored_tensors(self._weights), found, spec)
 
     def _open(self, path: Path) -> None:
         try:
@@ -160,20 +91,40 @@ class SafetensorsCheckpoint:
         Raises:
             CheckpointError: it is not a floating-point type that the engine computes in.
         """
-        stored = self._stored["model.embed_tokens.weight"]
+        stored = self._stored[self._weights["model.embed_tokens.weight"].name]
         if stored not in _DTYPES:
             raise CheckpointError(f"weights of type {stored} are not supported")
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor backed by the mapped file."""
+        """Return a tensor backed by the mapped file, where it is stored as the decoder has it."""
+        source = self._weights[name]
+        return source.read(self._stored_tensor(source.name))
+
+    def _stored_tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
     def fingerprint(self) -> str:
         """Digest of the config and of name, shape, type and some bytes of every tensor."""
         described = {name: f"{shape} {self._stored[name]}" for name, shape in self._shapes.items()}
-        return weights_fingerprint(self._config, described, self.tensor)
+        return weights_fingerprint(self._config, described, self._stored_tensor)
+
+
+def _with_prefix(weights: WeightMap, prefixes: tuple[str, ...], found: Layout) -> WeightMap:
+    """Return where the tensors of the text model are, which may be a part of a larger one."""
+    _, embedding = weights["model.embed_tokens.weight"].name.split(".", 1)
+    used = next((prefix for prefix in prefixes if prefix + embedding in found), prefixes[0])
+
+    def placed(source: Source) -> Source:
+        name = source.name
+        if name.startswith("model."):
+            name = used + name.removeprefix("model.")
+        elif name not in found:  # the head lies beside the model, wherever that is
+            name = used.removesuffix("model.") + name
+        return msgspec.structs.replace(source, name=name)
+
+    return {name: placed(source) for name, source in weights.items()}
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -213,7 +164,7 @@ def _compare(directory: Path, expected: Layout, found: Layout, spec: ModelSpec) 
 
 def _redundant(name: str, spec: ModelSpec) -> bool:
     """Tensors that some tools store although they follow from others."""
-    if name == "lm_head.weight":
+    if name.endswith("lm_head.weight"):
         return spec.tie_word_embeddings
     return name.endswith(".rotary_emb.inv_freq")
 
@@ -228,7 +179,7 @@ class DummyCheckpoint:
 
     def __init__(self, directory: Path, spec: ModelSpec, seed: int, dtype: torch.dtype) -> None:
         self._config = (directory / "config.json").read_bytes()
-        self._layout = expected_tensors(spec)
+        self._layout = decoder_tensors(spec)
         self._seed = seed
         self._dtype = dtype
 

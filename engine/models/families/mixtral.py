@@ -1,0 +1,40 @@
+"""Mixtral: experts in every layer."""
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import LLAMA_NAMES, named_weights
+from engine.models.families.reading import integer, layer_windows, llama_spec
+from engine.models.spec import ModelSpec, MoeSpec
+from engine.models.weights import WeightMap
+
+_NAMES = {
+    **LLAMA_NAMES,
+    "mlp": "block_sparse_moe",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+
+
+def _spec(config: Config) -> ModelSpec:
+    spec = llama_spec(config, eps=1e-5)
+    return replace(
+        spec,
+        intermediate_size=0,
+        windows=layer_windows(config),
+        moe=MoeSpec(
+            num_experts=integer(config, "num_local_experts"),
+            experts_per_token=integer(config, "num_experts_per_tok"),
+            intermediate_size=spec.intermediate_size,
+            normalize_weights=True,
+            layers=(True,) * spec.num_layers,
+        ),
+    )
+
+
+def _weights(spec: ModelSpec) -> WeightMap:
+    return named_weights(spec, _NAMES)
+
+
+FAMILY = Family(architectures=("MixtralForCausalLM",), spec=_spec, weights=_weights)

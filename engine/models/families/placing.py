@@ -1,0 +1,63 @@
+"""Finds the decoder's tensors in checkpoints, for all families: by other names, in other parts."""
+
+from collections.abc import Mapping
+
+from engine.models.spec import ModelSpec
+from engine.models.weights import Shape, Source, WeightMap, weight_map
+
+LLAMA_NAMES: Mapping[str, str] = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "router": "gate",
+}
+"""What Llama and most others call what the decoder calls otherwise."""
+
+
+def llama_weights(spec: ModelSpec) -> WeightMap:
+    """Return where a checkpoint with Llama's names has each tensor."""
+    return named_weights(spec, LLAMA_NAMES)
+
+
+def named_weights(spec: ModelSpec, names: Mapping[str, str]) -> WeightMap:
+    """Return where each tensor is, where some parts of names are others than the decoder's."""
+    return weight_map(spec, lambda name, shape: Source(name=stored_name(name, names), shape=shape))
+
+
+def stored_name(name: str, names: Mapping[str, str]) -> str:
+    """Return a name with the parts between its dots replaced."""
+    return ".".join(names.get(part, part) for part in name.split("."))
+
+
+def fused_weights(
+    spec: ModelSpec, names: Mapping[str, str], *, qkv: str | None, gate_up: str | None
+) -> WeightMap:
+    """Return where each tensor is, where some lie one below the other in a common one.
+
+    Args:
+        names: as in `named_weights`.
+        qkv, gate_up: what the common ones are called, None if there is none.
+    """
+    parts: dict[str, tuple[str, int, int]] = {}
+    """By the decoder's name: the common one's, the first row, and how many rows that has."""
+    if qkv is not None:
+        rows = spec.query_size + 2 * spec.kv_size
+        parts["q_proj"] = (qkv, 0, rows)
+        parts["k_proj"] = (qkv, spec.query_size, rows)
+        parts["v_proj"] = (qkv, spec.query_size + spec.kv_size, rows)
+    if gate_up is not None:
+        parts["gate_proj"] = (gate_up, 0, 2 * spec.intermediate_size)
+        parts["up_proj"] = (gate_up, spec.intermediate_size, 2 * spec.intermediate_size)
+
+    def place(name: str, shape: Shape) -> Source:
+        parent = name.split(".")[-2]
+        if parent not in parts:
+            return Source(name=stored_name(name, names), shape=shape)
+        fused, first, rows = parts[parent]
+        return Source(
+            name=stored_name(name, {**names, parent: fused}),
+            shape=(rows, *shape[1:]),
+            first_row=first,
+            num_rows=shape[0],
+        )
+
+    return weight_map(spec, place)

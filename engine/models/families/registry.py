@@ -1,0 +1,36 @@
+"""Which family serves which architecture."""
+
+from typing import Any
+
+from engine.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from engine.models.families.family import Family
+from engine.models.spec import UnsupportedModel
+
+_MODULES = (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+
+FAMILIES: dict[str, Family] = {
+    architecture: module.FAMILY
+    for module in _MODULES
+    for architecture in module.FAMILY.architectures
+}
+"""By architecture, as in `architectures` of config.json."""
+
+
+def family_of(architecture: str) -> Family:
+    """Return the family that serves one of `FAMILIES`."""
+    return FAMILIES[architecture]
+
+
+def architecture_of(config: dict[str, Any]) -> str:
+    """Return the architecture by which a model is served.
+
+    Raises:
+        UnsupportedModel: there is none, with the list of those that are served.
+    """
+    named = config.get("architectures") or []
+    for name in named:
+        if name in FAMILIES:
+            return str(name)
+    found = ", ".join(named) or f"none (model_type {config.get('model_type')!r})"
+    supported = ", ".join(FAMILIES)
+    raise UnsupportedModel(f"architecture {found} is not supported; supported are: {supported}")

@@ -1,0 +1,1 @@
+"""Where weights come from: files of several formats, all read by the names of the decoder."""

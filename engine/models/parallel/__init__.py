@@ -1,0 +1,1 @@
+"""One model over several processes: experts spread over engines, tensors cut over ranks."""

@@ -1,0 +1,121 @@
+"""Matrix products, with weights in whatever layout is fastest."""
+
+import logging
+import sys
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.products.processor import float32_is_faster
+from engine.models.products.row_padding import pad_rows
+
+logger = logging.getLogger(__name__)
+
+_PACKED_ROWS = 16
+"""Rows that packed weights are laid out for; measured to serve 1 to 512 rows well."""
+_CONVERTED_ROWS = 192
+"""Rows whose product is worth converting 16-bit weights, where float32 is faster."""
+_MAX_CONVERTED = 1 << 26
+"""Most weights that are converted at once, which bounds the memory that takes (256 MB)."""
+_UNPACKED_WEIGHTS = 1 << 18
+"""Weights up to which float32 products are faster from the plain layout."""
+
+
+class Linear(Protocol):
+    """A matrix product with weights in whatever layout suits the device."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
+        ...
+
+
+class DenseLinear:
+    """Weights as stored, [out, in]."""
+
+    __slots__ = ("_bias", "_is_compiled", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+        # In 16 bits a CPU's product comes from oneDNN.
+        self._is_compiled = weight.device.type == "cpu" and weight.dtype.itemsize == 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._is_compiled:
+            return F.linear(x, self._weight, self._bias)
+        return F.linear(pad_rows(x, self._weight.numel()), self._weight, self._bias)[: len(x)]
+
+
+class PackedLinear:
+    """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
+
+    __slots__ = ("_bias", "_float32_rows", "_num_weights", "_product", "_weight")
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, float32_rows: int = sys.maxsize
+    ) -> None:
+        """Pack a dense [out, in] weight; the caller drops the original.
+
+        Products of at least `float32_rows` rows are computed in float32.
+
+        Raises:
+            RuntimeError: this processor cannot pack this type.
+        """
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+        self._num_weights = weight.numel()
+        self._bias = bias
+        self._float32_rows = float32_rows
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) >= self._float32_rows:
+            return self._in_float32(x)
+        rows = pad_rows(x, self._num_weights)
+        product: Tensor = self._product(rows, self._weight, self._bias, "none", [], "")
+        return product[: len(x)]
+
+    def _in_float32(self, x: Tensor) -> Tensor:
+        bias = None if self._bias is None else self._bias.float()
+        return F.linear(x.float(), self._weight.to_dense(torch.float32), bias).to(x.dtype)
+
+
+def _float32_rows(weight: Tensor) -> int:
+    """Return from how many rows on it pays to convert these weights for one product, if ever."""
+    if weight.dtype.itemsize != 2 or weight.numel() > _MAX_CONVERTED or not float32_is_faster():
+        return sys.maxsize
+    return _CONVERTED_ROWS
+
+
+_packable: dict[tuple[torch.dtype, int, int], bool] = {}
+
+
+def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """Return the fastest product for these weights.
+
+    Each type and shape is compared once with the plain product, which is used where the packed
+    one is missing or differs. A packed weight is a copy: it replaces the original in memory if the
+    caller keeps no reference to that.
+    """
+    is_small = weight.dtype == torch.float32 and weight.numel() <= _UNPACKED_WEIGHTS
+    if weight.device.type != "cpu" or is_small:
+        return DenseLinear(weight, bias)
+    key = (weight.dtype, weight.shape[0], weight.shape[1])
+    if _packable.get(key) is False:
+        return DenseLinear(weight, bias)
+    try:
+        packed = PackedLinear(weight, bias, _float32_rows(weight))
+        if key not in _packable:
+            _packable[key] = _agree(packed, DenseLinear(weight, bias), weight)
+    except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type
+        logger.info("weights of type %s are not packed: %s", weight.dtype, error)
+        _packable[key] = False
+    return packed if _packable[key] else DenseLinear(weight, bias)
+
+
+def _agree(packed: Linear, dense: Linear, weight: Tensor) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(3, weight.shape[1], generator=generator).to(weight.dtype)
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
+    return torch.allclose(packed(x), dense(x), rtol=tolerance, atol=tolerance)

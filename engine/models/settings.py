@@ -1,0 +1,90 @@
+"""What the settings make of a model: its weights, its types and its longest sequence."""
+
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from engine.models.formats.checkpoint import Checkpoint, DummyCheckpoint, SafetensorsCheckpoint
+from engine.models.products.processor import float32_is_faster
+from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.models.weights import decoder_tensors
+from engine.shared.config import ModelConfig
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_CACHED_WEIGHTS = 1 << 24
+"""Parameters of the largest model that counts as small: 64 MB in float32."""
+
+
+def open_checkpoint(directory: Path, spec: ModelSpec, config: ModelConfig) -> Checkpoint:
+    """Open the weights that the settings ask for.
+
+    Raises:
+        CheckpointError: the files do not hold what the model's config says.
+    """
+    if config.load_format == "dummy":
+        return DummyCheckpoint(directory, spec, config.seed, _dummy_dtype(spec, config))
+    return SafetensorsCheckpoint(directory, spec)
+
+
+def _dummy_dtype(spec: ModelSpec, config: ModelConfig) -> torch.dtype:
+    return _DTYPES[spec.dtype or "float32" if config.dtype == "auto" else config.dtype]
+
+
+def fits_caches(spec: ModelSpec) -> bool:
+    """Whether a processor's caches hold the weights, even in float32."""
+    return sum(prod(shape) for shape in decoder_tensors(spec).values()) <= _CACHED_WEIGHTS
+
+
+class ComputeTypes(NamedTuple):
+    """What a model computes in."""
+
+    activations: torch.dtype
+    """Also of the weights."""
+    cache: torch.dtype
+    """Of keys and values."""
+
+
+def compute_types(
+    spec: ModelSpec,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    is_alone: bool = True,
+) -> ComputeTypes:
+    """Return the types that are set; else the config's, else as stored.
+
+    A small model is computed in float32 where that is faster, but for its KV cache. Processes that
+    compute one model together (not `is_alone`) exchange activations and may run on different
+    processors, so they keep the model's own type.
+    """
+    if config.dtype != "auto":
+        dtype = _DTYPES[config.dtype]
+        return ComputeTypes(dtype, dtype)
+    dtype = _DTYPES[spec.dtype] if spec.dtype else checkpoint.dtype
+    own = ComputeTypes(dtype, dtype)
+    if dtype.itemsize != 2 or not is_alone or config.quantization is not None:
+        return own
+    if device.type == "cpu" and float32_is_faster() and fits_caches(spec):
+        return own._replace(activations=torch.float32)
+    return own
+
+
+def model_length(spec: ModelSpec, config: ModelConfig) -> int:
+    """Return the longest sequence in tokens.
+
+    Raises:
+        UnsupportedModel: the settings ask for more than the model was made for.
+    """
+    longest = spec.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise UnsupportedModel(
+            f"--max-model-len {config.max_model_len} is more than the {longest} positions "
+            "that the model was made for"
+        )
+    return config.max_model_len

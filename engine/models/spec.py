@@ -1,0 +1,127 @@
+"""What the decoder has to know of a model, as one frozen spec; families make it from a config."""
+
+from typing import Literal
+
+import msgspec
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+
+class UnsupportedModel(ValueError):
+    """The checkpoint asks for something that this engine does not implement."""
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding: the base and, if stretched, by which scheme and how far."""
+
+    theta: float
+    kind: RopeKind = "default"
+    share: float = 1.0
+    """Share of each head's dimensions that is rotated, from the first one on."""
+    interleaved: bool = False
+    """Whether dimension 2i is rotated with 2i + 1, rather than i with i + half of those rotated."""
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    """Per frequency: longrope's divisor for sequences up to the original length."""
+    long_factor: tuple[float, ...] = ()
+    """The same for longer ones."""
+
+
+class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How states are normalized."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    """By the root mean square, or by mean and variance."""
+    adds_one: bool = False
+    """Whether the checkpoint stores what the weights exceed one by; they are kept in float32."""
+
+
+class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The sparse layers of a mixture-of-experts model."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Inner width of one expert."""
+    normalize_weights: bool
+    """Whether the weights of the chosen experts are scaled to sum to one."""
+    layers: tuple[bool, ...]
+    """Per layer: sparse (True) or a plain MLP."""
+
+
+Block = Literal["before", "after", "around", "parallel"]
+"""Where a layer normalizes: before attention and before the MLP; after each, before its result is
+added; both; or once, before attention and MLP that see the same."""
+QkNorm = Literal["none", "head", "each_head", "width"]
+"""How queries and keys are normalized: not; every head alike; every head with weights of its own;
+all queries together, and all keys."""
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the decoder has to know; sizes in elements."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm: NormSpec
+    ropes: tuple[RopeSpec | None, ...]
+    """Per layer; None for a layer that does not know positions."""
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: QkNorm = "none"
+    block: Block = "before"
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Of the gates of MLPs."""
+    windows: tuple[int | None, ...]
+    """Per layer: how many last positions a token attends to, itself included; None for all."""
+    moe: MoeSpec | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what attention and MLP add."""
+    attention_scale: float | None = None
+    """Of scores; None for one over the root of `head_dim`."""
+    attention_softcap: float | None = None
+    """Scores s become cap * tanh(s / cap)."""
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: DtypeName | None = None
+    """The checkpoint's own type; None when the config does not say."""
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together (and of all value heads)."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def distinct_ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary embeddings that some layer has, each once."""
+        return tuple(dict.fromkeys(rope for rope in self.ropes if rope is not None))
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return self.moe is not None and self.moe.layers[layer]

@@ -1,0 +1,172 @@
+"""Which tensors a decoder is made of, and where in a checkpoint each of them is.
+
+The decoder's names are those of Llama checkpoints, but for norms and routers, which every family
+calls something else.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.models.spec import ModelSpec, RopeSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+Layout = dict[str, Shape]
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of a checkpoint, and which part of it is one of the decoder's."""
+
+    name: str
+    shape: Shape
+    """Of the whole, as stored."""
+    index: int | None = None
+    """Which of the tensors that are stacked along the first axis."""
+    first_row: int = 0
+    num_rows: int | None = None
+    """Rows of that which count; None for all from the first on."""
+    head_order: tuple[int, ...] | None = None
+    """Which of each head's rows comes first, second and so on."""
+
+    def read(self, stored: "Tensor") -> "Tensor":
+        """Return the part; a view where possible."""
+        part = stored if self.index is None else stored[self.index]
+        if self.num_rows is not None:
+            part = part[self.first_row : self.first_row + self.num_rows]
+        if self.head_order is None:
+            return part
+        axis = part.dim() - 1 if self.is_norm else 0
+        width = len(self.head_order)
+        heads = part.reshape(*part.shape[:axis], -1, width, *part.shape[axis + 1 :])
+        order = list(self.head_order)
+        ordered = heads[:, order] if axis == 0 else heads[:, :, order]
+        return ordered.reshape(part.shape)
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether heads lie along the last axis, and not along the first."""
+        return self.name.endswith("norm.weight")
+
+
+WeightMap = dict[str, Source]
+"""By the decoder's name of a tensor."""
+
+
+def decoder_tensors(spec: ModelSpec) -> Layout:
+    """Return the name and shape of every tensor that the decoder of this model has."""
+    hidden = spec.hidden_size
+    layout: Layout = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tie_word_embeddings:
+        layout["lm_head.weight"] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        layout.update({f"{prefix}{norm}.weight": (hidden,) for norm in layer_norms(spec)})
+        layout.update(_attention_tensors(spec, prefix + "self_attn."))
+        if spec.is_sparse(layer):
+            layout.update(_expert_tensors(spec, prefix + "mlp."))
+        else:
+            layout.update(_mlp_tensors(spec, prefix + "mlp."))
+    return layout
+
+
+def layer_norms(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the names of a layer's norms."""
+    before, after = ("attention_norm", "mlp_norm"), ("attention_output_norm", "mlp_output_norm")
+    placed = {"before": before, "after": after, "around": before + after, "parallel": before[:1]}
+    return placed[spec.block]
+
+
+def _attention_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    sizes = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    for name, size in sizes.items():
+        yield f"{prefix}{name}.weight", (size, spec.hidden_size)
+        if spec.qkv_bias:
+            yield f"{prefix}{name}.bias", (size,)
+    yield prefix + "o_proj.weight", (spec.hidden_size, spec.query_size)
+    if spec.output_bias:
+        yield prefix + "o_proj.bias", (spec.hidden_size,)
+    for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+        if spec.qk_norm == "head":
+            yield f"{prefix}{name}.weight", (spec.head_dim,)
+        elif spec.qk_norm == "each_head":
+            yield f"{prefix}{name}.weight", (heads, spec.head_dim)
+        elif spec.qk_norm == "width":
+            yield f"{prefix}{name}.weight", (heads * spec.head_dim,)
+
+
+def _mlp_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    for name in ("gate_proj", "up_proj"):
+        yield f"{prefix}{name}.weight", (inner, hidden)
+        if spec.mlp_bias:
+            yield f"{prefix}{name}.bias", (inner,)
+    yield prefix + "down_proj.weight", (hidden, inner)
+    if spec.mlp_bias:
+        yield prefix + "down_proj.bias", (hidden,)
+
+
+def _expert_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    assert spec.moe is not None
+    hidden, inner = spec.hidden_size, spec.moe.intermediate_size
+    yield prefix + "router.weight", (spec.moe.num_experts, hidden)
+    for expert in range(spec.moe.num_experts):
+        yield f"{prefix}experts.{expert}.gate_proj.weight", (inner, hidden)
+        yield f"{prefix}experts.{expert}.up_proj.weight", (inner, hidden)
+        yield f"{prefix}experts.{expert}.down_proj.weight", (hidden, inner)
+
+
+def stored_tensors(weights: WeightMap) -> Layout:
+    """Return the name and shape of every tensor that the checkpoint has to hold."""
+    return {source.name: source.shape for source in weights.values()}
+
+
+def weight_map(spec: ModelSpec, place: Callable[[str, Shape], Source]) -> WeightMap:
+    """Find the source of every tensor of a decoder, with queries and keys as it rotates them.
+
+    Args:
+        place: finds one by the decoder's name and the tensor's shape.
+    """
+    found = {name: place(name, shape) for name, shape in decoder_tensors(spec).items()}
+    ropes = spec.distinct_ropes
+    order = rotated_order(ropes[0], spec.head_dim) if ropes else None
+    if order is None:
+        return found
+    return {
+        name: msgspec.structs.replace(source, head_order=order) if _is_rotated(name) else source
+        for name, source in found.items()
+    }
+
+
+def _is_rotated(name: str) -> bool:
+    return name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
+
+
+def rotated_order(rope: RopeSpec, head_dim: int) -> tuple[int, ...] | None:
+    """Return the order of a head's dimensions in which i is rotated with i + head_dim / 2.
+
+    Scores are sums over dimensions, so that any order will do that queries and keys share. The
+    dimensions that are not rotated lie behind the others in each half. None if all is in order.
+    """
+    if not rope.interleaved and rope.share == 1.0:
+        return None
+    rotated = rotated_dims(rope, head_dim)
+    pairs = range(rotated // 2)
+    if rope.interleaved:
+        first, second = [2 * i for i in pairs], [2 * i + 1 for i in pairs]
+    else:
+        first, second = list(pairs), [i + rotated // 2 for i in pairs]
+    rest = list(range(rotated, head_dim))
+    middle = len(rest) // 2
+    return (*first, *rest[:middle], *second, *rest[middle:])
+
+
+def rotated_dims(rope: RopeSpec, head_dim: int) -> int:
+    """Return how many dimensions of each head are rotated."""
+    return int(head_dim * rope.share)
