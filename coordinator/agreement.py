@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from engine.shared.group_config import MODEL_KEYS
 from engine.shared.messages import EngineSetup, Hello, Refused
-from engine.shared.version import PROTOCOL_VERSION, swell_version
+from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
 
 SIZE_KEY = "data_parallel_size"
 
@@ -21,7 +21,7 @@ def refused_by_protocol(protocol: int, version: str) -> Refused | None:
         return None
     return Refused(
         f"protocol is {protocol or 'older than 1'} there (Swell {version or 'unknown'}) but "
-        f"{PROTOCOL_VERSION} at the coordinator (Swell {swell_version()}): all processes of a "
+        f"{PROTOCOL_VERSION} at the coordinator (Swell {SWELL_VERSION}): all processes of a "
         "cluster need versions of Swell that speak the same protocol",
         field="protocol",
     )

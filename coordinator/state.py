@@ -54,7 +54,7 @@ from engine.shared.messages import (
     Welcome,
 )
 from engine.shared.scope import EVERYTHING, Scope
-from engine.shared.version import PROTOCOL_VERSION, swell_version
+from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ class CoordinatorState:
             output_address=self._parameters.back_output if is_engine else "",
             front_ends=self._front_ends_order().front_ends if is_engine else [],
             protocol=PROTOCOL_VERSION,
-            version=swell_version(),
+            version=SWELL_VERSION,
         )
         return [*actions, Reply(sender, welcome)]
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from engine.shared.config import HealthConfig, Section
-from engine.shared.settings import markdown_table
+from engine.shared.settings import sections_of, settings_of
 from server.config import ServeConfig
+from server.flags import title
 
 TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 
@@ -25,9 +26,25 @@ class Containers(Section, frozen=True, kw_only=True):
     health: HealthConfig = HealthConfig()
 
 
+def table(config_type: type[Section]) -> str:
+    """Return a heading and a table for each section of a config type."""
+    lines = []
+    sections = sections_of(config_type)
+    section = None
+    for setting in settings_of(config_type):
+        if setting.section != section:
+            section = setting.section
+            lines += ["", f"## {title(sections[section])}", ""]
+            lines += ["| flag | variable | default | what |", "|---|---|---|---|"]
+        absent = setting.default in (None, ()) or setting.name == "model"
+        default = "" if absent else setting.default
+        lines.append(f"| `{setting.flag}` | `{setting.variable}` | {default} | {setting.help} |")
+    return "\n".join(lines[1:]) + "\n"
+
+
 def render() -> str:
     """Return the whole page."""
-    return f"{HEADER}{markdown_table(ServeConfig)}\n{markdown_table(Containers)}"
+    return f"{HEADER}{table(ServeConfig)}\n{table(Containers)}"
 
 
 if __name__ == "__main__":

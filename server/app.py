@@ -3,7 +3,6 @@
 import functools
 import time
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 from typing import Any, get_args
 
 from fastapi import FastAPI, Request, Response
@@ -12,6 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from engine.shared.version import SWELL_VERSION
 from server.access.admission import Admission
 from server.access.admission_table import AdmissionTable
 from server.access.guards import admin_keys, api_keys, install
@@ -103,7 +103,7 @@ def build_app(
     meta = MetaRoutes(context)
     app = FastAPI(
         title="Swell",
-        version=version("swell"),
+        version=SWELL_VERSION,
         description="OpenAI-compatible API over data-parallel engines. Unknown fields of request "
         "bodies are ignored.",
         redirect_slashes=False,

@@ -4,41 +4,22 @@ Each subcommand imports its process only when it runs, so that a plain installat
 coordinator without the HTTP stack or torch.
 """
 
-import argparse
-import importlib.metadata
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 
 from coordinator.config import CoordinatorConfig
 from engine.shared import settings
-from engine.shared.config import DEFAULT_COORDINATOR, EngineConfig, Section
+from engine.shared.config import DEFAULT_COORDINATOR, EngineConfig
 from engine.shared.log_stream import open_standard_descriptors
 from server.batch.config import RunBatchConfig
 from server.bench.config import BenchConfig
+from server.completion import CompletionConfig
 from server.config import ApiServerConfig, ServeConfig
-from server.fleet.scale_command import ScaleConfig, scale
-
-
-class Command(NamedTuple):
-    """One subcommand."""
-
-    help: str
-    example: str
-    config: type[Section]
-    positional: tuple[str, str] | None
-    """Name and help text of the setting that may stand without its flag."""
-    hidden: frozenset[str]
-    run: Callable[[Any], int]
-    short: Mapping[str, str] = {}
-    """Short flags of settings."""
-    files: tuple[str, ...] = ()
-    """Settings that may stand without their flags, in this order."""
+from server.flags import Command, parse
+from server.fleet.scale_config import ScaleConfig
 
 
 def _serve(config: ServeConfig) -> int:
@@ -89,6 +70,19 @@ def _bench(config: BenchConfig) -> int:
     return command.bench(config)
 
 
+def _scale(config: ScaleConfig) -> int:
+    from server.fleet import scale_command
+
+    return scale_command.scale(config)
+
+
+def _completion(config: CompletionConfig) -> int:
+    from server import completion
+
+    print(completion.script(COMMANDS, config.shell.shell), end="")
+    return 0
+
+
 MODEL = ("model", "model directory or hub id; the bundled model if absent")
 
 COMMANDS = {
@@ -135,7 +129,7 @@ COMMANDS = {
         ScaleConfig,
         ("size", "number of engines; without it only shows what there is"),
         frozenset(),
-        scale,
+        _scale,
     ),
     "run-batch": Command(
         "answer a file of requests, with a running server or one of its own",
@@ -164,40 +158,17 @@ COMMANDS = {
         frozenset(),
         _bench,
     ),
+    "completion": Command(
+        "print the script that completes commands and flags in a shell",
+        'eval "$(swell completion bash)"                # bash, in ~/.bashrc\n'
+        'eval "$(swell completion zsh)"                 # zsh, in ~/.zshrc after compinit\n'
+        "swell completion fish > ~/.config/fish/completions/swell.fish",
+        CompletionConfig,
+        ("shell", "bash, zsh, fish or tcsh"),
+        frozenset(),
+        _completion,
+    ),
 }
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command."""
-    parser = argparse.ArgumentParser(
-        prog="swell",
-        description="OpenAI-compatible serving for data-parallel LLM engines.",
-        epilog="example:\n  swell serve\n  curl http://127.0.0.1:8000/v1/models",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    version = importlib.metadata.version("swell")
-    parser.add_argument("--version", action="version", version=f"swell {version}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        examples = "\n".join(f"  {line}" for line in command.example.splitlines())
-        sub = commands.add_parser(
-            name,
-            help=command.help,
-            description=f"{command.help[0].upper()}{command.help[1:]}.",
-            epilog=f"examples:\n{examples}\n\nEvery flag --some-name is also the variable "
-            "SWELL_SOME_NAME and the key some-name in the --config file.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
-        hidden = command.hidden
-        if command.positional is not None:
-            setting, text = command.positional
-            sub.add_argument(setting, nargs="?", help=text)
-            hidden |= {setting}
-        for setting in command.files:
-            sub.add_argument(f"{setting}_argument", nargs="?", metavar=setting.upper())
-        settings.add_arguments(sub, command.config, hidden, command.short)
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,13 +177,14 @@ def main(argv: list[str] | None = None) -> int:
     if os.getpid() == 1:
         # In a container the kernel does nothing for signals without a handler.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    arguments = build_parser().parse_args(argv)
-    command = COMMANDS[arguments.command]
-    flags = vars(arguments)
-    flags |= {name: flags[name] or flags[f"{name}_argument"] for name in command.files}
+    flags = parse(COMMANDS, sys.argv[1:] if argv is None else argv)
+    command = COMMANDS[flags["command"]]
     try:
-        config = settings.load(command.config, flags, os.environ, arguments.config)
+        config = settings.load(command.config, flags, os.environ, flags["config"])
     except settings.SettingsError as error:
-        print(f"swell {arguments.command}: {error}", file=sys.stderr)
+        print(f"swell {flags['command']}: {error}", file=sys.stderr)
         return 2
+    every = (setting for known in COMMANDS.values() for setting in known.settings)
+    for mistake in settings.misspelt_variables(os.environ, every):
+        print(f"swell {flags['command']}: {mistake}", file=sys.stderr)
     return command.run(config)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.shared.version import SWELL_VERSION
 from scripts.write_settings_doc import TARGET, render
 
 ROOT = Path(__file__).parent.parent
@@ -26,3 +27,15 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
     assert "@@" not in text
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    places = {
+        "helm/swell/Chart.yaml": r'(?m)^(?:version|appVersion): "?([\d.]+)"?$',
+        "docker/compose.yaml": r"TAG:-([\d.]+)}",
+        "docker/compose.cuda.yaml": r"TAG:-([\d.]+)}",
+    }
+    found = {
+        path: set(re.findall(where, (ROOT / path).read_text())) for path, where in places.items()
+    }
+    assert found == {path: {SWELL_VERSION} for path in places}

@@ -23,7 +23,7 @@ from engine.shared.messages import (
     Welcome,
 )
 from engine.shared.scope import EVERYTHING, Scope
-from engine.shared.version import PROTOCOL_VERSION, swell_version
+from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
 
 HELLO_INTERVAL = 0.5
 """Seconds between two attempts to join."""
@@ -117,7 +117,7 @@ class Membership:
                     self.wave,
                     me.scope,
                     PROTOCOL_VERSION,
-                    swell_version(),
+                    SWELL_VERSION,
                 )
             ]
         self._next_send = now + self._interval
@@ -148,7 +148,7 @@ class Membership:
             return None  # answer to a repeated HELLO
         if welcome.protocol != PROTOCOL_VERSION:
             return Rejected(
-                f"protocol is {PROTOCOL_VERSION} here (Swell {swell_version()}) but "
+                f"protocol is {PROTOCOL_VERSION} here (Swell {SWELL_VERSION}) but "
                 f"{welcome.protocol or 'older than 1'} at the coordinator (Swell "
                 f"{welcome.version or 'unknown'}), which did not mind"
             )

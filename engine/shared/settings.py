@@ -1,4 +1,4 @@
-"""Settings defined once: from typed Structs come flags, environment variables, YAML keys and docs.
+"""Settings defined once: a config's fields, and their values from flags, variables and a YAML file.
 
 A config is a Struct whose fields are sections (`engine.shared.config.Section`); the fields of
 sections are settings. For a setting `max_num_seqs` the flag is `--max-num-seqs`, the variable
@@ -6,10 +6,10 @@ sections are settings. For a setting `max_num_seqs` the flag is `--max-num-seqs`
 variable, a variable over the file, the file over the default.
 """
 
-import argparse
+import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
@@ -38,7 +38,12 @@ class Setting(NamedTuple):
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return "--" + self.key
+
+    @property
+    def key(self) -> str:
+        """The name in a YAML file."""
+        return self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
@@ -56,12 +61,6 @@ class Setting(NamedTuple):
     def choices(self) -> tuple[str, ...]:
         """The allowed words of a Literal setting, else empty."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
-
-    @property
-    def metavar(self) -> str:
-        if self.choices:
-            return "{" + ",".join(self.choices) + "}"
-        return {int: "N", float: "X"}.get(self.type, "TEXT")
 
 
 def sections_of(config_type: type[Section]) -> dict[str, type[Section]]:
@@ -88,43 +87,29 @@ def _plain(annotation: Any) -> Any:
     return annotation
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    config_type: type[Section],
-    hidden: frozenset[str],
-    short: Mapping[str, str] = {},
-) -> None:
-    """Add a flag for every setting but the `hidden` ones, grouped by section.
+def suggestion(word: str, known: Iterable[str], *, at_least: float = 0.75) -> str:
+    """Return ": did you mean X?" with the known word most like this one, "" if none is alike.
 
-    `short` gives settings a short flag besides.
+    Args:
+        word: what was given.
+        known: what could have been given.
+        at_least: share of letters that have to agree.
     """
-    groups: dict[str, Any] = {}
-    types_of = sections_of(config_type)
-    for setting in settings_of(config_type):
-        if setting.name in hidden:
-            continue
-        if setting.section not in groups:
-            title = (types_of[setting.section].__doc__ or setting.section).splitlines()[0]
-            groups[setting.section] = parser.add_argument_group(title)
-        options: dict[str, Any] = {"dest": setting.name, "help": _help_text(setting)}
-        if setting.is_bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["metavar"] = setting.metavar
-            if setting.is_list:
-                options["nargs"] = "+"
-        flags = [setting.flag]
-        if setting.name in short:
-            flags.insert(0, short[setting.name])
-        groups[setting.section].add_argument(*flags, default=None, **options)
+    import difflib  # takes milliseconds to import and is needed for mistakes only
+
+    alike = difflib.get_close_matches(word, list(known), 1, at_least)
+    return f": did you mean {alike[0]}?" if alike else ""
 
 
-def _help_text(setting: Setting) -> str:
-    text = setting.help.replace("%", "%%")
-    if setting.default in (None, ()) or setting.name == "model":
-        return text
-    default = str(setting.default).lower() if setting.is_bool else setting.default
-    return f"{text} (default: {default})"
+def misspelt_variables(environment: Iterable[str], settings: Iterable[Setting]) -> Iterator[str]:
+    """Yield what to tell about each variable that is no setting's but looks like one's."""
+    known = {setting.variable for setting in settings}
+    for name in environment:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            # Kubernetes adds variables such as SWELL_SERVICE_HOST, which mean nothing here.
+            meant = suggestion(name, known, at_least=0.9)
+            if meant:
+                yield f"the variable {name} is no setting{meant}"
 
 
 def load(
@@ -148,7 +133,9 @@ def load(
             text = environment[setting.variable]
             value, origin = (text.split(",") if setting.is_list else text), setting.variable
         elif setting.name in from_file:
-            value, origin = from_file[setting.name], f"{setting.name} in {config_file}"
+            value, origin = from_file[setting.name], f"{setting.key} in {config_file}"
+            if setting.type is str and isinstance(value, dict):  # a setting that holds JSON
+                value = json.dumps(value)
         else:
             continue
         values[setting.section][setting.name] = value
@@ -177,24 +164,9 @@ def _read_yaml(path: Path, config_type: type[Section]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise SettingsError(f"--config {path}: expected `key: value` lines")
     values = {str(key).replace("-", "_"): value for key, value in content.items()}
-    unknown = set(values) - {setting.name for setting in settings_of(config_type)}
-    if unknown:
-        raise SettingsError(f"--config {path}: unknown setting(s) {', '.join(sorted(unknown))}")
+    known = {setting.name: setting.key for setting in settings_of(config_type)}
+    for name in sorted(set(values) - set(known)):
+        key = name.replace("_", "-")
+        meant = suggestion(key, known.values())
+        raise SettingsError(f"--config {path}: unknown setting {key}{meant}")
     return values
-
-
-def markdown_table(config_type: type[Section]) -> str:
-    """Return the reference table of all settings, for docs/settings.md."""
-    lines = []
-    section = None
-    for setting in settings_of(config_type):
-        if setting.section != section:
-            section = setting.section
-            title = (sections_of(config_type)[section].__doc__ or section).splitlines()[0]
-            lines += ["", f"## {title}", "", "| flag | variable | default | what |"]
-            lines += ["|---|---|---|---|"]
-        default = (
-            "" if setting.default in (None, ()) or setting.name == "model" else setting.default
-        )
-        lines.append(f"| `{setting.flag}` | `{setting.variable}` | {default} | {setting.help} |")
-    return "\n".join(lines[1:]) + "\n"

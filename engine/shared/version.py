@@ -1,7 +1,7 @@
 """Which Swell this is, and which messages it speaks."""
 
-import functools
-from importlib.metadata import version
+SWELL_VERSION = "0.1.0"
+"""The version of this package; pyproject.toml reads it from here."""
 
 PROTOCOL_VERSION = 2
 """Grows with every change of `engine.shared.messages` that an older process would misunderstand.
@@ -9,9 +9,3 @@ PROTOCOL_VERSION = 2
 Fields appended with a default that means what their absence meant before do not change it.
 Processes of different versions of Swell work together as long as this is the same.
 """
-
-
-@functools.cache
-def swell_version() -> str:
-    """Return the installed version of Swell."""
-    return version("swell")

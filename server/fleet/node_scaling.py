@@ -21,7 +21,7 @@ from engine.shared.messages import (
     ScaleEngines,
     ScaleWish,
 )
-from engine.shared.version import PROTOCOL_VERSION, swell_version
+from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
 from server.router.load_table import MAX_ENGINES
 
 
@@ -99,7 +99,7 @@ class NodeScaling:
             wish=self._wish,
             leaving=leaving,
             protocol=PROTOCOL_VERSION,
-            version=swell_version(),
+            version=SWELL_VERSION,
         )
 
     def _own(self, own: ControlStatus) -> NodeEngines:

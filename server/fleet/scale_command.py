@@ -5,33 +5,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta
 from rich.console import Console
 
-from engine.shared.config import Section
+from server.fleet.scale_config import ScaleConfig, ScaleTarget
 
 POLL_INTERVAL = 0.2
-
-
-class ScaleTarget(Section, frozen=True, kw_only=True):
-    """Scaling"""
-
-    url: Annotated[str, "Where the node serves."] = "http://127.0.0.1:8000"
-    admin_key: Annotated[str | None, "The node's --admin-key; better given as SWELL_ADMIN_KEY."] = (
-        None
-    )
-    size: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None,
-        "Number of engines; without it only shows what there is.",
-    ] = None
-
-
-class ScaleConfig(Section, frozen=True, kw_only=True):
-    """All that `swell scale` needs to know."""
-
-    scale: ScaleTarget = ScaleTarget()
 
 
 def scale(config: ScaleConfig) -> int:

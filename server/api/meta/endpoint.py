@@ -1,10 +1,9 @@
 """Models, health, version and metrics."""
 
-from importlib.metadata import version
-
 import msgspec
 from fastapi import Response
 
+from engine.shared.version import SWELL_VERSION
 from server.api.context import Context
 from server.api.shared.fields import HealthResponse, Model, ModelList, VersionResponse
 from server.api.tokenize.endpoint import known_max_model_len
@@ -46,7 +45,7 @@ class MetaRoutes:
 
     async def version(self) -> Response:
         """Tell the version of Swell."""
-        return _json(VersionResponse(version("swell")))
+        return _json(VersionResponse(SWELL_VERSION))
 
     async def metrics(self) -> Response:
         """Show the node's metrics in Prometheus text format."""

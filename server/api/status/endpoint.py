@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -11,6 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
 from engine.shared.messages import EngineEntry, EngineStats
+from engine.shared.version import SWELL_VERSION
 from server.api.context import Context
 from server.api.openapi import json_responses
 from server.api.status.schema import EngineCounts, EngineOverview, FirstTokenTimes, StatusResponse
@@ -99,7 +99,7 @@ class StatusRoutes:
         context = self._context
         view, ages = context.client.view, context.client.stats_age
         return StatusResponse(
-            version=version("swell"),
+            version=SWELL_VERSION,
             models=list(context.names),
             time=time.time(),
             started=context.created,

@@ -1,6 +1,6 @@
 """Settings from flags, environment, YAML and defaults."""
 
-import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -9,12 +9,15 @@ from engine.shared import settings
 from engine.shared.config import EngineConfig
 from engine.shared.settings import SettingsError
 from server.config import FrontEndConfig, ServeConfig
+from server.flags import Command, parse
+
+COMMANDS = {"engine": Command("run", "", EngineConfig, None, frozenset(), lambda _: 0)}
 
 
-def load(argv: list[str], environment: dict[str, str] | None = None, file: Path | None = None):  # type: ignore[no-untyped-def]
-    parser = argparse.ArgumentParser()
-    settings.add_arguments(parser, EngineConfig, frozenset())
-    return settings.load(EngineConfig, vars(parser.parse_args(argv)), environment or {}, file)
+def load(
+    argv: list[str], environment: dict[str, str] | None = None, file: Path | None = None
+) -> EngineConfig:
+    return settings.load(EngineConfig, parse(COMMANDS, ["engine", *argv]), environment or {}, file)
 
 
 def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(tmp_path: Path) -> None:
@@ -66,6 +69,38 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(SettingsError, match="--config"):
         load([], {}, file)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("max-num-seq", ": did you mean max-num-seqs[?]$"),
+        ("blocksize", ": did you mean block-size[?]$"),
+        ("nonsense", "unknown setting nonsense$"),
+    ],
+)
+def test_a_misspelt_key_of_a_file_is_told_what_may_have_been_meant(
+    tmp_path: Path, key: str, meant: str
+) -> None:
+    file = tmp_path / "swell.yaml"
+    file.write_text(f"{key}: 1\n")
+    with pytest.raises(SettingsError, match=meant):
+        load([], {}, file)
+
+
+def test_a_misspelt_variable_is_told_and_one_of_another_program_is_not() -> None:
+    environment = ["SWELL_MAX_NUM_SEQ", "SWELL_BLOCK_SIZE", "SWELL_SERVICE_HOST", "MAX_NUM_SEQ"]
+    told = list(settings.misspelt_variables(environment, settings.settings_of(EngineConfig)))
+    assert told == [
+        "the variable SWELL_MAX_NUM_SEQ is no setting: did you mean SWELL_MAX_NUM_SEQS?"
+    ]
+
+
+def test_a_setting_that_holds_json_may_be_a_mapping_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "swell.yaml"
+    file.write_text("override-generation-config:\n  temperature: 0.2\n  stop: [a, b]\n")
+    text = load([], {}, file).model.override_generation_config
+    assert json.loads(text) == {"temperature": 0.2, "stop": ["a", "b"]}
 
 
 @pytest.mark.parametrize("config_type", [EngineConfig, FrontEndConfig, ServeConfig])

@@ -1,0 +1,52 @@
+"""`swell completion SHELL`: the script that lets a shell complete subcommands, flags and values."""
+
+from typing import Annotated, Any, Literal
+
+from engine.shared.config import Section
+from server.flags import Commands, build_parser
+
+_FILES = ("config", "chat_template", "dataset_path", "plot", "output", "ssl_ca_certs")
+_FILE_ENDINGS = ("_file", "certfile", "keyfile", "_file_argument")
+_DIRECTORIES = ("model", "socket_dir", "torch_profiler_dir")
+
+
+class ShellConfig(Section, frozen=True, kw_only=True):
+    """Shell"""
+
+    shell: Annotated[
+        Literal["bash", "zsh", "fish", "tcsh"], "Shell whose completion script is printed."
+    ] = "bash"
+
+
+class CompletionConfig(Section, frozen=True, kw_only=True):
+    """All settings of `swell completion`."""
+
+    shell: ShellConfig = ShellConfig()
+
+
+def script(commands: Commands, shell: str) -> str:
+    """Return the completion script of a shell: a text without calls of `swell`, so it is fast."""
+    import shtab
+
+    parser = build_parser(commands)
+    subparsers: Any = next(a for a in parser._actions if isinstance(a.choices, dict))
+    for name, command in commands.items():
+        words = {setting.name: setting.choices for setting in command.settings}
+        for action in subparsers.choices[name]._actions:
+            action.choices = words.get(action.dest) or None
+            action.help = None if action.help is None else _one_line(action.help)
+            place = _place(action.dest)
+            if place is not None:
+                action.complete = getattr(shtab, place)
+    return str(shtab.complete(parser, shell))
+
+
+def _one_line(text: str) -> str:
+    """Return the first clause of a help text, for the lists that zsh and fish show."""
+    return text.split("; ")[0].split(": ")[0].rstrip(".")
+
+
+def _place(name: str) -> str | None:
+    if name in _DIRECTORIES:
+        return "DIRECTORY"
+    return "FILE" if name in _FILES or name.endswith(_FILE_ENDINGS) else None
