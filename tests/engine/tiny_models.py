@@ -34,6 +34,14 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": MAX_MODEL_LEN,
+    "short_factor": [1.0 + 0.1 * i for i in range(12)],
+    "long_factor": [4.0 + 0.5 * i for i in range(12)],
+}
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -55,6 +63,98 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_MOE, "mlp_only_layers": [1], "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 50}),
+    "phi3-partial": (
+        "Phi3",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": MAX_MODEL_LEN,
+            "rope_parameters": {**_LONG_ROPE, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "phi3-long": (
+        "Phi3",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                **_LONG_ROPE,
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": _YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "cohere-normed": ("Cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "logit_scale": 0.5,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 32}),
+    "glm4": ("Glm4", {"head_dim": 32}),
 }
 
 
@@ -87,8 +187,12 @@ def save_tiny_model(name: str, directory: Path, seed: int, **options: Any) -> Ch
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     family, settings = _MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **settings})
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    config_class = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, config_class)(**{**_SIZES, **settings})
+    model = getattr(transformers, f"{family}ForCausalLM")
+    # Only this one caps scores.
+    options_of = {"attn_implementation": "eager"} if family == "Gemma2" else {}
+    reference = model._from_config(config, **options_of).eval()
     _randomize(reference, seed)
     reference.save_pretrained(directory, **options)
     return Checkpoint(directory, reference)

@@ -179,6 +179,30 @@ def read_rope(
     return _longrope(rope, config, given) if kind == "longrope" else rope
 
 
+def layered_ropes(
+    config: Config, *, theta: float, local_theta: float | None
+) -> tuple[RopeSpec, RopeSpec]:
+    """Return how layers that see everything rotate, and those that slide.
+
+    Args:
+        theta: what holds where the config has no word on it.
+        local_theta: the same for layers that slide; None if it is that of the others.
+
+    Raises:
+        UnsupportedModel: it is none of those that the decoder has.
+    """
+    if "full_attention" in (config.get("rope_parameters") or {}):
+        whole = read_rope(config, theta=theta, layer_type="full_attention")
+        local = read_rope(config, theta=local_theta or theta, layer_type="sliding_attention")
+        return whole, local
+    whole = read_rope(config, theta=theta)
+    base = number(config, "rope_local_base_freq", local_theta or whole.theta)
+    # Only layers that see everything are stretched.
+    return whole, RopeSpec(
+        theta=base, original_max_position_embeddings=integer(config, "max_position_embeddings")
+    )
+
+
 def _whole_rope(config: Config) -> RopeSpec:
     rope = read_rope(config)
     if rope.share != 1.0:

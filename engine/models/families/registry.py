@@ -2,11 +2,43 @@
 
 from typing import Any
 
-from engine.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from engine.models.families import (
+    cohere,
+    gemma2,
+    gemma3,
+    glm4,
+    granite,
+    granite_moe,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from engine.models.families.family import Family
 from engine.models.spec import UnsupportedModel
 
-_MODULES = (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+_MODULES = (
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    gemma2,
+    gemma3,
+    phi3,
+    olmo2,
+    granite,
+    granite_moe,
+    smollm3,
+    cohere,
+    glm4,
+)
 
 FAMILIES: dict[str, Family] = {
     architecture: module.FAMILY

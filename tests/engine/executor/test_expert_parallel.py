@@ -56,6 +56,7 @@ def together(members, *requests):
         ("qwen3-moe", 2, "as is best"),
         ("qwen3-moe-some-dense", 3, "to where they are needed"),
         ("qwen3-moe-many", 4, "as is best"),
+        ("granite-moe", 2, "as is best"),
         ("mixtral", 2, "to where they are needed"),
         ("mixtral", 3, "as is best"),
         ("mixtral", 4, "to where they are needed"),

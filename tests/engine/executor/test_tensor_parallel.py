@@ -73,6 +73,10 @@ def start():
         ("qwen3", 2),
         ("qwen3-moe-some-dense", 2),
         ("mixtral", 4),
+        ("gemma2", 2),
+        ("phi3-partial", 2),  # fused tensors
+        ("cohere-normed", 4),
+        ("granite-moe", 2),
     ],
 )
 def test_every_condition_gives_the_tokens_of_one_process(

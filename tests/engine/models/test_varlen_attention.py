@@ -44,6 +44,23 @@ def test_the_kernel_is_asked_for_what_the_stock_operators_compute(rows, stock, w
     assert (out - expected).abs().max() < 1e-5
 
 
+def test_scores_are_scaled_alike(rows):
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(40, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM, generator=generator)
+    queries = torch.randn(int(rows.counts.sum()), HEADS, HEAD_DIM, generator=generator)
+    stock = PagedAttention(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        device=CPU,
+        scale=0.7,
+    )
+    varlen = VarlenAttention(device=CPU, kernel=plain_kernel, scale=0.7)
+    out = varlen.attend(queries, cache, varlen.plan(rows, None))
+    assert (out - stock.attend(queries, cache, stock.plan(rows, None))).abs().max() < 1e-5
+
+
 def test_windows_count_the_token_itself_in_the_models_words_only():
     assert kernel_window(None) == (-1, 0)
     assert kernel_window(4) == (3, 0)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine.models.products.row_blocks import SIZES, RowBlocks, probe_rows
+from engine.models.spec import UnsupportedModel
 from engine.shared.config import BUNDLED_MODEL
 from engine.shared.messages import SamplingParams
 
@@ -16,6 +17,10 @@ CASES = [
     ("qwen3-moe-many", {}),
     ("mixtral", {"dtype": "bfloat16"}),
     ("qwen2", {"dtype": "bfloat16"}),
+    ("gemma3", {"dtype": "bfloat16"}),
+    ("olmo2", {}),
+    ("cohere-normed", {}),
+    ("granite-moe", {"dtype": "bfloat16"}),
     ("bundled", {"dtype": "float32"}),
     ("bundled", {"dtype": "bfloat16"}),
     ("bundled", {"dtype": "bfloat16", "quantization": "int8"}),
@@ -47,6 +52,11 @@ def test_a_token_is_computed_in_the_same_way_in_any_company(
     assert torch.equal(first, alone[:60]), "beside decodes and another prompt"
     one = engine.logits({**dict.fromkeys(range(3, 16), 1), 2: 1, 17: 50})[13]
     assert torch.equal(one, alone[60]), "as one of many decodes"
+
+
+def test_capped_scores_are_refused(checkpoint, driver):
+    with pytest.raises(UnsupportedModel, match=r"batch-invariant.*Gemma2ForCausalLM"):
+        driver(checkpoint("gemma2").directory, batch_invariant=True)
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)

@@ -32,7 +32,9 @@ def test_bundled_model_keeps_its_logits_and_its_perplexity(driver):
     assert same.float().mean() > 0.97
 
 
-@pytest.mark.parametrize("name", ["llama-biased", "qwen3", "mixtral", "qwen3-moe-many"])
+@pytest.mark.parametrize(
+    "name", ["llama-biased", "qwen3", "mixtral", "qwen3-moe-many", "gemma3", "glm4"]
+)
 def test_every_kind_of_layer_is_close_in_8_bits(name, checkpoint, driver, prompt):
     directory = checkpoint(name).directory
     exact, quantized = driver(directory), driver(directory, quantization="int8")

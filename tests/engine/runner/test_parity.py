@@ -32,6 +32,20 @@ ARCHITECTURES = [
     "qwen3-moe",
     "qwen3-moe-many",
     "qwen3-moe-some-dense",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi3-partial",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "granite-moe",
+    "smollm3",
+    "cohere",
+    "cohere-normed",
+    "cohere2",
+    "glm",
+    "glm4",
 ]
 
 
@@ -131,6 +145,27 @@ def test_lengths_far_apart_are_split_into_groups(checkpoint, driver, prompt, mon
         assert engine.tokens[slot][length:] == model.greedy(prompt(length), 11), length
 
 
+def test_capped_scores_are_computed_some_at_a_time(checkpoint, driver, prompt, monkeypatch):
+    monkeypatch.setattr("engine.models.attention.paged._MAX_CAPPED_SCORES", 3000)
+    model = checkpoint("gemma2")
+    engine = driver(model.directory)
+    tokens = prompt(150)
+    engine.start(0, tokens)
+    parts = [engine.logits({0: count}) for count in (80, 20, 50)]
+    assert (torch.cat(parts) - model.logits(tokens)).abs().max() < 1e-3
+
+
+def test_longrope_stretches_all_positions_of_a_longer_model(checkpoint, driver, prompt):
+    model = checkpoint("phi3-long")
+    tokens = prompt(90)  # more than the original length, from which on the reference stretches
+    engine = driver(model.directory)
+    engine.start(0, tokens)
+    assert (engine.logits({0: 90}) - model.logits(tokens)).abs().max() < 1e-3
+    short = driver(model.directory, max_model_len=64)
+    short.start(0, tokens[:60])
+    assert (short.logits({0: 60}) - model.logits(tokens[:60])).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_close(dtype, checkpoint, driver, prompt):
     model = checkpoint("qwen3")
@@ -163,9 +198,15 @@ def test_engines_agree_however_steps_are_scheduled(name, scheduling, checkpoint,
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_bfloat16_is_as_close_to_exact_as_the_reference_is(name, checkpoint, driver, prompt):
     model = checkpoint(name)
-    rounded = transformers.AutoModelForCausalLM.from_pretrained(
-        model.directory, dtype=torch.bfloat16
-    ).eval()
+    rounded = (
+        type(model.reference)
+        .from_pretrained(
+            model.directory,
+            dtype=torch.bfloat16,
+            attn_implementation=model.reference.config._attn_implementation,
+        )
+        .eval()
+    )
     engine = driver(model.directory, dtype="bfloat16")
     tokens = prompt(90)
     engine.start(0, tokens)

@@ -1,0 +1,35 @@
+"""Command R, R+ and R7B, Command A: attention and MLP side by side, behind one LayerNorm."""
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import llama_weights
+from engine.models.families.reading import layer_windows, llama_spec, number, read_rope
+from engine.models.spec import ModelSpec, NormSpec
+
+
+def _spec(config: Config) -> ModelSpec:
+    is_second = config["architectures"] == ["Cohere2ForCausalLM"]
+    theta = 1e4 if is_second else 5e5
+    spec = replace(
+        llama_spec(config, tied=True, rope=read_rope(config, theta=theta, interleaved=True)),
+        norm=NormSpec(kind="layer", eps=number(config, "layer_norm_eps", 1e-5)),
+        block="parallel",
+        qk_norm="each_head" if config.get("use_qk_norm") else "none",
+        logits_scale=number(config, "logit_scale", 0.0625),
+    )
+    if not is_second:
+        return spec
+    windows = layer_windows(
+        {"sliding_window": 4096, **config}, pattern=config.get("sliding_window_pattern") or 4
+    )
+    # Only layers that slide know positions.
+    ropes = tuple(
+        None if window is None else rope for rope, window in zip(spec.ropes, windows, strict=True)
+    )
+    return replace(spec, windows=windows, ropes=ropes)
+
+
+FAMILY = Family(
+    architectures=("CohereForCausalLM", "Cohere2ForCausalLM"), spec=_spec, weights=llama_weights
+)

@@ -1,0 +1,63 @@
+"""Gemma 2: norms around attention and MLP, capped scores and logits, every other layer slides."""
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import named_weights
+from engine.models.families.reading import (
+    cap,
+    integer,
+    layer_windows,
+    llama_spec,
+    number,
+    read_activation,
+    read_rope,
+)
+from engine.models.spec import ModelSpec, RopeSpec, UnsupportedModel
+from engine.models.weights import WeightMap
+
+_ACTIVATION = "gelu_pytorch_tanh"
+_NAMES = {
+    "attention_norm": "input_layernorm",
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+
+
+def _spec(config: Config) -> ModelSpec:
+    return replace(
+        gemma_spec(config, read_rope(config)),
+        windows=layer_windows({"sliding_window": 4096, **config}, pattern=2),
+        attention_softcap=cap(config, "attn_logit_softcapping", 50.0),
+        logits_softcap=cap(config, "final_logit_softcapping", 30.0),
+    )
+
+
+def gemma_spec(config: Config, rope: RopeSpec) -> ModelSpec:
+    """Return what Gemma 2 and 3 have in common.
+
+    Raises:
+        UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
+    """
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModel("config.json: use_bidirectional_attention is not supported")
+    head_dim = integer({"head_dim": 256, **config}, "head_dim")
+    spec = llama_spec({**config, "head_dim": head_dim, "hidden_act": "silu"}, tied=True, rope=rope)
+    return replace(
+        spec,
+        block="around",
+        norm=replace(spec.norm, adds_one=True),
+        # Older configs have another activation under `hidden_act`, which was never meant.
+        activation=read_activation(config, "hidden_activation", _ACTIVATION),
+        embedding_scale=spec.hidden_size**0.5,
+        attention_scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+    )
+
+
+def gemma_weights(spec: ModelSpec) -> WeightMap:
+    """Return where each tensor is."""
+    return named_weights(spec, _NAMES)
+
+
+FAMILY = Family(architectures=("Gemma2ForCausalLM",), spec=_spec, weights=gemma_weights)

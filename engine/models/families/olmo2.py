@@ -1,0 +1,37 @@
+"""OLMo 2 and 3: norms after attention and MLP, and over all queries; 3 slides in most layers."""
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import named_weights
+from engine.models.families.reading import layer_windows, layered_ropes, llama_spec
+from engine.models.spec import ModelSpec
+from engine.models.weights import WeightMap
+
+_NAMES = {
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+
+
+def _spec(config: Config) -> ModelSpec:
+    if config["architectures"] != ["Olmo3ForCausalLM"]:
+        return replace(llama_spec(config, eps=1e-5), block="after", qk_norm="width")
+    whole, local = layered_ropes(config, theta=1e4, local_theta=None)
+    windows = layer_windows({"sliding_window": 4096, **config}, pattern=4)
+    return replace(
+        llama_spec(config, eps=1e-5, rope=whole),
+        block="after",
+        qk_norm="width",
+        windows=windows,
+        ropes=tuple(whole if window is None else local for window in windows),
+    )
+
+
+def _weights(spec: ModelSpec) -> WeightMap:
+    return named_weights(spec, _NAMES)
+
+
+FAMILY = Family(
+    architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"), spec=_spec, weights=_weights
+)

@@ -1,0 +1,29 @@
+"""Phi 3, 3.5, 4 and 4-mini: fused tensors, LongRoPE, some with heads that are rotated in part."""
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import LLAMA_NAMES, fused_weights
+from engine.models.families.reading import layer_windows, llama_spec, read_rope
+from engine.models.spec import ModelSpec
+from engine.models.weights import WeightMap
+
+
+def _spec(config: Config) -> ModelSpec:
+    spec = llama_spec(config, eps=1e-5, rope=read_rope(_known_rope(config)))
+    return replace(spec, windows=layer_windows({**config, "layer_types": None}))
+
+
+def _known_rope(config: Config) -> Config:
+    """Early versions call LongRoPE yarn, which none of these models has."""
+    scaling = config.get("rope_scaling")
+    if scaling is None or scaling.get("type") != "yarn":
+        return config
+    return {**config, "rope_scaling": {**scaling, "type": "longrope"}}
+
+
+def _weights(spec: ModelSpec) -> WeightMap:
+    return fused_weights(spec, LLAMA_NAMES, qkv="qkv_proj", gate_up="gate_up_proj")
+
+
+FAMILY = Family(architectures=("Phi3ForCausalLM",), spec=_spec, weights=_weights)

@@ -1,0 +1,31 @@
+"""SmolLM 3: every fourth layer does not know positions."""
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import llama_weights
+from engine.models.families.reading import llama_spec, read_rope
+from engine.models.spec import ModelSpec, UnsupportedModel
+
+
+def _spec(config: Config) -> ModelSpec:
+    spec = llama_spec(config, tied=True, rope=read_rope(config, theta=2e6))
+    interval = config.get("no_rope_layer_interval") or 4
+    # Despite their name, 1 stands for a layer that is rotated.
+    rotates = config.get("no_rope_layers") or [
+        (layer + 1) % interval != 0 for layer in range(spec.num_layers)
+    ]
+    if len(rotates) < spec.num_layers:
+        raise UnsupportedModel("config.json: no_rope_layers has fewer entries than layers")
+    ropes = tuple(
+        rope if rotated else None for rope, rotated in zip(spec.ropes, rotates, strict=False)
+    )
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    kinds = config.get("layer_types") or [
+        "full_attention" if rope else "sliding_attention" for rope in ropes
+    ]
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return replace(spec, ropes=ropes, windows=windows)
+
+
+FAMILY = Family(architectures=("SmolLM3ForCausalLM",), spec=_spec, weights=llama_weights)

@@ -1,0 +1,196 @@
+"""What families read from the hub's configs, in older and newer spellings, and what they refuse."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.families.registry import FAMILIES
+from engine.models.formats.checkpoint import CheckpointError, SafetensorsCheckpoint
+from engine.models.hf_config import parse_spec, read_spec
+from engine.models.parallel.tensors import Cut
+from engine.models.spec import ModelSpec, RopeSpec, UnsupportedModel
+from engine.models.weights import Source, rotated_order
+
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+
+
+def spec(architecture: str, **changes: Any) -> ModelSpec:
+    return parse_spec({**BASE, "architectures": [architecture], **changes}, {})
+
+
+def test_every_family_describes_weights_of_its_own_spec():
+    moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    for architecture, family in FAMILIES.items():
+        described = spec(architecture, **moe)
+        assert described.architecture == architecture
+        weights = family.weights(described)
+        assert weights["model.embed_tokens.weight"].shape == (100, 64)
+        assert all(source.name.endswith((".weight", ".bias")) for source in weights.values())
+
+
+def test_gemma_2_has_what_its_configs_leave_out():
+    found = spec("Gemma2ForCausalLM", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
+    assert found.windows == (4096, None) * 3
+    assert (found.attention_softcap, found.logits_softcap) == (50.0, 30.0)
+    assert (found.activation, found.head_dim, found.tie_word_embeddings) == ("gelu_tanh", 256, True)
+    assert (found.attention_scale, found.embedding_scale) == (1 / 12, 8.0)
+    assert spec("Gemma2ForCausalLM", attn_logit_softcapping=None).attention_softcap is None
+
+
+def test_gemma_3_rotates_sliding_layers_by_their_own_base():
+    new = spec(
+        "Gemma3ForCausalLM",
+        sliding_window=20,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    old = spec(
+        "Gemma3ForCausalLM",
+        sliding_window=20,
+        sliding_window_pattern=6,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert new == old
+    assert [rope.theta for rope in new.ropes] == [1e4] * 5 + [1e6]
+    assert [rope.factor for rope in new.distinct_ropes] == [1.0, 8.0]
+    with pytest.raises(UnsupportedModel, match="bidirectional"):
+        spec("Gemma3ForCausalLM", use_bidirectional_attention=True)
+
+
+def test_the_text_model_within_a_larger_one_is_read_and_the_rest_is_not(
+    checkpoint, driver, prompt, tmp_path
+):
+    plain = checkpoint("gemma3")
+    tensors = load_file(plain.directory / "model.safetensors")
+    text = json.loads((plain.directory / "config.json").read_text())
+    del text["architectures"]
+    wrapper = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    engines = [driver(plain.directory)]
+    for prefix, vision in (
+        ("language_model.", "vision_tower."),
+        ("", "model.vision_tower."),
+    ):
+        directory = tmp_path / (prefix or "newer")
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(wrapper))
+        inner = "language_model.model." if prefix else "model.language_model."
+        named = {inner + name.removeprefix("model."): each for name, each in tensors.items()}
+        save_file(
+            {**named, vision + "extra.weight": torch.zeros(3)}, directory / "model.safetensors"
+        )
+        engines.append(driver(directory))
+    logits = []
+    for engine in engines:
+        engine.start(0, prompt(30))
+        logits.append(engine.logits({0: 30}))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_phi_3_reads_all_names_of_longrope():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    for kind in ("longrope", "su", "yarn"):
+        found = spec(
+            "Phi3ForCausalLM",
+            max_position_embeddings=4096,
+            original_max_position_embeddings=512,
+            rope_scaling={"type": kind, **factors},
+        )
+        rope = found.ropes[0]
+        assert (rope.kind, rope.factor, rope.original_max_position_embeddings) == (
+            "longrope",
+            8.0,
+            512,
+        )
+    with pytest.raises(UnsupportedModel, match="short_factor"):
+        spec("Phi3ForCausalLM", rope_scaling={"type": "longrope", **factors, "long_factor": [1.0]})
+
+
+def test_smollm_3_leaves_every_fourth_layer_without_positions():
+    ropes = spec("SmolLM3ForCausalLM").ropes
+    assert [rope is None for rope in ropes] == [False, False, False, True, False, False]
+    assert ropes[0].theta == 2e6
+    with pytest.raises(UnsupportedModel, match="no_rope_layers"):
+        spec("SmolLM3ForCausalLM", no_rope_layers=[1, 0])
+
+
+def test_command_r_7b_rotates_only_layers_that_slide():
+    found = spec("Cohere2ForCausalLM", sliding_window=20, sliding_window_pattern=3)
+    assert found.windows == (20, 20, None) * 2
+    assert [rope is None for rope in found.ropes] == [False, False, True] * 2
+
+
+def test_olmo_3_stretches_only_layers_that_see_everything():
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    found = spec("Olmo3ForCausalLM", sliding_window=20, rope_theta=5e5, rope_scaling=scaling)
+    assert found.windows == (20, 20, 20, None, 20, 20)
+    assert [rope.kind for rope in found.ropes] == ["default"] * 3 + ["yarn"] + ["default"] * 2
+    assert {rope.theta for rope in found.ropes} == {5e5}
+
+
+def test_layer_types_have_to_be_known_and_complete():
+    for kinds in (["full_attention"] * 5, ["full_attention"] * 5 + ["chunked_attention"]):
+        with pytest.raises(UnsupportedModel, match="layer_types"):
+            spec("Gemma2ForCausalLM", layer_types=kinds)
+
+
+def test_multipliers_have_to_be_numbers():
+    with pytest.raises(UnsupportedModel, match="residual_multiplier"):
+        spec("GraniteForCausalLM", residual_multiplier="0.2")
+
+
+def test_norms_over_all_heads_are_not_cut():
+    with pytest.raises(UnsupportedModel, match=r"tensor-parallel-size.*Olmo2ForCausalLM"):
+        Cut(spec("Olmo2ForCausalLM"), 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("rope", "order"),
+    [
+        (RopeSpec(theta=1.0), None),
+        (RopeSpec(theta=1.0, interleaved=True), (0, 2, 4, 6, 1, 3, 5, 7)),
+        (RopeSpec(theta=1.0, share=0.5), (0, 1, 4, 5, 2, 3, 6, 7)),
+        (RopeSpec(theta=1.0, share=0.5, interleaved=True), (0, 2, 4, 5, 1, 3, 6, 7)),
+    ],
+)
+def test_pairs_that_rotate_together_come_to_lie_half_a_head_apart(rope, order):
+    assert rotated_order(rope, 8) == order
+
+
+def test_heads_are_reordered_in_weights_biases_and_norms():
+    order = (1, 0)
+    weight = torch.arange(12).view(4, 3)
+    source = Source(name="q_proj.weight", shape=(4, 3), head_order=order)
+    assert torch.equal(source.read(weight), weight[[1, 0, 3, 2]])
+    norm = Source(name="q_norm.weight", shape=(3, 2), head_order=order)
+    assert torch.equal(
+        norm.read(torch.arange(6).view(3, 2)), torch.tensor([[1, 0], [3, 2], [5, 4]])
+    )
+    assert torch.equal(norm.read(torch.arange(4)), torch.tensor([1, 0, 3, 2]))
+
+
+def test_a_fused_tensor_of_another_shape_is_named(checkpoint, tmp_path):
+    model = checkpoint("phi3")
+    tensors = load_file(model.directory / "model.safetensors")
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((model.directory / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"qkv_proj.weight has shape \[127, 64\] instead of"):
+        SafetensorsCheckpoint(tmp_path, read_spec(tmp_path))
