@@ -35,6 +35,9 @@ from server.api.completions.render import create_completion
 from server.api.completions.schema import CompletionRequest, CompletionResponse
 from server.api.context import Context, make_context
 from server.api.invocations import AnyRequest, invoke
+from server.api.messages.content import Message, MessageEvent, TokenCount
+from server.api.messages.endpoint import count_tokens, create_message
+from server.api.messages.schema import CountTokensRequest, MessagesRequest
 from server.api.meta.endpoint import MetaRoutes
 from server.api.openapi import (
     REQUEST_HEADERS,
@@ -45,6 +48,7 @@ from server.api.openapi import (
     json_responses,
     stream_responses,
     text_responses,
+    with_errors,
 )
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent
@@ -63,7 +67,7 @@ from server.config import FrontEndConfig
 from server.fleet.control import SupervisorControl
 from server.http.call import Call, foreseen, raw_endpoint
 from server.http.doorstep import Doorstep
-from server.http.errors import ApiError
+from server.http.errors import ApiError, MessagesErrorResponse
 from server.observe.access_log import AccessLog
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer
@@ -112,10 +116,26 @@ def build_app(
     completion = stream_responses(CompletionResponse, CompletionResponse, *_POST_ERRORS, 429, 503)
     chat = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *_POST_ERRORS, 429, 503)
     response = event_responses(items.Response, get_args(ResponseEvent), *_POST_ERRORS, 429, 503)
+    message = event_responses(Message, get_args(MessageEvent), *_POST_ERRORS, 429, 503)
+    count = json_responses(TokenCount, *_POST_ERRORS, 503)
     app.router.routes += [
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
         _post("/v1/responses", create_response, ResponsesRequest, response, context),
+        _post(
+            "/v1/messages",
+            create_message,
+            MessagesRequest,
+            with_errors(message, MessagesErrorResponse),
+            context,
+        ),
+        _post(
+            "/v1/messages/count_tokens",
+            count_tokens,
+            CountTokensRequest,
+            with_errors(count, MessagesErrorResponse),
+            context,
+        ),
         _post("/invocations", invoke, AnyRequest, any_of(chat, completion, response), context),
         _post(
             "/tokenize",
@@ -231,7 +251,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     name = request.headers.get("x-request-id", "-")
     answer = foreseen(error, name)
     return Response(
-        answer.body(),
+        answer.body(request.scope["path"]),
         answer.status,
         # What nobody foresaw is answered outside of what names all other answers.
         headers={**dict(answer.headers), "x-request-id": name},

@@ -7,7 +7,14 @@ from server.access.limits import MAX_JSON_CONTAINERS, MAX_JSON_VALUES, MAX_MESSA
 
 SIZE = 4 * 2**20
 """Bytes of a body, the server's own limit."""
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/tokenize",
+    "/detokenize",
+)
 
 _MESSAGE = b'{"role":"user","content":""},'
 

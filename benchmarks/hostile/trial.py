@@ -36,6 +36,11 @@ RIGHT: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "ROMEO:", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
     "/v1/responses": {"input": "hi", "max_output_tokens": 1},
+    "/v1/messages": {
+        "model": "swell-shakespeare",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 1,
+    },
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1]},
 }

@@ -174,7 +174,7 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         self._metrics.http_request(_label(scope["path"]), refusal.status)
-        body = refusal.body()
+        body = refusal.body(scope["path"])
         headers = [(name.encode(), value.encode()) for name, value in refusal.headers]
         headers.append((b"content-type", b"application/json"))
         headers.append((b"content-length", str(len(body)).encode()))
@@ -219,12 +219,18 @@ def _note_tenant(scope: Scope, keys: Keys) -> None:
 
 
 def _secret(scope: Scope) -> bytes:
-    """Return what a request has for a key; empty, which is none, if it has nothing."""
+    """Return what a request has for a key; empty, which is none, if it has nothing.
+
+    Clients of /v1/messages send theirs as `x-api-key`.
+    """
+    other = b""
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, secret = value.partition(b" ")
             return secret.strip() if scheme.lower() == b"bearer" else b""
-    return b""
+        if name == b"x-api-key":
+            other = value.strip()
+    return other
 
 
 def install(app: FastAPI, config: GuardConfig, metrics: FrontEndMetrics) -> None:

@@ -9,13 +9,16 @@ from server.api.chat.schema import ChatCompletionRequest
 from server.api.compatibility import (
     CHAT,
     COMPLETIONS,
+    COUNT_TOKENS,
     DETOKENIZE,
+    MESSAGES,
     RESPONSES,
     TOKENIZE,
     Row,
     Rows,
 )
 from server.api.completions.schema import CompletionRequest
+from server.api.messages.schema import CountTokensRequest, MessagesRequest
 from server.api.responses.schema import ResponsesRequest
 from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 from server.http.errors import invalid
@@ -24,6 +27,8 @@ REQUESTS: dict[type[BaseModel], Rows] = {
     ChatCompletionRequest: CHAT,
     CompletionRequest: COMPLETIONS,
     ResponsesRequest: RESPONSES,
+    MessagesRequest: MESSAGES,
+    CountTokensRequest: COUNT_TOKENS,
     TokenizeRequest: TOKENIZE,
     DetokenizeRequest: DETOKENIZE,
 }

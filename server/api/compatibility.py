@@ -53,9 +53,6 @@ _NO_MEDIA = _ignored(
 _UNSERVED: Rows = {
     **_refused("beam search is not served", "use_beam_search early_stopping", False),
     **_refused("beam search, to which it belongs, is not served", "length_penalty", 1, 0),
-    **_refused(
-        "reasoning has no budget of its own here; limit max_tokens", "thinking_token_budget", -1
-    ),
     **_refused("log probabilities of chosen tokens are not served", "logprob_token_ids"),
     **_refused("KV blocks are not handed between servers", "kv_transfer_params"),
     **_refused("there are no encoder caches to hand over", "ec_transfer_params"),
@@ -116,6 +113,7 @@ CHAT: Rows = {
         "include_reasoning reasoning_effort"
     ),
     "top_logprobs": Row("different", "bounded by --max-logprobs"),
+    "thinking_token_budget": Row("different", "counts the start tag too; 0 counts as 1"),
     "tools": Row("different", "functions only"),
     "echo": Row("different", "only what an assistant said is repeated"),
     "functions": Row("refused", "use tools instead", (), [{"name": "f"}]),
@@ -134,7 +132,12 @@ CHAT: Rows = {
     **_ignored("a hint that no template takes; give it in chat_template_kwargs", "verbosity"),
 }  # fmt: skip
 
+_NO_BUDGET = _refused("/v1/chat/completions has it; limit max_tokens", "thinking_token_budget", -1)
+
+COMPLETIONS |= _NO_BUDGET
+
 RESPONSES: Rows = {
+    **_NO_BUDGET,
     **_same(
         "model input instructions temperature top_p max_output_tokens tool_choice "
         "parallel_tool_calls text stream stream_options include seed stop presence_penalty "
@@ -191,10 +194,35 @@ DETOKENIZE: Rows = {
     "skip_special_tokens": Row("different", "vLLM has no such field"),
 }
 
+_CONVERSATION: Rows = {
+    **_same("model messages system tool_choice output_config output_format"),
+    "tools": Row("different", "functions only"),
+    "thinking": Row("different", "a model that always thinks does; nothing is signed"),
+    "mcp_servers": Row("refused", "no tools run here", ([],), [{"url": "http://localhost"}]),
+    "context_management": Row("refused", "conversations are read as they are sent", (), {"a": 1}),
+    **_ignored(
+        "a hint for caches of other servers; prompts are cached in any case", "cache_control"
+    ),
+}
+
+MESSAGES: Rows = {
+    **_CONVERSATION,
+    **_same("max_tokens stop_sequences stream temperature top_p top_k seed cache_salt"),
+    **_same("chat_template_kwargs"),
+    "metadata": Row("different", "`user_id` is what `user` is elsewhere"),
+    "priority": _GENERATION["priority"],
+    "container": Row("refused", "no tools run here", (), "container_1"),
+    **_ignored("there is one tier", "service_tier inference_geo speed"),
+}
+
+COUNT_TOKENS: Rows = _CONVERSATION
+
 TABLE: dict[str, Rows] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
 }

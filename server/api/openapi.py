@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from server.api.admin import schema as admin
 from server.api.chat import schema as chat
 from server.api.completions import schema as completions
+from server.api.messages import content
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent
 from server.api.shared import fields
@@ -24,6 +25,9 @@ _RESPONSES = (
     chat.ChatCompletionChunk,
     items.Response,
     *get_args(ResponseEvent),
+    content.Message,
+    content.TokenCount,
+    *get_args(content.MessageEvent),
     tokenize.TokenizeResponse,
     tokenize.DetokenizeResponse,
     fields.Model,
@@ -116,6 +120,15 @@ def event_responses(
         "x-events": [_reference(kind) for kind in kinds],
     }
     return responses
+
+
+def with_errors(responses: Responses, body: type[msgspec.Struct]) -> Responses:
+    """Return the documentation of an endpoint whose clients know errors in another form."""
+    content = {"application/json": {"schema": _reference(body)}}
+    return {
+        status: response if status == 200 else {**response, "content": content}
+        for status, response in responses.items()
+    }
 
 
 def any_of(*answers: Responses) -> Responses:

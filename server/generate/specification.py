@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.shared.messages import GrammarSpec, SamplingParams
+from engine.shared.messages import GrammarSpec, LarkGrammar, SamplingParams
 from server.access.budget import AnswerSize, room_for_output
 from server.answer.formats import AnswerFormats
 from server.answer.plan import AnswerPlan
@@ -90,23 +90,9 @@ async def prepare_chat(
     Raises:
         ApiError: the request is wrong; `param` names the field.
     """
-    tools = tool_use(
-        request.tools,
-        request.tool_choice,
-        formats,
-        parallel=request.parallel_tool_calls is not False,
-    )
+    tools = _tool_use(request, formats)
     grammar, any_text = await _chat_grammar(request, tools, tokenizer, limits)
-    text = await render_chat(
-        tokenizer,
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=bool(request.continue_final_message),
-        tools=tools.shown,
-        told=told if formats.tells_tools else None,
-        documents=request.documents,
-        arguments=_template_arguments(request),
-    )
+    text = await _rendered(request, tools, tokenizer, formats)
     plan = _answer_plan(request, tools, formats, text, tokenizer)
     size = chat_size(request)
     bad_words = await bad_word_tokens(request, size.sequences, tokenizer)
@@ -129,10 +115,14 @@ async def prepare_chat(
     )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = sampling_params(request, tokenizer, max_tokens, logprobs, bad_words)
+    budget = request.thinking_token_budget
+    budget = None if budget is None or budget < 0 or plan.reasoning is None else max(1, budget)
+    if budget is not None and grammar is None:
+        grammar = ANY_TOKENS
     if grammar is not None:
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
-        if plan.reasoning is not None and not any_text:
-            plan, sampling = _reasoning_first(plan, plan.reasoning, sampling, text)
+        if plan.reasoning is not None and (budget is not None or not any_text):
+            plan, sampling = _reasoning_first(plan, plan.reasoning, sampling, text, budget)
     fold = _fold_options(request, sampling, logprobs is not None)
     if any(map(tokenizer.is_special_text, plan.markers)):
         fold = msgspec.structs.replace(fold, skip_special_tokens=False)
@@ -149,6 +139,44 @@ async def prepare_chat(
         names_ids=bool(request.return_tokens_as_token_ids),
     )
     return spec, plan
+
+
+async def conversation_text(
+    request: ChatCompletionRequest, tokenizer: ServedTokenizer, formats: AnswerFormats
+) -> str:
+    """Return the text of a conversation as the model reads it.
+
+    Raises:
+        ApiError: the request is wrong; `param` names the field.
+    """
+    return await _rendered(request, _tool_use(request, formats), tokenizer, formats)
+
+
+def _tool_use(request: ChatCompletionRequest, formats: AnswerFormats) -> ToolUse:
+    parallel = request.parallel_tool_calls is not False
+    return tool_use(request.tools, request.tool_choice, formats, parallel=parallel)
+
+
+async def _rendered(
+    request: ChatCompletionRequest,
+    tools: ToolUse,
+    tokenizer: ServedTokenizer,
+    formats: AnswerFormats,
+) -> str:
+    return await render_chat(
+        tokenizer,
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        tools=tools.shown,
+        told=told if formats.tells_tools else None,
+        documents=request.documents,
+        arguments=_template_arguments(request),
+    )
+
+
+ANY_TOKENS = LarkGrammar("start: <[*]>*")
+"""Holds an answer to nothing: it is for what a grammar may have before it."""
 
 
 async def _chat_grammar(
@@ -168,7 +196,11 @@ async def _chat_grammar(
 
 
 def _reasoning_first(
-    plan: AnswerPlan, tags: ReasoningTags, sampling: SamplingParams, prompt: str
+    plan: AnswerPlan,
+    tags: ReasoningTags,
+    sampling: SamplingParams,
+    prompt: str,
+    budget: int | None,
 ) -> tuple[AnswerPlan, SamplingParams]:
     """Let reasoning come before what a grammar holds the answer to.
 
@@ -184,7 +216,7 @@ def _reasoning_first(
         sampling,
         grammar_after=end,
         grammar_opening="" if inside else tags.start,
-        grammar_budget=max(1, sampling.max_tokens - kept),
+        grammar_budget=min(max(1, sampling.max_tokens - kept), budget or sampling.max_tokens),
     )
     return msgspec.structs.replace(plan, begins_inside=inside), sampling
 

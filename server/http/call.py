@@ -230,7 +230,7 @@ class Call:
 
     async def send_error(self, error: ApiError) -> None:
         """Send an error body."""
-        await self.send_json(error.status, error.body(), tuple(error.headers))
+        await self.send_json(error.status, error.body(self.path), tuple(error.headers))
 
 
 def raw_endpoint(

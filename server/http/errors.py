@@ -22,6 +22,21 @@ from server.router.generation_client import (
 )
 
 RETRY_AFTER_SECONDS = 1
+MESSAGES_PREFIX = "/v1/messages"
+"""Paths whose clients know errors in another form than OpenAI's."""
+
+
+class MessagesErrorDetail(msgspec.Struct):
+    """What went wrong, as clients of /v1/messages know it."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(msgspec.Struct, tag_field="type", tag="error"):
+    """The body of an error answer to such clients."""
+
+    error: MessagesErrorDetail
 
 
 class ApiError(Exception):
@@ -45,10 +60,42 @@ class ApiError(Exception):
         self.kind = kind
         self.headers = headers
 
-    def body(self) -> bytes:
-        """Return the JSON body."""
+    def body(self, path: str = "") -> bytes:
+        """Return the JSON body, as clients of a path know errors."""
+        if path.startswith(MESSAGES_PREFIX):
+            return msgspec.json.encode(MessagesErrorResponse(message_error(self)))
         detail = ErrorDetail(self.message, self.kind, self.param, self.code)
         return msgspec.json.encode(ErrorResponse(detail))
+
+    def about(self, param: str, message: str) -> "ApiError":
+        """Return the same error about another field."""
+        return ApiError(
+            self.status,
+            message,
+            param=param,
+            code=self.code,
+            kind=self.kind,
+            headers=self.headers,
+        )
+
+
+def message_error(error: ApiError) -> MessagesErrorDetail:
+    """Return an error as clients of /v1/messages know it: its kind follows from the status."""
+    kind = _MESSAGES_KINDS.get(error.status)
+    if kind is None:
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
+    return MessagesErrorDetail(kind, error.message)
+
+
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Source: the errors of Anthropic's API."""
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -105,6 +105,12 @@ class ChatCompletionRequest(SamplingFields):
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="Passed to the chat template under this name."
     )
+    thinking_token_budget: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_TOKENS,
+        description="Reasoning that comes so far is ended; -1: when the tokens to generate are.",
+    )
     functions: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="Refused; use tools."
     )

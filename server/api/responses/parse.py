@@ -239,14 +239,7 @@ def _blamed(error: ApiError, items: list[int]) -> ApiError:
     message = error.message
     if message.startswith(error.param):
         message = param + message[len(error.param) :]
-    return ApiError(
-        error.status,
-        message,
-        param=param,
-        code=error.code,
-        kind=error.kind,
-        headers=error.headers,
-    )
+    return error.about(param, message)
 
 
 def _renamed(param: str, items: list[int]) -> str:

@@ -14,6 +14,7 @@ from server.http.errors import invalid
 from server.router.generation_client import NoEngineAvailable
 from server.text.conversation import render_chat
 from server.text.prompt_text import TextTooLong, encode_prompt
+from server.tool_calls.injection import told
 
 
 def known_max_model_len(context: Context) -> int | None:
@@ -39,6 +40,7 @@ async def tokenize(call: Call, context: Context) -> None:
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             tools=[tool.model_dump(exclude_unset=True) for tool in request.tools or ()],
+            told=told if context.formats.tells_tools else None,
             arguments=request.chat_template_kwargs,
         )
         add_special_tokens = bool(request.add_special_tokens)

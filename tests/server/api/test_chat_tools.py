@@ -456,3 +456,17 @@ def test_parameters_that_are_nested_deeply_are_named(
         assert response.json()["error"]["param"] == "tools"
     else:
         assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(("asked", "budget"), [(5, 5), (0, 1), (-1, None)])
+def test_thinking_can_have_a_budget(
+    http: Any, engines: Any, asked: int, budget: int | None
+) -> None:
+    http.chat(thinking_token_budget=asked)
+    sampling = engines.streams[-1].sampling
+    if budget is None:
+        assert sampling.grammar is None
+    else:
+        assert sampling.grammar == LarkGrammar("start: <[*]>*"), "the answer may be anything"
+        assert (sampling.grammar_after, sampling.grammar_budget) == ("</think>", budget)
+        assert sampling.grammar_opening == "<think>"

@@ -66,6 +66,7 @@ fields = {
     "messages": turns, "input": turns | words, "tools": tools, "tool_choice": choices,
     "parallel_tool_calls": values, "text": values, "response_format": values,
     "reasoning": values, "metadata": values, "include": values, "instructions": values,
+    "system": turns | words, "thinking": values, "stop_sequences": values, "max_tokens": values,
     "chat_template_kwargs": values, "reasoning_effort": words, "stream": st.booleans(),
 }  # fmt: skip
 bodies = st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True).flatmap(
@@ -89,14 +90,15 @@ def config() -> FrontEndConfig:
     )
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_no_body_makes_the_server_fail(app: FastAPI, engines: Any, path: str) -> None:
     engines.script = engines.answer('<think>a</think><tool_call>{"name": "f"}')
+    defaults = {"model": "org/tiny", "max_tokens": 9} if path == "/v1/messages" else {}
 
     @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
     @given(body=bodies)
     def check(body: dict[str, Any]) -> None:
-        body = {"messages": [{"role": "user", "content": "x"}], "input": "x", **body}
+        body = {"messages": [{"role": "user", "content": "x"}], "input": "x", **defaults, **body}
 
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
