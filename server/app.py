@@ -116,24 +116,21 @@ def build_app(
     completion = stream_responses(CompletionResponse, CompletionResponse, *_POST_ERRORS, 429, 503)
     chat = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *_POST_ERRORS, 429, 503)
     response = event_responses(items.Response, get_args(ResponseEvent), *_POST_ERRORS, 429, 503)
-    message = event_responses(Message, get_args(MessageEvent), *_POST_ERRORS, 429, 503)
-    count = json_responses(TokenCount, *_POST_ERRORS, 503)
+    message = with_errors(
+        event_responses(Message, get_args(MessageEvent), *_POST_ERRORS, 429, 503),
+        MessagesErrorResponse,
+    )
+    count = with_errors(json_responses(TokenCount, *_POST_ERRORS, 503), MessagesErrorResponse)
     app.router.routes += [
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
         _post("/v1/responses", create_response, ResponsesRequest, response, context),
-        _post(
-            "/v1/messages",
-            create_message,
-            MessagesRequest,
-            with_errors(message, MessagesErrorResponse),
-            context,
-        ),
+        _post("/v1/messages", create_message, MessagesRequest, message, context),
         _post(
             "/v1/messages/count_tokens",
             count_tokens,
             CountTokensRequest,
-            with_errors(count, MessagesErrorResponse),
+            count,
             context,
         ),
         _post("/invocations", invoke, AnyRequest, any_of(chat, completion, response), context),
