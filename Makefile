@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: help serve test test-deploy lint format bench docs clean
+.PHONY: help serve test test-deploy lint format bench docs docs-site clean
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -52,7 +52,10 @@ format: $(VENV)/.test ## put the code into shape
 bench: $(VENV)/.test ## start the stack, load it, print speed, memory and idle CPU
 	$(BIN)/python -m benchmarks.stack_bench $(ARGS)
 
-docs: $(VENV)/.test ## write docs/settings.md anew
+docs-site: $(VENV)/.test ## build the documentation site in build/site; a dead link is an error
+	$(BIN)/python -m scripts.build_site $(ARGS)
+
+docs: $(VENV)/.test ## write docs/settings.md and docs/compatibility.md anew
 	$(BIN)/python scripts/write_settings_doc.py
 	$(BIN)/python scripts/write_compatibility_doc.py
 

@@ -1,11 +1,13 @@
 """Generated and hand-written pages agree with the code."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from engine.shared.version import SWELL_VERSION
+from scripts import build_site
 from scripts.write_settings_doc import TARGET, render
 
 ROOT = Path(__file__).parent.parent
@@ -13,6 +15,39 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_settings_page_is_up_to_date() -> None:
     assert TARGET.read_text(encoding="utf-8") == render(), "run `make docs`"
+
+
+def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
+    assert build_site.main(tmp_path / "site") == 0
+    named = set(re.findall(r'"([\w-]+)\.md"', (ROOT / "zensical.toml").read_text()))
+    written = {path.stem for path in (tmp_path / "site").glob("*.html")} - {"404"}
+    assert written == named, "every page stands in the navigation of zensical.toml"
+
+
+def test_a_dead_link_ends_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("docs", *build_site.ROOT_PAGES, "zensical.toml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    page = tmp_path / "docs" / "batch.md"
+    page.write_text(page.read_text() + "\n[nowhere](nowhere.md)\n")
+    monkeypatch.setattr(build_site, "ROOT", tmp_path)
+    assert build_site.main(tmp_path / "site") != 0
+    assert "page does not exist" in capfd.readouterr().err
+    assert not (tmp_path / "site").exists()
+
+
+MODULES = [
+    path for name in ("engine", "coordinator", "server") for path in (ROOT / name).rglob("*.py")
+]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    line = build_site.first_line(path)
+    is_empty_package = path.name == "__init__.py" and not path.read_text().strip()
+    assert is_empty_package or (line.endswith((".", ":")) and len(line) > 12)
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker/README.md"]

@@ -1,0 +1,1 @@
+"""Answers as reasoning, content and tool calls, read as their text comes."""

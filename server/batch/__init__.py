@@ -1,0 +1,1 @@
+"""`swell run-batch`: answers a file of requests."""
