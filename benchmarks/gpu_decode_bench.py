@@ -77,7 +77,7 @@ def decode_seconds(core: EngineCore, batch: int, prompt: int, tokens: int) -> fl
     """Return the mean time of the steps in which the whole batch decodes."""
     source = random.Random(batch)
     for number in range(batch):
-        ids = [source.randrange(core.vocab_size) for _ in range(prompt)]
+        ids = [source.randrange(core.operations.vocab_size) for _ in range(prompt)]
         sampling = SamplingParams(max_tokens=tokens, seed=number, temperature=0.0, ignore_eos=True)
         core.handle(AddRequest(number, str(number), 0, 0, ids, sampling))
     while core.stats().queued_prefill_tokens or core.stats().waiting:

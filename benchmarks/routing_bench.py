@@ -176,7 +176,7 @@ class Simulation:
             event(now)
         self.result.ended = now
         self.result.cached = sum(
-            engine.core.stats().prefix_cache_hits_total for engine in self._engines
+            engine.core.stats().counters.prefix_cache_hits for engine in self._engines
         )
         return self.result
 

@@ -72,8 +72,8 @@ class Engine:
                 outputs[output.id] += output.token_ids
         seconds = time.perf_counter() - began
         after = self.core.stats()
-        guessed = after.spec_draft_tokens_total - before.spec_draft_tokens_total
-        right = after.spec_accepted_tokens_total - before.spec_accepted_tokens_total
+        guessed = after.counters.spec_draft_tokens - before.counters.spec_draft_tokens
+        right = after.counters.spec_accepted_tokens - before.counters.spec_accepted_tokens
         total = len(prompts) * tokens
         return Run(
             rate=total / seconds,
@@ -94,7 +94,7 @@ def prompts(kind: str, streams: int, length: int, vocab_size: int) -> list[list[
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     """Yield the cells of one row per kind of text, number of streams and setting."""
     engines = {guesses: Engine(options, guesses) for guesses in options.guesses}
-    vocab_size = next(iter(engines.values())).core.vocab_size
+    vocab_size = next(iter(engines.values())).core.operations.vocab_size
     for kind, streams in itertools.product(("repetitive", "plain"), options.streams):
         texts = prompts(kind, streams, options.prompt, vocab_size)
         temperature = 0.0 if kind == "repetitive" else 1.0

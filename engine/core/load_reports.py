@@ -1,11 +1,13 @@
 """What an engine tells of itself: once what it is, then what it has to do and has done."""
 
-from engine.core.receive_counts import News
+from engine.core.halting import Halting
+from engine.core.receive_counts import FrontEndCounts, News
+from engine.core.steps import Steps
 from engine.core.wave_clock import WaveClock
 from engine.executor.interface import ExecutorInfo
-from engine.scheduler.accounts import Counters, Gauges
+from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import CacheConfig
-from engine.shared.messages import EngineSetup, EngineStats, Received
+from engine.shared.messages import EngineSetup, EngineStats
 
 
 def engine_setup(
@@ -25,50 +27,57 @@ def engine_setup(
     )
 
 
-def engine_stats(
-    rank: int,
-    incarnation: int,
-    version: int,
-    clock: WaveClock,
-    *,
-    gauges: Gauges,
-    counters: Counters,
-    received: list[Received],
-    step: int,
-    dummy_steps: int,
-    deferred: int,
-    news: News,
-) -> EngineStats:
-    """Return load and counters as of now."""
-    return EngineStats(
-        rank=rank,
-        incarnation=incarnation,
-        version=version,
-        wave=clock.wave,
-        step=step,
-        waiting=gauges.waiting,
-        running=gauges.running,
-        kv_usage=gauges.kv_usage,
-        queued_prefill_tokens=gauges.queued_prefill_tokens,
-        received=received,
-        prefix_cache_queries_total=counters.prefix_cache_queries,
-        prefix_cache_hits_total=counters.prefix_cache_hits,
-        preemptions_total=counters.preemptions,
-        prompt_tokens_total=counters.prompt_tokens,
-        generation_tokens_total=counters.generation_tokens,
-        dummy_steps_total=dummy_steps,
-        topology=clock.topology,
-        wave_running=clock.running,
-        hold_epoch=clock.hold_epoch,
-        spec_drafts_total=counters.spec_drafts,
-        spec_draft_tokens_total=counters.spec_draft_tokens,
-        spec_accepted_tokens_total=counters.spec_accepted_tokens,
-        grammar_requests_total=counters.grammar_requests,
-        grammar_waits_total=counters.grammar_waits,
-        halted=news.halted,
-        step_tokens_buckets=counters.step_tokens_buckets.copy(),
-        step_tokens_total=counters.step_tokens,
-        deferred=deferred,
-        alone=news.alone,
-        hands_over=news.hands_over,
-    )
+class LoadReports:
+    """Takes an engine's stats, each newer than all before."""
+
+    def __init__(
+        self,
+        rank: int,
+        incarnation: int,
+        clock: WaveClock,
+        *,
+        scheduler: Scheduler,
+        steps: Steps,
+        halting: Halting,
+        front_ends: FrontEndCounts,
+    ) -> None:
+        self.clock = clock
+        self._rank = rank
+        self._incarnation = incarnation
+        self._scheduler = scheduler
+        self._steps = steps
+        self._halting = halting
+        self._front_ends = front_ends
+        self._version = 0
+
+    @property
+    def news(self) -> News:
+        """What all front ends have to know at once when it changes."""
+        halting = self._halting
+        return News(halting.is_halted, halting.hands_over, self._scheduler.alone)
+
+    def stats(self) -> EngineStats:
+        """Return load and counters as of now."""
+        self._version += 1
+        clock, scheduler, halting = self.clock, self._scheduler, self._halting
+        waiting, running, kv_usage, queued_prefill_tokens = scheduler.gauges()
+        return EngineStats(
+            self._rank,
+            self._incarnation,
+            self._version,
+            clock.wave,
+            self._steps.count,
+            waiting,
+            running,
+            kv_usage,
+            queued_prefill_tokens,
+            self._front_ends.received(),
+            scheduler.counters.snapshot(),
+            clock.topology,
+            clock.running,
+            clock.hold_epoch,
+            halting.is_halted,
+            scheduler.num_deferred,
+            scheduler.alone,
+            halting.hands_over,
+        )

@@ -1,7 +1,21 @@
 """What an engine has to say to front ends and has not handed over yet."""
 
+from typing import NamedTuple
+
 from engine.scheduler.outputs import Outputs
-from engine.shared.messages import RequestOutput, UtilityResult
+from engine.shared.messages import EngineStats, RequestOutput, UtilityResult
+
+
+class CoreStep(NamedTuple):
+    """What a step, and the messages handled since the one before, have to say."""
+
+    outputs: Outputs
+    """By front end; empty where only the stats are news."""
+    utility_results: list[tuple[int, UtilityResult]]
+    """With the front end that asked."""
+    stats: EngineStats
+    changes_alone: bool = False
+    """With the next step it changes who runs alone: everybody has to have heard so before."""
 
 
 class Outbox:

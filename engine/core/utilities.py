@@ -6,51 +6,18 @@ answered to the caller; the engine goes on serving.
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from engine.core.profiles import Profiles
-from engine.core.wave_clock import WaveClock
+from engine.core.operations import Operations
+from engine.core.steps import StepFailed
 from engine.executor.interface import CannotDo
-from engine.shared.messages import (
-    EngineSetup,
-    EngineStats,
-    UtilityCall,
-    UtilityResult,
-    UtilityValue,
-)
+from engine.shared.messages import UtilityCall, UtilityResult, UtilityValue
 
 logger = logging.getLogger(__name__)
 
 Answer = dict[str, UtilityValue]
-
-
-class Operated(Protocol):
-    """What of an engine operators may look at and do."""
-
-    rank: int
-    incarnation: int
-    clock: WaveClock
-    vocab_size: int
-    is_paused: bool
-    is_sleeping: bool
-    profiles: Profiles
-
-    @property
-    def setup(self) -> EngineSetup: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def reset_prefix_cache(self) -> int: ...
-
-    def pause(self, *, hand_over: bool = False) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def sleep(self, level: int, *, hand_over: bool = False) -> None: ...
-
-    def wake_up(self) -> None: ...
 
 
 class _NoArguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,16 +38,16 @@ class _Utility(NamedTuple):
     """The type of the arguments, and the call."""
 
     arguments: type[msgspec.Struct]
-    run: Callable[[Operated, Any], Answer]
+    run: Callable[[Operations, Any], Answer]
 
 
-def call_utility(core: Operated, call: UtilityCall, fatal: type[Exception]) -> UtilityResult:
-    """Do what is asked for, or say why not.
+def call_utility(engine: Operations, call: UtilityCall, rank: int) -> UtilityResult:
+    """Do what is asked for, or say why not; `rank` is the engine's.
 
     Raises:
-        fatal: the engine itself has failed meanwhile.
+        StepFailed: a call had to finish the steps in flight, and one failed.
     """
-    result = UtilityResult(call.call_id, core.rank)
+    result = UtilityResult(call.call_id, rank)
     utility = UTILITIES.get(call.name)
     if utility is None:
         known = ", ".join(sorted(UTILITIES))
@@ -88,8 +55,8 @@ def call_utility(core: Operated, call: UtilityCall, fatal: type[Exception]) -> U
         return msgspec.structs.replace(result, error=error)
     try:
         arguments = msgspec.convert(call.arguments, utility.arguments)
-        return msgspec.structs.replace(result, result=utility.run(core, arguments))
-    except fatal:
+        return msgspec.structs.replace(result, result=utility.run(engine, arguments))
+    except StepFailed:
         raise
     except msgspec.ValidationError as invalid:
         error = f"wrong arguments for {call.name}: {invalid}"
@@ -101,12 +68,12 @@ def call_utility(core: Operated, call: UtilityCall, fatal: type[Exception]) -> U
     return msgspec.structs.replace(result, error=error)
 
 
-def _info(core: Operated, _: _NoArguments) -> Answer:
-    stats, setup = core.stats(), core.setup
+def _info(engine: Operations, _: _NoArguments) -> Answer:
+    stats, setup, halting = engine.stats(), engine.setup, engine.halting
     return {
-        "rank": core.rank,
-        "incarnation": core.incarnation,
-        "wave": core.clock.wave,
+        "rank": stats.rank,
+        "incarnation": stats.incarnation,
+        "wave": stats.wave,
         "step": stats.step,
         "topology": stats.topology,
         "waiting": stats.waiting,
@@ -115,47 +82,47 @@ def _info(core: Operated, _: _NoArguments) -> Answer:
         "num_kv_blocks": setup.num_kv_blocks,
         "block_size": setup.block_size,
         "max_model_len": setup.max_model_len,
-        "vocab_size": core.vocab_size,
+        "vocab_size": engine.vocab_size,
         "model_fingerprint": setup.model_fingerprint,
-        "is_paused": core.is_paused,
-        "is_sleeping": core.is_sleeping,
+        "is_paused": halting.is_paused,
+        "is_sleeping": halting.is_sleeping,
     }
 
 
-def _reset_prefix_cache(core: Operated, _: _NoArguments) -> Answer:
-    return {"blocks_forgotten": core.reset_prefix_cache()}
+def _reset_prefix_cache(engine: Operations, _: _NoArguments) -> Answer:
+    return {"blocks_forgotten": engine.reset_prefix_cache()}
 
 
-def _pause(core: Operated, arguments: _Pause) -> Answer:
-    core.pause(hand_over=arguments.mode == "move")
+def _pause(engine: Operations, arguments: _Pause) -> Answer:
+    engine.halting.pause(hand_over=arguments.mode == "move")
     return {"is_paused": True}
 
 
-def _resume(core: Operated, _: _NoArguments) -> Answer:
-    core.resume()
+def _resume(engine: Operations, _: _NoArguments) -> Answer:
+    engine.halting.resume()
     return {"is_paused": False}
 
 
-def _sleep(core: Operated, arguments: _Sleep) -> Answer:
-    core.sleep(arguments.level, hand_over=arguments.mode == "move")
+def _sleep(engine: Operations, arguments: _Sleep) -> Answer:
+    engine.sleep(arguments.level, hand_over=arguments.mode == "move")
     return {"is_sleeping": True}
 
 
-def _wake_up(core: Operated, _: _NoArguments) -> Answer:
-    core.wake_up()
+def _wake_up(engine: Operations, _: _NoArguments) -> Answer:
+    engine.wake_up()
     return {"is_sleeping": False}
 
 
-def _is_sleeping(core: Operated, _: _NoArguments) -> Answer:
-    return {"is_sleeping": core.is_sleeping}
+def _is_sleeping(engine: Operations, _: _NoArguments) -> Answer:
+    return {"is_sleeping": engine.halting.is_sleeping}
 
 
-def _start_profile(core: Operated, _: _NoArguments) -> Answer:
-    return {"directory": core.profiles.start()}
+def _start_profile(engine: Operations, _: _NoArguments) -> Answer:
+    return {"directory": engine.profiles.start()}
 
 
-def _stop_profile(core: Operated, _: _NoArguments) -> Answer:
-    return {"trace": core.profiles.stop(core.stats().step)}
+def _stop_profile(engine: Operations, _: _NoArguments) -> Answer:
+    return {"trace": engine.profiles.stop(engine.stats().step)}
 
 
 UTILITIES = {

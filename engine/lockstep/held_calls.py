@@ -37,20 +37,20 @@ class HeldCalls:
 
     def settle(self) -> bool:
         """Carry out what has waited, if the group is held; whether anything has changed."""
-        if not self._wave.held or (self._core.is_paused and not self._waiting):
+        if not self._wave.held or (self._core.halting.is_paused and not self._waiting):
             return False
         self._answer()
-        self._core.is_paused = True
+        self._core.halting.pause()
         return True
 
     def gathered(self) -> None:
         """The ranks have agreed on what to do; if that is not to be held, a hold is over."""
-        if self._wave.held or not self._core.is_paused:
+        if self._wave.held or not self._core.halting.is_paused:
             return
         self._reasons.clear()
-        if self._core.is_sleeping:
-            self._core.wake_up()
-        self._core.resume()
+        if self._core.halting.is_sleeping:
+            self._core.operations.wake_up()
+        self._core.halting.resume()
         # This rank may have been asked as well, after it heard of the end and before it came.
         granted = [call for call in self._waiting if call.name in _ENDS]
         self._waiting = [call for call in self._waiting if call.name not in _ENDS]

@@ -13,28 +13,28 @@ planned.
 import logging
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from engine.core.engine_core import EngineCore
+from engine.core.outbox import CoreStep
 from engine.distributed.spec import GroupBroken
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.held_calls import HeldCalls
 from engine.lockstep.wave import EngineWave, Gather, GatherRow, Leave, Park, Step
-from engine.process.intake import Intake
-from engine.process.loop import send_step
-from engine.process.receiver import InboxItem, Rejoined, Stop
-from engine.process.sender import Outbox, StepDone
+from engine.process.ending import Ending
+from engine.process.events import Drain, InboxItem, Stop, Welcomed
+from engine.process.inbox import receive
+from engine.process.sender import Outlet
+from engine.process.turns import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
 from engine.process.watchdog import StepWatch
 from engine.scheduler.admission import RankState
-from engine.shared.messages import AddRequest, FormGroup, StartDpWave, UtilityCall
+from engine.shared.messages import FormGroup, UtilityCall
 
 if TYPE_CHECKING:
     from engine.distributed.group import Group
 
 logger = logging.getLogger(__name__)
-
-IDLE_STATS_INTERVAL = 2.0
-"""Seconds between stats of a paused engine, so that their age tells stale from idle."""
 
 GATHER_PATIENCE = 0.01
 """Seconds between two looks at the clock while other ranks have not come to a gather."""
@@ -51,20 +51,30 @@ class LockstepLoop:
         core: EngineCore,
         wave: EngineWave,
         grouping: Grouping,
-        intake: Intake,
-        outbox: Outbox,
+        ending: Ending,
+        inbox: "SimpleQueue[InboxItem]",
+        outlet: Outlet,
         watch: StepWatch,
         *,
+        on_turn: Callable[[], None],
+        on_drain: Callable[[], None],
         on_wave: Callable[[int], None],
         on_joined: Callable[[], None],
     ) -> None:
-        """Wire the parts; `on_joined` is called in every new group, `on_wave` with every wave."""
+        """Wire the parts.
+
+        `on_turn` is called for as long as the loop goes round, `on_joined` in every new group,
+        `on_wave` with every wave.
+        """
         self._core = core
         self._wave = wave
         self._grouping = grouping
-        self._intake = intake
-        self._outbox = outbox
+        self._ending = ending
+        self._inbox = inbox
+        self._outlet = outlet
         self._watch = watch
+        self._on_turn = on_turn
+        self._on_drain = on_drain
         self._on_wave = on_wave
         self._on_joined = on_joined
         self._held_calls = HeldCalls(core, wave)
@@ -81,7 +91,7 @@ class LockstepLoop:
         """
         self._grouping.announce()
         while True:
-            stop = self._intake.stopped()
+            stop = self._ending.due(time.monotonic())
             if stop is not None:
                 return stop
             try:
@@ -118,7 +128,7 @@ class LockstepLoop:
         assert self._group is not None
         pending = self._group.all_gather_rows(row.pack())
         while not pending.wait_for(GATHER_PATIENCE):
-            self._intake.turn()
+            self._on_turn()
             self._wave.tick(time.monotonic())
             self._send_reports()
         self._wave.gathered(pending.wait())
@@ -130,21 +140,22 @@ class LockstepLoop:
 
     def _step(self, action: Step) -> None:
         began = time.monotonic()
-        self._watch.begin(self._core.next_step_tokens, began)
+        self._watch.begin(self._core.steps.next_tokens, began)
         try:
             step = self._core.step_together(action.number, action.loads)
         finally:  # a step that a lost member ended has not hung either
             self._watch.end()
         self._last_step_us = int((time.monotonic() - began) * 1e6)
         self._wave.stepped()
-        send_step(self._outbox, step)
+        self._say(step)
         self._drain(0)
 
     # -- what comes in ---------------------------------------------------------------------------
 
     def _drain(self, within: float) -> None:
         needed_steps = self._core.needs_steps
-        items = self._intake.receive(within)
+        self._on_turn()
+        items = receive(self._inbox, self._ending.wait(within))
         for item in items:
             self._take(item)
         self._load = None
@@ -155,26 +166,25 @@ class LockstepLoop:
 
     def _take(self, item: InboxItem) -> None:
         match item:
-            case AddRequest():
-                self._wave.request_received(item.wave)
-                self._intake.take(item)
-            case StartDpWave():
-                self._wave.start_ordered(item)
-            case Rejoined(wave):
-                self._wave.welcomed(wave)
+            case Drain() | Stop():
+                self._ending.asked(item, time.monotonic())
+                if isinstance(item, Drain):
+                    self._on_drain()
             case FormGroup():
                 self._form(item)
             case UtilityCall() if self._held_calls.take(item):
                 pass
+            case Welcomed():
+                pass  # it is a member already
             case _:
-                self._intake.take(item)
+                self._core.handle(item)
 
     # -- groups come and go ----------------------------------------------------------------------
 
     def _form(self, order: FormGroup) -> None:
         group = self._grouping.ordered(order)
         if group is not None:
-            interval = 1 if self._core.joined_group(group.size) else GATHER_INTERVAL
+            interval = 1 if self._core.steps.joined_group(group.size) else GATHER_INTERVAL
             self._wave.regroup(group.topology, leads=group.rank == 0, gather_interval=interval)
             self._group = group
             logger.info("in group %d as %d of %d", group.topology, group.rank + 1, group.size)
@@ -192,17 +202,23 @@ class LockstepLoop:
 
     def _own_load(self) -> RankState:
         if self._load is None:
-            self._load = self._core.rank_state(self._last_step_us)
+            self._load = self._core.steps.rank_state(self._last_step_us)
         return self._load
 
     def _send_reports(self) -> None:
         for report in self._wave.take_reports():
-            self._outbox.put(report)
+            self._outlet.report(report)
 
     def _send_answers(self) -> None:
         answers = self._core.answers()
         if answers is not None:
-            send_step(self._outbox, answers)
+            self._say(answers)
 
     def _send_stats(self) -> None:
-        self._outbox.put(StepDone(self._core.stats(), {}))
+        self._outlet.say(CoreStep({}, [], self._core.stats()))
+
+    def _say(self, step: CoreStep) -> None:
+        """Hand on what there is to say; return when whoever has to know first will know."""
+        self._outlet.say(step)
+        if step.changes_alone:
+            time.sleep(ANNOUNCEMENT_SECONDS)

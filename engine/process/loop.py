@@ -1,31 +1,16 @@
-"""The main thread of an engine that steps alone: take what came, step, hand the outputs on."""
+"""The main thread of an engine that steps alone: does what `Turns` says."""
 
 import time
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+from typing import assert_never
 
-from engine.core.engine_core import CoreStep, EngineCore
-from engine.process.intake import Intake
-from engine.process.receiver import InboxItem, Rejoined, Stop
-from engine.process.sender import Outbox, StepDone, UtilityDone
+from engine.core.engine_core import EngineCore
+from engine.process.events import InboxItem, Stop
+from engine.process.inbox import receive
+from engine.process.sender import Outlet
+from engine.process.turns import Action, Compute, End, RefuseNew, Rest, Say, Settle, Turns
 from engine.process.watchdog import StepWatch
-from engine.shared.messages import StartDpWave
-
-IDLE_STATS_INTERVAL = 2.0
-"""Seconds between stats of an engine without work, so that their age tells stale from idle."""
-
-
-ANNOUNCEMENT_SECONDS = 0.05
-"""Pause before the first step of a request that runs alone because it may kill, and before the
-first of others after it: sockets write in a thread of their own, and what they have not written
-dies with the engine."""
-
-
-def send_step(outbox: Outbox, step: CoreStep) -> None:
-    """Hand on what a step has to say; return when whoever has to know first will know."""
-    outbox.put(StepDone(step.stats, step.outputs))
-    for front_end, result in step.utility_results:
-        outbox.put(UtilityDone(front_end, result))
-    if step.changes_alone:
-        time.sleep(ANNOUNCEMENT_SECONDS)
 
 
 class EngineLoop:
@@ -34,14 +19,24 @@ class EngineLoop:
     def __init__(
         self,
         core: EngineCore,
-        intake: Intake,
-        outbox: Outbox,
+        turns: Turns,
+        inbox: "SimpleQueue[InboxItem]",
+        outlet: Outlet,
         watch: StepWatch,
+        *,
+        on_turn: Callable[[], None],
+        on_drain: Callable[[], None],
     ) -> None:
+        """Wire a loop; `on_turn` is called for as long as it goes round."""
         self._core = core
+        self._turns = turns
+        self._inbox = inbox
+        self._outlet = outlet
         self._watch = watch
-        self._intake = intake
-        self._outbox = outbox
+        self._on_turn = on_turn
+        self._on_drain = on_drain
+        self._wait = 0.0
+        self._stop: Stop | None = None
 
     def run(self) -> Stop:
         """Step until something asks to stop.
@@ -49,32 +44,33 @@ class EngineLoop:
         Raises:
             StepFailed: the model or the bookkeeping failed; the engine cannot go on.
         """
-        while True:
-            had_work = self._core.has_work
-            self._drain(block=not had_work)
-            stop = self._intake.stopped()
-            if stop is not None:
-                return stop
-            if not self._core.has_work:
-                continue
-            if not had_work:
-                # Work that begins and ends within one step has to be seen to have begun.
-                self._outbox.put(StepDone(self._core.stats(), {}))
-            self._watch.begin(self._core.next_step_tokens, time.monotonic())
-            step = self._core.step()
-            self._watch.end()
-            send_step(self._outbox, step)
+        while self._stop is None:
+            self._on_turn()
+            items = receive(self._inbox, self._wait)
+            self._wait = 0.0
+            self._do(self._turns.turn(items, time.monotonic()))
+        return self._stop
 
-    def _drain(self, *, block: bool) -> None:
-        items = self._intake.receive(IDLE_STATS_INTERVAL if block else 0)
-        if block and not items:
-            self._outbox.put(StepDone(self._core.stats(), {}))
-        for item in items:
-            self._take(item)
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Compute(tokens):
+                    self._compute(tokens)
+                case Say(step):
+                    self._outlet.say(step)
+                case Rest(seconds):
+                    self._wait = seconds
+                case Settle(seconds):
+                    time.sleep(seconds)
+                case RefuseNew():
+                    self._on_drain()
+                case End(stop):
+                    self._stop = stop
+                case _:
+                    assert_never(action)
 
-    def _take(self, item: InboxItem) -> None:
-        match item:
-            case StartDpWave(wave) | Rejoined(wave):
-                self._core.clock.wave = max(self._core.clock.wave, wave)
-            case _:
-                self._intake.take(item)
+    def _compute(self, tokens: int) -> None:
+        self._watch.begin(tokens, time.monotonic())
+        step = self._core.step()
+        self._watch.end()
+        self._do(self._turns.computed(step, time.monotonic()))

@@ -14,7 +14,9 @@ from queue import Empty, SimpleQueue
 import msgspec
 import zmq
 
-from engine.core.engine_core import EngineCore, StepFailed
+from engine.core.engine_core import EngineCore
+from engine.core.events import GrammarsSettled
+from engine.core.steps import StepFailed
 from engine.core.wave_clock import OwnClock
 from engine.executor.environment import settle_environment
 from engine.executor.interface import Executor, GroupExecutor
@@ -24,10 +26,13 @@ from engine.lockstep.grouping import Grouping
 from engine.lockstep.loop import LockstepLoop
 from engine.lockstep.wave import EngineWave, Phase
 from engine.models.hf_config import read_spec
-from engine.process.intake import Intake
+from engine.process.ending import Ending
+from engine.process.events import Drain, InboxItem, Stop, Welcomed
 from engine.process.loop import EngineLoop
-from engine.process.receiver import Drain, GrammarsSettled, InboxItem, Receiver, Stop, Welcomed
-from engine.process.sender import Dying, Sender
+from engine.process.receiver import Receiver, build_reception
+from engine.process.reception import Serve, StandInGroup, WantNothingNew
+from engine.process.sender import Sender
+from engine.process.turns import Turns
 from engine.process.watchdog import StepWatch, Watchdog
 from engine.shared.config import EngineConfig
 from engine.shared.health import Health, serve_health
@@ -136,14 +141,15 @@ class EngineProcess:
         transport = Transport(config.cluster, self._context)
         self._connection = GroupConnection()
         self._sender = Sender(transport)
+        self._reception = build_reception(config, incarnation, lockstep=self._steps_together)
         self._receiver = Receiver(
-            config,
+            config.cluster.coordinator_address,
             incarnation,
             transport,
             self._context,
+            reception=self._reception,
             inbox=self._inbox,
-            outbox=self._sender,
-            lockstep=self._steps_together,
+            outputs=self._sender,
             connection=self._connection,
             on_routed=self._routed,
         )
@@ -193,9 +199,16 @@ class EngineProcess:
             self._config, executor, rank=welcome.rank, incarnation=self._incarnation, clock=clock
         )
         self._ready(core, executor)
-        return self._loop_until_stopped(
-            EngineLoop(core, self._intake(core), self._sender, self._watch), welcome.rank
+        loop = EngineLoop(
+            core,
+            Turns(core, self._config.cluster.drain_timeout),
+            self._inbox,
+            self._sender,
+            self._watch,
+            on_turn=self._health.turn,
+            on_drain=self._drain,
         )
+        return self._loop_until_stopped(loop, welcome.rank)
 
     def _serve_together(self, executor: Executor, welcome: Welcomed) -> int:
         if not isinstance(executor, GroupExecutor):
@@ -209,17 +222,20 @@ class EngineProcess:
             self._connection,
             host=advertised_host(self._config.cluster),
             timeout=self._config.parallel.group_timeout,
-            report=self._receiver.set_group_status,
+            report=lambda status: self._receiver.tell(StandInGroup(status)),
         )
         self._lifeline.progress("waiting for the other engines")
         loop = LockstepLoop(
             core,
             wave,
             grouping,
-            self._intake(core),
+            Ending(core, self._config.cluster.drain_timeout),
+            self._inbox,
             self._sender,
             self._watch,
-            on_wave=self._receiver.note_wave,
+            on_turn=self._health.turn,
+            on_drain=self._drain,
+            on_wave=self._reception.note_wave,
             on_joined=lambda: self._ready(core, executor),
         )
         try:
@@ -229,18 +245,9 @@ class EngineProcess:
             self._receiver.stop()
             grouping.close()
 
-    def _intake(self, core: EngineCore) -> Intake:
-        return Intake(
-            core,
-            self._inbox,
-            on_turn=self._health.turn,
-            on_drain=self._drain,
-            drain_timeout=self._config.cluster.drain_timeout,
-        )
-
     def _drain(self) -> None:
         self._health.drain()
-        self._receiver.drain()
+        self._receiver.tell(WantNothingNew())
 
     def _ready(self, core: EngineCore, executor: Executor) -> None:
         """Tell the cluster that the engine serves, the first time."""
@@ -251,7 +258,7 @@ class EngineProcess:
         info = executor.info
         tokens = info.num_kv_blocks * self._config.cache.block_size
         self._summary = f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)"
-        self._receiver.ready(core.setup)
+        self._receiver.tell(Serve(core.setup))
 
     def _routed(self) -> None:
         """Tell whoever started the engine that it can be counted on; called by the receiver."""
@@ -260,7 +267,7 @@ class EngineProcess:
 
     def _loop_until_stopped(self, loop: EngineLoop | LockstepLoop, rank: int) -> int:
         def tell(reason: str) -> None:
-            self._sender.put(Dying(EngineDead(rank, self._incarnation, reason)))
+            self._sender.last_words(EngineDead(rank, self._incarnation, reason))
 
         watchdog = Watchdog(self._watch, self._config.executor.step_timeout, tell)
         watchdog.start()
@@ -275,7 +282,7 @@ class EngineProcess:
             watchdog.stop()
         if stop.error is not None:
             logger.error("%s", stop.error)
-            self._sender.put(Dying(EngineDead(rank, self._incarnation, stop.error)))
+            self._sender.last_words(EngineDead(rank, self._incarnation, stop.error))
             return 1
         return 0
 

@@ -1,41 +1,44 @@
-"""The engine's reading thread: membership, orders of the coordinator, requests of all front ends.
+"""The engine's reading thread: the sockets around `Reception`.
 
-It owns every socket that the engine reads from and hands typed items to the engine's loop through
-one queue. Its socket calls release the GIL while the model runs.
+It owns every socket that the engine reads from, gives `Reception` what arrives and does what that
+says. Its socket calls release the GIL while the model runs.
 """
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol, assert_never
 
 import zmq
 
 from engine.lockstep.group_connection import GroupConnection
-from engine.process.links import FrontEndLinks, LinkChanges
-from engine.process.sender import ConnectCoordinator, ConnectFrontEnd, DisconnectFrontEnd, Outbox
+from engine.process.events import InboxItem, Stop
+from engine.process.links import FrontEndLinks
+from engine.process.reception import (
+    Action,
+    Announce,
+    Close,
+    Command,
+    Connect,
+    Deliver,
+    Disconnect,
+    Event,
+    Follow,
+    Greet,
+    Leave,
+    Reception,
+    Register,
+    Supersede,
+    Tick,
+)
 from engine.shared.config import EngineConfig
 from engine.shared.group_config import group_config
-from engine.shared.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
-from engine.shared.messages import (
-    CoordinatorReply,
-    CoreInput,
-    EngineInput,
-    EngineSetup,
-    FormGroup,
-    FrontEndEntry,
-    FrontEnds,
-    GroupOrder,
-    GroupStatus,
-    RouteTaken,
-    StartDpWave,
-    Welcome,
-    encode,
-)
+from engine.shared.membership import Identity, Membership
+from engine.shared.messages import CoordinatorReply, EngineInput, FrontEndEntry, GroupOrder, encode
 from engine.shared.scope import node_name
 from engine.shared.transport import Inbox, Transport
 
@@ -43,68 +46,80 @@ logger = logging.getLogger(__name__)
 
 _SUBSCRIBE_ALL = b"\x01"
 _CONTROL_ADDRESS = "inproc://receiver-control"
-_READY, _DRAIN, _GROUP_STATUS, _STOP = b"ready", b"drain", b"group-status", b"stop"
 
 
-@dataclass(frozen=True)
-class Welcomed:
-    """The engine is a member and knows its rank."""
+class OutputLinks(Protocol):
+    """The ways on which an engine speaks, opened and closed from the receiver's thread."""
 
-    rank: int
-    wave: int
+    def connect_coordinator(self, address: str) -> None:
+        """Open the way to the coordinator."""
+        ...
 
+    def connect_front_end(self, index: int, address: str) -> None:
+        """Open the way to a front end."""
+        ...
 
-@dataclass(frozen=True)
-class FrontEndJoined:
-    """A front end is connected; its requests may follow."""
-
-    index: int
-    incarnation: int
-
-
-@dataclass(frozen=True)
-class FrontEndLeft:
-    """A front end has gone; nobody waits for its requests any more."""
-
-    index: int
+    def disconnect_front_end(self, index: int) -> None:
+        """A front end has gone: drop what has not been sent to it."""
+        ...
 
 
-@dataclass(frozen=True)
-class Rejoined:
-    """A restarted coordinator knows the engine again, and of this wave."""
-
-    wave: int
-
-
-@dataclass(frozen=True)
-class GrammarsSettled:
-    """Grammars have been compiled, or could not be, since the message before."""
-
-
-@dataclass(frozen=True)
-class Drain:
-    """The engine has to finish what it has, then end."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """The engine has to end, for this reason if it is an error."""
-
-    error: str | None = None
+def build_reception(config: EngineConfig, incarnation: int, *, lockstep: bool) -> Reception:
+    """Return what decides for the engine that `config` describes."""
+    cluster, rank = config.cluster, config.parallel.data_parallel_rank
+    identity = Identity(
+        kind="engine",
+        index=-1 if rank is None else rank,
+        incarnation=incarnation,
+        host=node_name(cluster),
+        pid=os.getpid(),
+        group_config=group_config(config, lockstep=lockstep),
+    )
+    return Reception(
+        Membership(identity, cluster.heartbeat_interval),
+        FrontEndLinks(
+            incarnation, node_name(cluster), cluster.engine_timeout, cluster.heartbeat_interval
+        ),
+    )
 
 
-InboxItem = (
-    CoreInput
-    | Welcomed
-    | Rejoined
-    | FrontEndJoined
-    | FrontEndLeft
-    | StartDpWave
-    | FormGroup
-    | GrammarsSettled
-    | Drain
-    | Stop
-)
+class _Sockets:
+    """What one thread reads from, and what it does when there is something to read."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+
+    def listen(self, socket: "zmq.Socket[bytes]", handle: Callable[[], None]) -> None:
+        """Call `handle` whenever the socket is readable."""
+        self._handlers[socket] = handle
+        self._poller.register(socket, zmq.POLLIN)
+
+    def serve(self, inbox: Inbox, handle: Callable[[Any], None]) -> None:
+        """Call `handle` with every message that an inbox receives."""
+
+        def drain() -> None:
+            while (received := inbox.receive()) is not None:
+                handle(received[1])
+
+        self.listen(inbox.socket, drain)
+
+    def poll(self, seconds: float) -> None:
+        """Read once, after waiting for at most so long."""
+        for readable, _ in self._poller.poll(math.ceil(1000 * max(0.0, seconds))):
+            if readable in self._handlers:
+                self._handlers[readable]()
+
+    def forget(self, socket: "zmq.Socket[bytes]") -> None:
+        """Close a socket."""
+        self._poller.unregister(socket)
+        del self._handlers[socket]
+        socket.close(linger=0)
+
+    def close(self, last: "zmq.Socket[bytes]") -> None:
+        """Close all; what was written to `last` gets time to leave."""
+        for each in self._handlers:
+            each.close(linger=200 if each is last else 0)
 
 
 class Receiver:
@@ -112,61 +127,45 @@ class Receiver:
 
     def __init__(
         self,
-        config: EngineConfig,
+        coordinator_address: str,
         incarnation: int,
         transport: Transport,
         context: "zmq.Context[zmq.Socket[bytes]]",
         *,
+        reception: Reception,
         inbox: "SimpleQueue[InboxItem]",
-        outbox: Outbox,
-        lockstep: bool,
+        outputs: OutputLinks,
         connection: GroupConnection,
         on_routed: Callable[[], None],
     ) -> None:
         """Wire the thread; it calls `on_routed` once, when front ends route to a ready engine."""
-        self._connection = connection
-        self._on_routed = on_routed
-        self._cluster = config.cluster
+        self._reception = reception
         self._incarnation = incarnation
         self._transport = transport
         self._inbox = inbox
-        self._outbox = outbox
-        rank = config.parallel.data_parallel_rank
-        self._membership = Membership(
-            Identity(
-                kind="engine",
-                index=-1 if rank is None else rank,
-                incarnation=incarnation,
-                host=node_name(config.cluster),
-                pid=os.getpid(),
-                group_config=group_config(config, lockstep=lockstep),
-            ),
-            config.cluster.heartbeat_interval,
-        )
-        self._setup: EngineSetup | None = None
-        self._group_status: GroupStatus | None = None
-        self._links = FrontEndLinks(
-            incarnation,
-            node_name(config.cluster),
-            config.cluster.engine_timeout,
-            config.cluster.heartbeat_interval,
-        )
+        self._outputs = outputs
+        self._connection = connection
+        self._on_routed = on_routed
         self._requests: dict[int, zmq.Socket[bytes]] = {}
         self._orders: zmq.Socket[bytes] | None = None
-        self._coordinator_addresses = ("", "")
-        self._poller = zmq.Poller()
-        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._sockets = _Sockets()
         self._registration = transport.connect(
-            zmq.DEALER,
-            config.cluster.coordinator_address,
-            identity=f"engine-{incarnation:x}".encode(),
+            zmq.DEALER, coordinator_address, identity=f"engine-{incarnation:x}".encode()
         )
+        self._sockets.serve(
+            Inbox(self._registration, CoordinatorReply, "registration"), self._handle
+        )
+        watch = transport.watch(self._registration, coordinator_address, binder=False)
+        if watch is not None:
+            self._sockets.listen(watch.socket, watch.check)
         # The loop's end of the control pair is used by the loop's thread only.
         self._control = context.socket(zmq.PAIR)
         self._control.bind(_CONTROL_ADDRESS)
-        self._commands = context.socket(zmq.PAIR)
-        self._commands.connect(_CONTROL_ADDRESS)
-        self._stopping = False
+        woken = context.socket(zmq.PAIR)
+        woken.connect(_CONTROL_ADDRESS)
+        self._sockets.listen(woken, lambda: self._command(woken))
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
 
     # -- called by the engine's loop -------------------------------------------------------------
@@ -175,168 +174,79 @@ class Receiver:
         """Start reading; the first item in the inbox is `Welcomed` (or `Stop`)."""
         self._thread.start()
 
-    def ready(self, setup: EngineSetup) -> None:
-        """Tell the coordinator that the engine serves."""
-        self._setup = setup
-        self._control.send(_READY)
-
-    def set_group_status(self, group_status: GroupStatus) -> None:
-        """Tell the coordinator where the engine stands with its lockstep group."""
-        self._group_status = group_status
-        self._control.send(_GROUP_STATUS)
-
-    def note_wave(self, wave: int) -> None:
-        """The engine is in `wave`, which a coordinator that is restarted has to be told."""
-        self._membership.wave = max(self._membership.wave, wave)
-
-    def drain(self) -> None:
-        """Tell the coordinator that the engine wants nothing new."""
-        self._control.send(_DRAIN)
+    def tell(self, command: Command) -> None:
+        """Let `Reception` know of something that the loop decided."""
+        self._commands.put(command)
+        self._control.send(b"")
 
     def stop(self, timeout: float = 2.0) -> None:
         """Say goodbye, close every socket and wait for the thread; idempotent."""
         if self._control.closed:
             return
-        self._control.send(_STOP)
+        self.tell(Leave())
         self._thread.join(timeout)
         self._control.close(linger=0)
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        registration = self._registration
-        self._serve(Inbox(registration, CoordinatorReply, "registration"), self._reply)
-        address = self._cluster.coordinator_address
-        watch = self._transport.watch(registration, address, binder=False)
-        if watch is not None:
-            self._handlers[watch.socket] = watch.check
-            self._poller.register(watch.socket, zmq.POLLIN)
-        self._poller.register(self._commands, zmq.POLLIN)
-        self._handlers[self._commands] = self._command
         try:
-            while not self._stopping:
-                for message in self._membership.tick(time.monotonic()):
-                    registration.send(encode(message))
-                for readable, _ in self._poller.poll(self._poll_timeout_ms()):
-                    if readable in self._handlers:
-                        self._handlers[readable]()
-                self._tend_links(time.monotonic())
-            registration.send(encode(self._membership.goodbye()))
+            while not self._is_closed:
+                self._sockets.poll(self._reception.deadline - time.monotonic())
+                if time.monotonic() >= self._reception.deadline:
+                    self._handle(Tick())
         except Exception as error:
             logger.exception("the receiver failed")
             self._inbox.put(Stop(f"receiver failed: {error}"))
         finally:
-            for each in self._handlers:
-                each.close(linger=200 if each is registration else 0)
+            self._sockets.close(self._registration)
 
-    def _serve(self, inbox: Inbox, handle: Callable[[Any], None]) -> None:
-        def drain() -> None:
-            while (received := inbox.receive()) is not None:
-                handle(received[1])
+    def _command(self, woken: "zmq.Socket[bytes]") -> None:
+        woken.recv()
+        self._handle(self._commands.get_nowait())
 
-        self._handlers[inbox.socket] = drain
-        self._poller.register(inbox.socket, zmq.POLLIN)
+    def _handle(self, event: Event) -> None:
+        for action in self._reception.handle(event, time.monotonic()):
+            self._do(action)
 
-    def _poll_timeout_ms(self) -> int:
-        joining = self._membership.epoch is None
-        return int(1000 * (HELLO_INTERVAL if joining else self._links.wait))
-
-    def _command(self) -> None:
-        match self._commands.recv():
-            case b"ready":
-                self._membership.ready(self._setup)
-                self._links.serve(time.monotonic())
-            case b"drain":
-                self._membership.drain()
-            case b"group-status" if self._group_status is not None:
-                self._membership.set_group_status(self._group_status)
+    def _do(self, action: Action) -> None:
+        match action:
+            case Deliver(item):
+                self._inbox.put(item)
+            case Register(message):
+                self._registration.send(encode(message))
+            case Greet(front_end, hello):
+                self._requests[front_end].send(encode(hello))
+            case Connect(entry):
+                self._connect(entry)
+            case Disconnect(front_end):
+                self._sockets.forget(self._requests.pop(front_end))
+                self._outputs.disconnect_front_end(front_end)
+            case Follow(orders_address, reports_address):
+                self._follow(orders_address)
+                self._outputs.connect_coordinator(reports_address)
+            case Supersede(topology):
+                self._connection.ordered(topology)
+            case Announce(unconfirmed):
+                if unconfirmed:
+                    names = ", ".join(map(str, unconfirmed))
+                    logger.warning("ready, but front ends %s do not route here yet", names)
+                self._on_routed()
+            case Close():
+                self._is_closed = True
             case _:
-                self._stopping = True
+                assert_never(action)
 
-    def _reply(self, reply: CoordinatorReply) -> None:
-        event = self._membership.receive(reply)
-        if isinstance(event, Rejected):
-            self._inbox.put(Stop(f"the coordinator refused this engine: {event.reason}"))
-        elif isinstance(event, Joined):
-            self._joined(event)
-
-    def _joined(self, event: Joined) -> None:
-        welcome = event.welcome
-        self._follow_coordinator(welcome)
-        if event.again:
-            logger.warning("registered again: the coordinator had forgotten this process")
-            self._inbox.put(Rejoined(welcome.wave))
-        else:
-            logger.info("joined as rank %d", welcome.index)
-            self._inbox.put(Welcomed(welcome.index, welcome.wave))
-        self._update_front_ends(welcome.epoch, welcome.front_ends)
-
-    def _follow_coordinator(self, welcome: Welcome) -> None:
-        """Connect to where the coordinator publishes and listens, if that is new."""
-        addresses = welcome.publish_address, welcome.output_address
-        if addresses == self._coordinator_addresses:
-            return
-        self._coordinator_addresses = addresses
-        if self._orders is not None:
-            self._forget(self._orders)
-        self._orders = self._transport.connect(zmq.XSUB, welcome.publish_address)
-        self._orders.send(_SUBSCRIBE_ALL)
-        self._serve(Inbox(self._orders, GroupOrder, "back publish"), self._order)
-        self._outbox.put(ConnectCoordinator(welcome.output_address))
-
-    def _forget(self, socket: "zmq.Socket[bytes]") -> None:
-        self._poller.unregister(socket)
-        del self._handlers[socket]
-        socket.close(linger=0)
-
-    def _order(self, order: GroupOrder) -> None:
-        match order:
-            case StartDpWave():
-                self._inbox.put(order)
-            case FormGroup():
-                self._connection.ordered(order.topology)
-                self._inbox.put(order)
-            case FrontEnds(epoch, front_ends) if epoch == self._membership.epoch:
-                self._update_front_ends(epoch, front_ends)
-
-    def _update_front_ends(self, epoch: int, entries: list[FrontEndEntry]) -> None:
-        rank, now = self._membership.index, time.monotonic()
-        self._change_links(self._links.update(rank, epoch, entries, now))
-
-    def _change_links(self, changes: LinkChanges) -> None:
-        self._drop_front_ends(changes.left)
-        for entry in changes.joined:
-            self._add_front_end(entry)
-        for index, hello in changes.hellos:
-            self._requests[index].send(encode(hello))
-
-    def _add_front_end(self, entry: FrontEndEntry) -> None:
-        # Outputs may follow as soon as a request does: the way back has to be there first.
-        self._outbox.put(ConnectFrontEnd(entry.index, entry.addresses.outputs))
-        self._inbox.put(FrontEndJoined(entry.index, entry.incarnation))
-        identity = f"{self._membership.index}-{self._incarnation:x}".encode()
+    def _connect(self, entry: FrontEndEntry) -> None:
+        self._outputs.connect_front_end(entry.index, entry.addresses.outputs)
+        identity = f"{self._reception.rank}-{self._incarnation:x}".encode()
         requests = self._transport.connect(zmq.DEALER, entry.addresses.requests, identity=identity)
         self._requests[entry.index] = requests
-        self._serve(Inbox(requests, EngineInput, "requests"), self._request)
+        self._sockets.serve(Inbox(requests, EngineInput, "requests"), self._handle)
 
-    def _request(self, message: EngineInput) -> None:
-        if isinstance(message, RouteTaken):
-            self._links.answered(message)
-        else:
-            self._inbox.put(message)
-
-    def _tend_links(self, now: float) -> None:
-        self._change_links(self._links.tick(self._membership.index, now))
-        unconfirmed = self._links.take_unconfirmed(now)
-        if unconfirmed is None:
-            return
-        if unconfirmed:
-            names = ", ".join(map(str, unconfirmed))
-            logger.warning("ready, but front ends %s have not said that they route here", names)
-        self._on_routed()
-
-    def _drop_front_ends(self, indices: list[int]) -> None:
-        for index in indices:
-            self._forget(self._requests.pop(index))
-            self._inbox.put(FrontEndLeft(index))
-            self._outbox.put(DisconnectFrontEnd(index))
+    def _follow(self, address: str) -> None:
+        if self._orders is not None:
+            self._sockets.forget(self._orders)
+        self._orders = self._transport.connect(zmq.XSUB, address)
+        self._orders.send(_SUBSCRIBE_ALL)
+        self._sockets.serve(Inbox(self._orders, GroupOrder, "back publish"), self._handle)

@@ -8,20 +8,18 @@ whoever was woken run next can keep everything else from their processor for a t
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
 import zmq
 
+from engine.core.outbox import CoreStep
 from engine.shared.messages import (
     EngineDead,
+    EngineOutput,
     EngineReport,
     EngineStats,
-    RequestOutput,
-    StartWave,
     StepOutputs,
-    UtilityResult,
-    WaveComplete,
     encode,
 )
 from engine.shared.transport import Transport
@@ -36,67 +34,15 @@ LATE_INTERVAL = 0.1
 from being replaced."""
 
 
-@dataclass(frozen=True)
-class ConnectCoordinator:
-    """Open the way to the coordinator."""
+class Outlet(Protocol):
+    """Where an engine's loop says what it has to say, without waiting for anybody."""
 
-    address: str
+    def say(self, step: CoreStep) -> None:
+        """Tell front ends and the coordinator what a step has to say."""
+        ...
 
-
-@dataclass(frozen=True)
-class ConnectFrontEnd:
-    """Open the way to a front end."""
-
-    index: int
-    address: str
-
-
-@dataclass(frozen=True)
-class DisconnectFrontEnd:
-    """A front end has gone: drop what has not been sent to it."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class StepDone:
-    """What a step produced, by front end; without outputs only the stats are news."""
-
-    stats: EngineStats
-    outputs: dict[int, list[RequestOutput]]
-
-
-@dataclass(frozen=True)
-class UtilityDone:
-    """The answer to one front end's utility call."""
-
-    front_end: int
-    result: UtilityResult
-
-
-@dataclass(frozen=True)
-class Dying:
-    """Tell everybody that this engine cannot go on."""
-
-    message: EngineDead
-
-
-SenderItem = (
-    ConnectCoordinator
-    | ConnectFrontEnd
-    | DisconnectFrontEnd
-    | StepDone
-    | UtilityDone
-    | Dying
-    | EngineReport
-)
-
-
-class Outbox(Protocol):
-    """Where everything goes that the engine has to say."""
-
-    def put(self, item: SenderItem) -> None:
-        """Take an item, from any thread, without waiting for anybody."""
+    def report(self, report: EngineReport) -> None:
+        """Tell the coordinator something."""
         ...
 
 
@@ -174,14 +120,43 @@ class Sender:
                     each.close(linger=500)
             self._front_ends, self._coordinator = {}, None
 
-    def put(self, item: SenderItem) -> None:
-        """Write an item, or open or close the way that it names; may be called by any thread."""
+    # -- what there is to say; may be called by any thread ---------------------------------------
+
+    def say(self, step: CoreStep) -> None:
+        """Send what a step has to say to each front end, and its stats to the coordinator."""
+        self._write(self._say, step)
+
+    def report(self, report: EngineReport) -> None:
+        """Tell the coordinator something."""
+        self._write(self._report, report)
+
+    def last_words(self, message: EngineDead) -> None:
+        """Tell all front ends that this engine cannot go on."""
+        self._write(self._last_words, message)
+
+    # -- ways, opened and closed by the receiver -------------------------------------------------
+
+    def connect_coordinator(self, address: str) -> None:
+        """Open the way to the coordinator, instead of the one before."""
+        self._write(self._connect_coordinator, address)
+
+    def connect_front_end(self, index: int, address: str) -> None:
+        """Open the way to a front end."""
+        self._write(self._connect_front_end, index, address)
+
+    def disconnect_front_end(self, index: int) -> None:
+        """A front end has gone: drop what has not been sent to it."""
+        self._write(self._disconnect_front_end, index)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _write(self, act: Callable[..., None], *arguments: object) -> None:
         with self._lock:
             try:
-                self._handle(item)
+                act(*arguments)
             except Exception:
-                # One item that cannot be sent must not silence the engine.
-                logger.exception("could not send %s", type(item).__name__)
+                # One thing that cannot be sent must not silence the engine.
+                logger.exception("could not %s", act.__name__.strip("_").replace("_", " "))
 
     def _send_late(self) -> None:
         while self._holds.wait() and not self._stopped.wait(LATE_INTERVAL):
@@ -192,34 +167,34 @@ class Sender:
                 if not self._throttle.holds:
                     self._holds.clear()
 
-    def _handle(self, item: SenderItem) -> None:
-        match item:
-            case StepDone(stats, outputs):
-                for index, of_front_end in outputs.items():
-                    self._send(index, encode(StepOutputs(stats, of_front_end)))
-                self._report(self._throttle.offer(stats, time.monotonic()))
-                if self._throttle.holds and not self._holds.is_set():
-                    self._holds.set()
-            case UtilityDone(front_end, result):
-                self._send(front_end, encode(result))
-            case ConnectCoordinator(address):
-                if self._coordinator is not None:
-                    self._coordinator.close(linger=0)
-                self._coordinator = self._transport.connect(zmq.PUSH, address)
-            case ConnectFrontEnd(index, address):
-                self._front_ends[index] = self._transport.connect(zmq.PUSH, address)
-            case DisconnectFrontEnd(index):
-                self._front_ends.pop(index).close(linger=0)
-            case Dying(message):
-                for each in self._front_ends.values():
-                    each.send(encode(message))
-            case EngineStats() | WaveComplete() | StartWave():
-                self._report(item)
+    def _say(self, step: CoreStep) -> None:
+        for index, of_front_end in step.outputs.items():
+            self._send(index, StepOutputs(step.stats, of_front_end))
+        for index, result in step.utility_results:
+            self._send(index, result)
+        self._report(self._throttle.offer(step.stats, time.monotonic()))
+        if self._throttle.holds and not self._holds.is_set():
+            self._holds.set()
 
-    def _send(self, index: int, frame: bytes) -> None:
+    def _last_words(self, message: EngineDead) -> None:
+        for index in self._front_ends:
+            self._send(index, message)
+
+    def _connect_coordinator(self, address: str) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close(linger=0)
+        self._coordinator = self._transport.connect(zmq.PUSH, address)
+
+    def _connect_front_end(self, index: int, address: str) -> None:
+        self._front_ends[index] = self._transport.connect(zmq.PUSH, address)
+
+    def _disconnect_front_end(self, index: int) -> None:
+        self._front_ends.pop(index).close(linger=0)
+
+    def _send(self, index: int, message: EngineOutput) -> None:
         front_end = self._front_ends.get(index)
         if front_end is not None:
-            front_end.send(frame)
+            front_end.send(encode(message))
 
     def _report(self, report: EngineReport | None) -> None:
         if report is not None and self._coordinator is not None:

@@ -1,41 +1,9 @@
-"""What a scheduler says about itself: counters, gauges, and plans in flight in words."""
+"""What a scheduler says about itself: gauges, and plans in flight in words."""
 
-from bisect import bisect_left
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.scheduler.batch import BatchPlan
 from engine.scheduler.request import Request
-from engine.shared.messages import STEP_TOKENS_BOUNDS
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counts since the engine started."""
-
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    spec_drafts: int = 0
-    """Rows with guessed tokens."""
-    spec_draft_tokens: int = 0
-    spec_accepted_tokens: int = 0
-    grammar_requests: int = 0
-    grammar_waits: int = 0
-    """Requests whose grammar had to be compiled first."""
-    step_tokens: int = 0
-    """Tokens of all steps: computed for prompts, or drawn."""
-    step_tokens_buckets: list[int] = field(
-        default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1)
-    )
-    """Steps by their tokens, see `engine.shared.messages.EngineStats`."""
-
-    def count_step(self, tokens: int) -> None:
-        """Count a step that computed or drew so many tokens."""
-        self.step_tokens += tokens
-        self.step_tokens_buckets[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
 
 
 class Gauges(NamedTuple):

@@ -3,14 +3,13 @@
 import logging
 
 from engine.executor.interface import ExecutorInfo
-from engine.scheduler.accounts import Counters
 from engine.scheduler.books import RequestBooks
 from engine.scheduler.grammars import Grammars
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.outputs import Outputs, refused_output
 from engine.scheduler.refusal import refusal
 from engine.scheduler.request import Request, RequestStatus, request_from_message
-from engine.shared.messages import AddRequest, RequestOutput
+from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
 
 MAX_RENEWALS = 4
 """How often the grammar of one request is compiled anew, each time at the cost of a prefill."""
@@ -26,7 +25,7 @@ class Arrivals:
         books: RequestBooks,
         isolation: Isolation,
         grammars: Grammars | None,
-        counters: Counters,
+        counters: EngineCounters,
         executor: ExecutorInfo,
         *,
         max_model_len: int,

@@ -1,12 +1,12 @@
 """Where each request of an engine is, and how it gets from one place to another."""
 
-from engine.scheduler.accounts import Counters
 from engine.scheduler.fairness import Shares
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
 from engine.scheduler.waiting import WaitingQueue
+from engine.shared.messages import EngineCounters
 
 
 class RequestBooks:
@@ -21,7 +21,7 @@ class RequestBooks:
         slots: Slots,
         isolation: Isolation,
         speculator: Speculator | None,
-        counters: Counters,
+        counters: EngineCounters,
     ) -> None:
         self.all: dict[int, Request] = {}
         self.compiling: dict[int, Request] = {}

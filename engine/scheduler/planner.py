@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from engine.scheduler.accounts import Counters
 from engine.scheduler.admission import StepBudget
 from engine.scheduler.batch import SlotBlocks
 from engine.scheduler.books import RequestBooks
@@ -14,6 +13,7 @@ from engine.scheduler.precedence import Precedence
 from engine.scheduler.preemption import Room
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.slots import Slots
+from engine.shared.messages import EngineCounters
 
 
 class StepLimits(NamedTuple):
@@ -39,7 +39,7 @@ class Planner:
         slots: Slots,
         shares: Shares,
         limits: StepLimits,
-        counters: Counters,
+        counters: EngineCounters,
     ) -> None:
         self._books = books
         self._isolation = isolation

@@ -1,6 +1,6 @@
 """What the result of a step means for the requests that it computed."""
 
-from engine.scheduler.accounts import Counters, InFlight
+from engine.scheduler.accounts import InFlight
 from engine.scheduler.arrivals import Arrivals
 from engine.scheduler.batch import BatchResult
 from engine.scheduler.books import RequestBooks
@@ -9,7 +9,7 @@ from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
-from engine.shared.messages import RequestOutput
+from engine.shared.messages import EngineCounters, RequestOutput
 
 
 class Results:
@@ -22,7 +22,7 @@ class Results:
         kv: KVCacheManager,
         slots: Slots,
         speculator: Speculator | None,
-        counters: Counters,
+        counters: EngineCounters,
     ) -> None:
         self._books = books
         self._arrivals = arrivals

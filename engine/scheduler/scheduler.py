@@ -10,7 +10,7 @@ import sys
 from collections import deque
 
 from engine.executor.interface import ExecutorInfo
-from engine.scheduler.accounts import Counters, Gauges, InFlight
+from engine.scheduler.accounts import Gauges, InFlight
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.arrivals import Arrivals
 from engine.scheduler.batch import BatchPlan, BatchResult
@@ -29,7 +29,7 @@ from engine.scheduler.results import Results
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
 from engine.shared.config import CacheConfig, SchedulerConfig
-from engine.shared.messages import AddRequest, RequestOutput
+from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
 
 ADMISSION_HEADROOM = 0.01
 """Share of the KV blocks that an admission leaves free, see `StepLimits.headroom`."""
@@ -50,7 +50,7 @@ class Scheduler:
     ) -> None:
         self.max_model_len = min(executor.max_model_len, executor.num_kv_blocks * cache.block_size)
         """Longest sequence that the model takes and that fits into the KV cache alone."""
-        self.counters = counters = Counters()
+        self.counters = counters = EngineCounters()
         self._limits = limits = StepLimits(
             scheduling.max_num_batched_tokens,
             scheduling.long_prefill_token_threshold or sys.maxsize,

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from engine.scheduler.accounts import Counters
 from engine.scheduler.admission import StepBudget
 from engine.scheduler.batch import SlotBlocks
 from engine.scheduler.kv_cache import KVCacheManager
@@ -10,6 +9,7 @@ from engine.scheduler.ngram import NgramIndex
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.request import Request
 from engine.shared.config import SchedulerConfig
+from engine.shared.messages import EngineCounters
 
 DEFAULT_LOOKUP_MIN = 2
 DEFAULT_LOOKUP_MAX = 4
@@ -31,7 +31,7 @@ class Speculator:
     what is proposed; only the number of steps does.
     """
 
-    def __init__(self, scheduling: SchedulerConfig, counters: Counters) -> None:
+    def __init__(self, scheduling: SchedulerConfig, counters: EngineCounters) -> None:
         self._max = scheduling.speculative_ngram
         self._shortest, self._longest = lookup_lengths(scheduling)
         self._counters = counters

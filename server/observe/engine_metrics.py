@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
+import msgspec
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -15,6 +16,7 @@ from prometheus_client.utils import floatToGoString
 from engine.shared.messages import (
     STEP_TOKENS_BOUNDS,
     ClusterView,
+    EngineCounters,
     EngineEntry,
     EngineSetup,
     EngineStats,
@@ -33,63 +35,18 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _EngineValue], ...] = (
         lambda stats: stats.queued_prefill_tokens,
     ),
 )
-_ENGINE_COUNTERS: tuple[tuple[str, str, _EngineValue], ...] = (
-    (
-        "prefix_cache_queries",
-        "Prompt tokens looked up in the prefix cache.",
-        lambda stats: stats.prefix_cache_queries_total,
-    ),
-    (
-        "prefix_cache_hits",
-        "Prompt tokens found in the prefix cache.",
-        lambda stats: stats.prefix_cache_hits_total,
-    ),
-    (
-        "num_preemptions",
-        "Sequences preempted for lack of KV blocks.",
-        lambda stats: stats.preemptions_total,
-    ),
-    (
-        "engine_prompt_tokens",
-        "Prompt tokens computed by the engine.",
-        lambda stats: stats.prompt_tokens_total,
-    ),
-    (
-        "engine_generation_tokens",
-        "Tokens drawn by the engine.",
-        lambda stats: stats.generation_tokens_total,
-    ),
-    (
-        "spec_decode_num_drafts",
-        "Times that tokens of a sequence were guessed.",
-        lambda stats: stats.spec_drafts_total,
-    ),
-    (
-        "spec_decode_num_draft_tokens",
-        "Tokens guessed.",
-        lambda stats: stats.spec_draft_tokens_total,
-    ),
-    (
-        "spec_decode_num_accepted_tokens",
-        "Guessed tokens that the model drew as well.",
-        lambda stats: stats.spec_accepted_tokens_total,
-    ),
-    (
-        "structured_output_requests",
-        "Requests whose output is held to a grammar.",
-        lambda stats: stats.grammar_requests_total,
-    ),
-    (
-        "structured_output_waits",
-        "Requests whose grammar had to be compiled before they could run.",
-        lambda stats: stats.grammar_waits_total,
-    ),
-    (
-        "dummy_steps",
-        "Steps without work that keep a lockstep group together.",
-        lambda stats: stats.dummy_steps_total,
-    ),
-)
+
+
+def _counters() -> Iterator[tuple[str, str, str]]:
+    """Yield field, metric and help of every counter that an engine has."""
+    for field in msgspec.inspect.type_info(EngineCounters).fields:  # type: ignore[attr-defined]
+        described = field.type
+        if isinstance(described, msgspec.inspect.Metadata) and described.extra_json_schema:
+            schema = described.extra_json_schema
+            yield field.name, schema["title"], schema["description"]
+
+
+_ENGINE_COUNTERS = tuple(_counters())
 _STEP_TOKENS_LABELS = [*map(floatToGoString, STEP_TOKENS_BOUNDS), "+Inf"]
 _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
     "block_size": lambda setup: setup.block_size,
@@ -131,8 +88,11 @@ class EngineCollector(Collector):
         for name, text, value in _ENGINE_GAUGES:
             samples = [(self._labels(entry), value(stats)) for entry, stats in reporting]
             yield self._gauge(name, text, ("model_name", "engine"), samples)
-        for name, text, value in _ENGINE_COUNTERS:
-            samples = [(self._labels(entry), value(stats)) for entry, stats in reporting]
+        for counter, name, text in _ENGINE_COUNTERS:
+            samples = [
+                (self._labels(entry), float(getattr(stats.counters, counter)))
+                for entry, stats in reporting
+            ]
             yield self._counter(name, text, ("model_name", "engine"), samples)
         yield self._waiting_by_reason(reporting)
         yield self._step_tokens(reporting)
@@ -176,10 +136,10 @@ class EngineCollector(Collector):
             labels=("model_name", "engine"),
         )
         for entry, stats in reporting:
-            counts = list(accumulate(stats.step_tokens_buckets))
+            counts = list(accumulate(stats.counters.step_tokens_buckets))
             if counts:
                 buckets = list(zip(_STEP_TOKENS_LABELS, map(float, counts), strict=True))
-                family.add_metric(self._labels(entry), buckets, stats.step_tokens_total)
+                family.add_metric(self._labels(entry), buckets, stats.counters.step_tokens)
         return family
 
     def _cache_config(self, chosen: list[EngineEntry]) -> Metric:

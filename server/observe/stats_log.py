@@ -54,12 +54,12 @@ class StatsLog:
             if before.incarnation != stats.incarnation:
                 continue
             seconds = max(1e-9, now - began)
-            generated = stats.generation_tokens_total - before.generation_tokens_total
-            prompt = stats.prompt_tokens_total - before.prompt_tokens_total
-            asked = stats.prefix_cache_queries_total - before.prefix_cache_queries_total
-            hits = stats.prefix_cache_hits_total - before.prefix_cache_hits_total
-            guessed = stats.spec_draft_tokens_total - before.spec_draft_tokens_total
-            right = stats.spec_accepted_tokens_total - before.spec_accepted_tokens_total
+            generated = stats.counters.generation_tokens - before.counters.generation_tokens
+            prompt = stats.counters.prompt_tokens - before.counters.prompt_tokens
+            asked = stats.counters.prefix_cache_queries - before.counters.prefix_cache_queries
+            hits = stats.counters.prefix_cache_hits - before.counters.prefix_cache_hits
+            guessed = stats.counters.spec_draft_tokens - before.counters.spec_draft_tokens
+            right = stats.counters.spec_accepted_tokens - before.counters.spec_accepted_tokens
             if not (generated or prompt or stats.running or stats.waiting):
                 continue
             lines.append(

@@ -159,7 +159,7 @@ class World:
 
     def ended(self, engine: Engine) -> None:
         """An engine process has ended by itself."""
-        self._poisoned += engine.draining_since is None
+        self._poisoned += not engine.is_draining
         self._kill_engine(engine)
 
     def _kill_engine(self, engine: Engine, *, with_node: bool = False) -> None:

@@ -62,6 +62,7 @@ from engine.shared.messages.node import (
 )
 from engine.shared.messages.outputs import (
     STEP_TOKENS_BOUNDS,
+    EngineCounters,
     EngineDead,
     EngineOutput,
     EngineStats,
@@ -121,6 +122,7 @@ __all__ = [
     "CoordinatorReply",
     "CoreInput",
     "Draining",
+    "EngineCounters",
     "EngineDead",
     "EngineEntry",
     "EngineInput",

@@ -1,8 +1,11 @@
 """Outputs: from engines to front ends."""
 
-from typing import Literal
+from bisect import bisect_left
+from copy import copy
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from engine.shared.messages.requests import UtilityValue
 from engine.shared.messages.wire import Message
@@ -76,12 +79,99 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
     """Messages with outputs that were made for it, the one that carries these stats included."""
 
 
+class EngineCounters(msgspec.Struct, array_like=True):
+    """What an engine has counted since it started; whoever counts something adds to its field.
+
+    A field with a title is a counter of /metrics: the title is its name there, the description
+    its help.
+    """
+
+    prefix_cache_queries: Annotated[
+        int,
+        Meta(
+            title="prefix_cache_queries",
+            description="Prompt tokens looked up in the prefix cache.",
+        ),
+    ] = 0
+    prefix_cache_hits: Annotated[
+        int,
+        Meta(title="prefix_cache_hits", description="Prompt tokens found in the prefix cache."),
+    ] = 0
+    preemptions: Annotated[
+        int,
+        Meta(title="num_preemptions", description="Sequences preempted for lack of KV blocks."),
+    ] = 0
+    prompt_tokens: Annotated[
+        int,
+        Meta(title="engine_prompt_tokens", description="Prompt tokens computed by the engine."),
+    ] = 0
+    generation_tokens: Annotated[
+        int, Meta(title="engine_generation_tokens", description="Tokens drawn by the engine.")
+    ] = 0
+    spec_drafts: Annotated[
+        int,
+        Meta(
+            title="spec_decode_num_drafts",
+            description="Steps of sequences in which draft tokens were verified.",
+        ),
+    ] = 0
+    spec_draft_tokens: Annotated[
+        int, Meta(title="spec_decode_num_draft_tokens", description="Draft tokens verified.")
+    ] = 0
+    spec_accepted_tokens: Annotated[
+        int,
+        Meta(
+            title="spec_decode_num_accepted_tokens",
+            description="Draft tokens that the model drew as well.",
+        ),
+    ] = 0
+    grammar_requests: Annotated[
+        int,
+        Meta(
+            title="structured_output_requests",
+            description="Requests whose output is held to a grammar.",
+        ),
+    ] = 0
+    grammar_waits: Annotated[
+        int,
+        Meta(
+            title="structured_output_waits",
+            description="Requests whose grammar had to be compiled before they could run.",
+        ),
+    ] = 0
+    dummy_steps: Annotated[
+        int,
+        Meta(
+            title="dummy_steps",
+            description="Steps without work that keep a lockstep group together.",
+        ),
+    ] = 0
+    step_tokens: int = 0
+    """Tokens of all steps: computed for prompts, or drawn."""
+    step_tokens_buckets: list[int] = msgspec.field(
+        default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1)
+    )
+    """Steps by these tokens: as many as each of `STEP_TOKENS_BOUNDS` at most (and more than the
+    one before), and more than all of them."""
+
+    def count_step(self, tokens: int) -> None:
+        """Count a step that computed or drew so many tokens."""
+        self.step_tokens += tokens
+        self.step_tokens_buckets[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
+
+    def snapshot(self) -> "EngineCounters":
+        """Return a copy that does not count on."""
+        taken = copy(self)
+        taken.step_tokens_buckets = self.step_tokens_buckets.copy()
+        return taken
+
+
 class EngineStats(Message, frozen=True):
     """One engine's load and counters, stamped with (incarnation, wave, step).
 
-    Gauges are the state after `step`; `*_total` fields are counts since the engine started.
-    `version` grows with every stats an engine takes, so that of two stats with the same
-    incarnation the larger version is the newer, also while no step is taken.
+    Gauges are the state after `step`. `version` grows with every stats an engine takes, so that
+    of two stats with the same incarnation the larger version is the newer, also while no step is
+    taken.
     """
 
     rank: int
@@ -96,14 +186,7 @@ class EngineStats(Message, frozen=True):
     queued_prefill_tokens: int
     """Prompt tokens received and not yet computed (waiting requests and partial prefills)."""
     received: list[Received] = []
-    prefix_cache_queries_total: int = 0
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_cache_hits_total: int = 0
-    """Prompt tokens found there."""
-    preemptions_total: int = 0
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
-    dummy_steps_total: int = 0
+    counters: EngineCounters = msgspec.field(default_factory=EngineCounters)
     topology: int = 0
     """Which formation of its lockstep group the engine belongs to; only grows."""
     wave_running: bool = False
@@ -112,21 +195,6 @@ class EngineStats(Message, frozen=True):
     """Newest hold that the engine knows of; odd means held (see `engine.lockstep.wave`)."""
     halted: bool = False
     """Paused or asleep by an operator's order: requests wait, and no progress is due."""
-    spec_drafts_total: int = 0
-    """Times that tokens of a request were guessed (see `--speculative-ngram`)."""
-    spec_draft_tokens_total: int = 0
-    """Tokens guessed."""
-    spec_accepted_tokens_total: int = 0
-    """Guessed tokens that were right."""
-    grammar_requests_total: int = 0
-    """Requests held to a grammar."""
-    grammar_waits_total: int = 0
-    """Those of them whose grammar had to be compiled first."""
-    step_tokens_buckets: list[int] = []
-    """Steps by how many tokens they computed or drew: as many as each of `STEP_TOKENS_BOUNDS` at
-    most (and more than the one before), and more than all of them."""
-    step_tokens_total: int = 0
-    """Sum of these tokens."""
     deferred: int = 0
     """Those of the waiting requests that wait for their grammar to be compiled, not for a slot."""
     alone: int = 0

@@ -57,12 +57,12 @@ def _counts(stats: EngineStats | None) -> EngineCounts | None:
         running=stats.running,
         kv_usage=stats.kv_usage,
         queued_prefill_tokens=stats.queued_prefill_tokens,
-        prompt_tokens_total=stats.prompt_tokens_total,
-        generation_tokens_total=stats.generation_tokens_total,
-        prefix_cache_queries_total=stats.prefix_cache_queries_total,
-        prefix_cache_hits_total=stats.prefix_cache_hits_total,
-        preemptions_total=stats.preemptions_total,
-        dummy_steps_total=stats.dummy_steps_total,
+        prompt_tokens_total=stats.counters.prompt_tokens,
+        generation_tokens_total=stats.counters.generation_tokens,
+        prefix_cache_queries_total=stats.counters.prefix_cache_queries,
+        prefix_cache_hits_total=stats.counters.prefix_cache_hits,
+        preemptions_total=stats.counters.preemptions,
+        dummy_steps_total=stats.counters.dummy_steps,
     )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from engine.core.engine_core import CoreStep, EngineCore, StepFailed
+from engine.core.engine_core import EngineCore
+from engine.core.outbox import CoreStep
+from engine.core.steps import StepFailed
 from engine.distributed.spec import GroupBroken
 from engine.executor.interface import ExecutorInfo, PendingResult
 from engine.executor.simulated import SimulatedExecutor, simulated_token
@@ -98,8 +100,8 @@ def test_an_engine_says_how_long_requests_waited_for_a_slot(overlap: bool) -> No
 def test_stats_tell_how_many_tokens_steps_had(core: EngineCore) -> None:
     core.handle(request(1, length=5, max_tokens=3))
     stats = run(core)[-1].stats
-    assert stats.step_tokens_total == 5 + 3
-    assert stats.step_tokens_buckets == [2, 1, *[0] * 12]
+    assert stats.counters.step_tokens == 5 + 3
+    assert stats.counters.step_tokens_buckets == [2, 1, *[0] * 12]
 
 
 def test_stats_tell_load_and_counts(core: EngineCore) -> None:
@@ -115,9 +117,9 @@ def test_stats_tell_load_and_counts(core: EngineCore) -> None:
     stats = run(core)[-1].stats
     assert (stats.waiting, stats.running, stats.kv_usage) == (0, 0, 0)
     assert stats.queued_prefill_tokens == 0
-    assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (30, 18)
-    assert stats.prefix_cache_queries_total == 30
-    assert stats.prefix_cache_hits_total == 8  # the two that started later
+    assert (stats.counters.prompt_tokens, stats.counters.generation_tokens) == (30, 18)
+    assert stats.counters.prefix_cache_queries == 30
+    assert stats.counters.prefix_cache_hits == 8  # the two that started later
 
 
 def test_every_stats_is_newer_than_the_one_before(core: EngineCore) -> None:
@@ -212,7 +214,7 @@ def test_a_request_that_nobody_can_make_sense_of_fails_alone(
     answers = core.step().outputs[0]
     assert [(answer.id, answer.finish_reason) for answer in answers] == [(2, "error"), (1, None)]
     assert "request-2 could not be queued" in caplog.text
-    assert run(core)[-1].stats.generation_tokens_total == 3
+    assert run(core)[-1].stats.counters.generation_tokens == 3
 
 
 def test_an_answer_alone_is_work(core: EngineCore) -> None:
@@ -386,9 +388,9 @@ def test_a_step_without_work_is_an_empty_batch_and_counts_as_a_dummy() -> None:
     core = member(executor)
     assert not core.needs_steps
     step = core.step_together(0, ())
-    assert (step.outputs, step.stats.dummy_steps_total) == ({}, 1)
+    assert (step.outputs, step.stats.counters.dummy_steps) == ({}, 1)
     core.handle(request(1, max_tokens=1))
-    assert core.step_together(1, ()).stats.dummy_steps_total == 1
+    assert core.step_together(1, ()).stats.counters.dummy_steps == 1
     assert [len(plan.slots) for plan in executor.plans] == [0, 1]
 
 
@@ -396,7 +398,7 @@ def test_a_step_whose_prefill_is_held_is_an_empty_batch_too() -> None:
     executor = BreakingExecutor(set())
     core = member(executor, HoldUntil(1))
     core.handle(request(1, max_tokens=1))
-    assert core.step_together(0, ()).stats.dummy_steps_total == 1
+    assert core.step_together(0, ()).stats.counters.dummy_steps == 1
     assert core.needs_steps
     assert len(core.step_together(1, ()).outputs[0]) == 1
 
@@ -421,7 +423,7 @@ def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: 
     config = msgspec.structs.replace(CONFIG, scheduler=scheduling)
     core = EngineCore(config, executor, rank=0, incarnation=1)
     core.front_end_joined(0, 1)
-    exchanges = core.joined_group(2)
+    exchanges = core.steps.joined_group(2)
     other = RankState(2, 1, 16, 20, decodes=2, ready_prefill_tokens=16, ready_prefills=1)
     core.handle(request(1, max_tokens=30))
     core.handle(msgspec.structs.replace(request(2, length=6, max_tokens=30), alone=4))
@@ -431,7 +433,7 @@ def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: 
             break
         said = core.stats().alone
         try:
-            own = core.rank_state(1000)
+            own = core.steps.rank_state(1000)
             core.step_together(number, (own, other) if exchanges else ())
         except GroupBroken:
             continue
@@ -467,13 +469,13 @@ def test_an_engine_does_not_sleep_in_the_middle_of_a_step() -> None:
     [(_, result)] = answers.utility_results
     assert result.error is not None
     assert "finished first" in result.error
-    assert not core.is_sleeping
+    assert not core.halting.is_sleeping
 
 
 def test_only_policies_that_compare_ranks_are_told_loads() -> None:
     core = member(BreakingExecutor(set()))
     core.handle(request(1))
-    assert core.rank_state(0) == NO_LOAD
-    assert core.joined_group(2), "level is what groups use"
-    assert core.rank_state(7).waiting == 1
-    assert core.rank_state(7).last_step_us == 7
+    assert core.steps.rank_state(0) == NO_LOAD
+    assert core.steps.joined_group(2), "level is what groups use"
+    assert core.steps.rank_state(7).waiting == 1
+    assert core.steps.rank_state(7).last_step_us == 7

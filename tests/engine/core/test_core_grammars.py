@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.core.engine_core import EngineCore
+from engine.core.events import GrammarsSettled
 from engine.executor.simulated import SimulatedExecutor
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarTable, grammar_table
@@ -95,7 +96,7 @@ class Engine:
         """Wait until a grammar is settled, as an engine's loop does on its inbox."""
         assert self.settled.wait(20)
         self.settled.clear()
-        self.core.grammars_settled()
+        self.core.handle(GrammarsSettled())
 
     def run(self) -> None:
         while self.core.has_requests:
@@ -168,7 +169,7 @@ def test_others_go_on_while_a_grammar_is_compiled(
     engine.assert_nothing_is_left()
     engine.add(3, WORDS)
     stats = engine.core.stats()
-    assert (stats.grammar_requests_total, stats.grammar_waits_total) == (2, 1)
+    assert (stats.counters.grammar_requests, stats.counters.grammar_waits) == (2, 1)
     engine.run()
 
 
@@ -302,9 +303,9 @@ def test_preemption_chunks_overlap_and_guesses_change_no_output(
         if id % 3 == 0 and engine.core.has_work:
             engine.step()
     engine.run()
-    assert engine.core.stats().preemptions_total > 0
+    assert engine.core.stats().counters.preemptions > 0
     if "speculative_ngram" in options:
-        assert engine.core.stats().spec_accepted_tokens_total > 0
+        assert engine.core.stats().counters.spec_accepted_tokens > 0
     engine.assert_nothing_is_left()
     for id, spec, length, sampling, _ in requests:
         lonely = make()

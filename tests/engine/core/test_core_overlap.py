@@ -6,7 +6,8 @@ import random
 import msgspec
 import pytest
 
-from engine.core.engine_core import EngineCore, StepFailed
+from engine.core.engine_core import EngineCore
+from engine.core.steps import StepFailed
 from engine.executor.interface import ExecutorInfo, PendingResult
 from engine.executor.simulated import SimulatedExecutor
 from engine.scheduler.batch import BatchPlan, BatchResult
@@ -163,7 +164,7 @@ def serve(overlap: bool, seed: int) -> tuple[dict[int, list[int]], dict[int, str
     assert (stats.running, stats.waiting, stats.kv_usage, stats.queued_prefill_tokens) == (
         0, 0, 0.0, 0
     )  # fmt: skip
-    return tokens, ends, stats.preemptions_total
+    return tokens, ends, stats.counters.preemptions
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.engine_core import EngineCore, StepFailed
+from engine.core.engine_core import EngineCore
+from engine.core.steps import StepFailed
 from engine.executor.interface import CannotDo
 from engine.executor.simulated import SimulatedExecutor, simulated_token
 from engine.scheduler.batch import BatchPlan
@@ -250,7 +251,8 @@ def test_a_step_that_fails_while_the_engine_goes_to_sleep_is_fatal() -> None:
         def result(self) -> None:
             raise RuntimeError("the device is gone")
 
-    engine.core._in_flight[0] = engine.core._in_flight[0]._replace(pending=Broken())  # type: ignore[arg-type]
+    in_flight = engine.core.steps._in_flight
+    in_flight[0] = in_flight[0]._replace(pending=Broken())  # type: ignore[arg-type]
     with pytest.raises(StepFailed, match="RuntimeError"):
         engine.core.handle(UtilityCall(1, 0, "sleep"))
 

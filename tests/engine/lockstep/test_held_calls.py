@@ -61,7 +61,7 @@ def held(call: str) -> tuple[Rank, Rank]:
         assert isinstance(rank.wave.next_action(False, IDLE), Park)
         assert rank.calls.settle()
         assert rank.answers() == [None]
-        assert rank.core.is_paused
+        assert rank.core.halting.is_paused
         rank.wave.take_reports()
     return ranks
 
@@ -78,8 +78,8 @@ def test_a_rank_that_heard_of_the_end_of_the_hold_before_it_is_asked_answers_too
         gather(first, second)
         assert second.answers() == [None]
         assert first.wave.phase is second.wave.phase
-        assert not first.core.is_paused
-        assert not second.core.is_paused
+        assert not first.core.halting.is_paused
+        assert not second.core.halting.is_paused
 
 
 def test_a_rank_asked_when_the_hold_is_over_already_answers_at_once() -> None:
@@ -89,21 +89,21 @@ def test_a_rank_asked_when_the_hold_is_over_already_answers_at_once() -> None:
     second.wave.start_ordered(first.order())
     gather(first, second)
     assert first.wave.phase is Phase.PAUSED
-    assert not second.core.is_paused
+    assert not second.core.halting.is_paused
     second.ask("resume")
     assert second.answers() == [None]
 
 
 def test_ranks_of_a_group_without_work_wake_up_together() -> None:
     first, second = held("sleep")
-    assert first.core.is_sleeping
-    assert second.core.is_sleeping
+    assert first.core.halting.is_sleeping
+    assert second.core.halting.is_sleeping
     first.ask("wake_up")
     assert first.calls.settle()
     second.wave.start_ordered(first.order())
     gather(first, second)
-    assert not first.core.is_sleeping
-    assert not second.core.is_sleeping
+    assert not first.core.halting.is_sleeping
+    assert not second.core.halting.is_sleeping
     second.ask("wake_up")
     assert second.answers() == [None]
 
@@ -116,8 +116,8 @@ def test_a_pause_asked_just_before_the_end_of_a_hold_is_heard_holds_the_group_ag
     second.ask("pause")
     second.wave.start_ordered(first.order())
     gather(first, second)
-    assert not first.core.is_paused
-    assert not second.core.is_paused
+    assert not first.core.halting.is_paused
+    assert not second.core.halting.is_paused
     assert second.answers() == []
 
     second.wave.take_reports()
@@ -126,5 +126,5 @@ def test_a_pause_asked_just_before_the_end_of_a_hold_is_heard_holds_the_group_ag
     for rank in (first, second):
         assert isinstance(rank.wave.next_action(False, IDLE), Park)
         assert rank.calls.settle()
-        assert rank.core.is_paused
+        assert rank.core.halting.is_paused
     assert second.answers() == [None]

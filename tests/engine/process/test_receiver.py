@@ -10,7 +10,9 @@ import pytest
 import zmq
 
 from engine.lockstep.group_connection import GroupConnection
-from engine.process.receiver import InboxItem, Receiver, Welcomed
+from engine.process.events import InboxItem, Welcomed
+from engine.process.receiver import Receiver, build_reception
+from engine.process.reception import Serve
 from engine.shared.config import ClusterConfig, EngineConfig
 from engine.shared.messages import (
     EngineSetup,
@@ -32,9 +34,13 @@ GUARD = 10.0
 
 
 class Discarded:
-    """Takes what the sending thread would be told."""
+    """Takes what would be opened for outputs."""
 
-    def put(self, item: object) -> None: ...
+    def connect_coordinator(self, address: str) -> None: ...
+
+    def connect_front_end(self, index: int, address: str) -> None: ...
+
+    def disconnect_front_end(self, index: int) -> None: ...
 
 
 class World:
@@ -54,9 +60,10 @@ class World:
         self.orders = transport.bind(zmq.XPUB, self._publish)
         self.routed = threading.Event()
         self.inbox: SimpleQueue[InboxItem] = SimpleQueue()
+        reception = build_reception(EngineConfig(cluster=cluster), INCARNATION, lockstep=False)
         self.receiver = Receiver(
-            EngineConfig(cluster=cluster), INCARNATION, transport, context,
-            inbox=self.inbox, outbox=Discarded(), lockstep=False, connection=GroupConnection(),
+            cluster.coordinator_address, INCARNATION, transport, context, reception=reception,
+            inbox=self.inbox, outputs=Discarded(), connection=GroupConnection(),
             on_routed=self.routed.set,
         )  # fmt: skip
         self.receiver.start()
@@ -99,7 +106,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: World) -> None:
     world.welcome([world.front_end])
-    world.receiver.ready(SETUP)
+    world.receiver.tell(Serve(SETUP))
     world.until_ready_is_told()
     asked = 0
     while asked < 5:  # the coordinator knows, but the front end has not heard of it yet
@@ -114,5 +121,5 @@ def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: Worl
 def test_an_engine_without_front_ends_can_be_counted_on_at_once(world: World) -> None:
     world.welcome([])
     assert not world.routed.is_set()
-    world.receiver.ready(SETUP)
+    world.receiver.tell(Serve(SETUP))
     assert world.routed.wait(GUARD)

@@ -9,15 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from engine.process.sender import (
-    LATE_INTERVAL,
-    ConnectCoordinator,
-    ConnectFrontEnd,
-    DisconnectFrontEnd,
-    Dying,
-    Sender,
-    StepDone,
-)
+from engine.core.outbox import CoreStep
+from engine.process.sender import LATE_INTERVAL, Sender
 from engine.shared.config import ClusterConfig
 from engine.shared.messages import (
     EngineDead,
@@ -65,12 +58,14 @@ def wake_ups(thread_name: str) -> int:
     return int(line.split()[1])
 
 
-def test_outputs_are_on_their_way_when_put_returns(sender: Sender, transport: Transport) -> None:
+def test_outputs_are_on_their_way_when_they_have_been_said(
+    sender: Sender, transport: Transport
+) -> None:
     pulls = [listen(transport, f"inproc://front-end-{i}") for i in range(2)]
     for index in range(2):
-        sender.put(ConnectFrontEnd(index, f"inproc://front-end-{index}"))
+        sender.connect_front_end(index, f"inproc://front-end-{index}")
     outputs = {i: [RequestOutput(i, [7])] for i in range(2)}
-    sender.put(StepDone(stats(1), outputs))
+    sender.say(CoreStep(outputs, [], stats(1)))
     for index, pull in enumerate(pulls):
         assert pull.poll(0), "inproc delivers at once"
         message = received(pull, StepOutputs)
@@ -79,9 +74,9 @@ def test_outputs_are_on_their_way_when_put_returns(sender: Sender, transport: Tr
 
 def test_what_is_for_a_front_end_that_left_is_dropped(sender: Sender, transport: Transport) -> None:
     pull = listen(transport, "inproc://front-end")
-    sender.put(ConnectFrontEnd(0, "inproc://front-end"))
-    sender.put(DisconnectFrontEnd(0))
-    sender.put(StepDone(stats(1), {0: [RequestOutput(1, [7])]}))
+    sender.connect_front_end(0, "inproc://front-end")
+    sender.disconnect_front_end(0)
+    sender.say(CoreStep({0: [RequestOutput(1, [7])]}, [], stats(1)))
     assert not pull.poll(50)
 
 
@@ -89,9 +84,9 @@ def test_stats_that_a_long_step_holds_back_are_sent_without_another_step(
     sender: Sender, transport: Transport
 ) -> None:
     coordinator = listen(transport, "inproc://coordinator")
-    sender.put(ConnectCoordinator("inproc://coordinator"))
-    sender.put(StepDone(stats(1), {}))
-    sender.put(StepDone(stats(2), {}))
+    sender.connect_coordinator("inproc://coordinator")
+    sender.say(CoreStep({}, [], stats(1)))
+    sender.say(CoreStep({}, [], stats(2)))
     assert received(coordinator, EngineStats) == stats(1)
     began = time.monotonic()
     assert received(coordinator, EngineStats) == stats(2)
@@ -102,10 +97,10 @@ def test_nothing_wakes_a_sender_that_holds_nothing_back_and_what_it_holds_later_
     sender: Sender, transport: Transport
 ) -> None:
     coordinator = listen(transport, "inproc://coordinator")
-    sender.put(ConnectCoordinator("inproc://coordinator"))
+    sender.connect_coordinator("inproc://coordinator")
     for step in (1, 3):
-        sender.put(StepDone(stats(step), {}))
-        sender.put(StepDone(stats(step + 1), {}))
+        sender.say(CoreStep({}, [], stats(step)))
+        sender.say(CoreStep({}, [], stats(step + 1)))
         assert received(coordinator, EngineStats) == stats(step)
         assert received(coordinator, EngineStats) == stats(step + 1)
         time.sleep(2 * LATE_INTERVAL)  # it finds that nothing is held any more
@@ -118,9 +113,9 @@ def test_stopping_sends_the_newest_stats(transport: Transport) -> None:
     coordinator = listen(transport, "inproc://coordinator")
     sender = Sender(transport)
     sender.start()
-    sender.put(ConnectCoordinator("inproc://coordinator"))
+    sender.connect_coordinator("inproc://coordinator")
     for step in (1, 2, 3):
-        sender.put(StepDone(stats(step), {}))
+        sender.say(CoreStep({}, [], stats(step)))
     sender.stop()
     assert received(coordinator, EngineStats) == stats(1)
     assert received(coordinator, EngineStats) == stats(3)
@@ -128,11 +123,11 @@ def test_stopping_sends_the_newest_stats(transport: Transport) -> None:
 
 def test_several_threads_may_speak_at_once(sender: Sender, transport: Transport) -> None:
     pull = listen(transport, "inproc://front-end")
-    sender.put(ConnectFrontEnd(0, "inproc://front-end"))
+    sender.connect_front_end(0, "inproc://front-end")
 
     def speak(first: int) -> None:
         for id_ in range(first, first + 200):
-            sender.put(StepDone(stats(id_), {0: [RequestOutput(id_, [1])]}))
+            sender.say(CoreStep({0: [RequestOutput(id_, [1])]}, [], stats(id_)))
 
     threads = [threading.Thread(target=speak, args=(1000 * i,)) for i in range(4)]
     for thread in threads:
@@ -150,8 +145,8 @@ def test_one_item_that_cannot_be_sent_does_not_silence_the_engine(
     sender: Sender, transport: Transport
 ) -> None:
     pull = listen(transport, "inproc://front-end")
-    sender.put(ConnectFrontEnd(0, "inproc://front-end"))
-    sender.put(ConnectFrontEnd(1, "nonsense"))
+    sender.connect_front_end(0, "inproc://front-end")
+    sender.connect_front_end(1, "nonsense")
     dead = EngineDead(0, 1, "a step failed")
-    sender.put(Dying(dead))
+    sender.last_words(dead)
     assert received(pull, EngineDead) == dead

@@ -44,11 +44,11 @@ def test_answers_are_those_without_guesses(num_blocks: int) -> None:
         scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-4), name
         assert len(scores[0]) == (len(one.tokens) if "scored" in name else 0)
-    assert before.spec_drafts_total == 0
-    assert after.spec_accepted_tokens_total > 100
-    assert after.spec_draft_tokens_total > after.spec_accepted_tokens_total
+    assert before.counters.spec_drafts == 0
+    assert after.counters.spec_accepted_tokens > 100
+    assert after.counters.spec_draft_tokens > after.counters.spec_accepted_tokens
     assert after.step < before.step
-    assert (after.preemptions_total > 0) == (num_blocks == 40)
+    assert (after.counters.preemptions > 0) == (num_blocks == 40)
 
 
 def test_a_request_goes_on_elsewhere_with_the_same_tokens() -> None:
@@ -70,4 +70,4 @@ def test_in_16_bits_too_if_batches_make_no_difference() -> None:
     plain, _ = serve(BUNDLED_MODEL, requests, **options)
     guessed, stats = serve(BUNDLED_MODEL, requests, speculative_ngram=8, **options)
     assert [answer.tokens for answer in plain] == [answer.tokens for answer in guessed]
-    assert stats.spec_accepted_tokens_total > 50
+    assert stats.counters.spec_accepted_tokens > 50

@@ -5,7 +5,13 @@ import msgspec
 import pytest
 
 from benchmarks import headless_chromium
-from engine.shared.messages import ClusterView, EngineEntry, EngineSetup, EngineStats
+from engine.shared.messages import (
+    ClusterView,
+    EngineCounters,
+    EngineEntry,
+    EngineSetup,
+    EngineStats,
+)
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
 from server.observe.metrics import FrontEndMetrics
@@ -39,7 +45,9 @@ def view(*engines: EngineEntry, running: bool = True) -> ClusterView:
 
 
 def test_the_status_is_the_view_of_the_cluster(http: Any, engines: Any) -> None:
-    busy = engine(0, waiting=2, running=5, kv_usage=0.75, generation_tokens_total=900)
+    busy = engine(
+        0, waiting=2, running=5, kv_usage=0.75, counters=EngineCounters(generation_tokens=900)
+    )
     engines.view = view(engine(1, ready=False), busy)
     engines.stats_age = {0: 0.25}
     response = http.get("/status.json")
@@ -128,7 +136,9 @@ def test_the_page_shows_engines_and_rates_as_they_change(
         assert text_of(browser, "#wave") == "4"
         assert text_of(browser, "#engines-title") == "Engines: 1 of 2 ready"
 
-        engines.view = view(engine(0, generation_tokens_total=5000), running=False)
+        engines.view = view(
+            engine(0, counters=EngineCounters(generation_tokens=5000)), running=False
+        )
         browser.wait_until("document.getElementById('token-rate').innerText !== '0'")
         browser.wait_until("document.querySelectorAll('#engines tr').length === 1")
         assert "idle" in text_of(browser, "#engines")

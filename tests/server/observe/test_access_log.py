@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.shared.messages import ClusterView, EngineEntry, EngineStats
+from engine.shared.messages import ClusterView, EngineCounters, EngineEntry, EngineStats
 from server.config import FrontEndConfig
 from server.observe.stats_log import StatsLog
 
@@ -42,8 +42,10 @@ def stats(tokens: int, *, incarnation: int = 1, running: int = 0, hits: int = 0)
     return EngineStats(
         rank=0, incarnation=incarnation, version=tokens, wave=0, step=0, waiting=0,
         running=running, kv_usage=0.25, queued_prefill_tokens=0,
-        prefix_cache_queries_total=2 * hits, prefix_cache_hits_total=hits,
-        prompt_tokens_total=3 * tokens, generation_tokens_total=tokens,
+        counters=EngineCounters(
+            prefix_cache_queries=2 * hits, prefix_cache_hits=hits,
+            prompt_tokens=3 * tokens, generation_tokens=tokens,
+        ),
     )  # fmt: skip
 
 
@@ -68,7 +70,7 @@ def test_guesses_are_part_of_the_line_where_there_are_any() -> None:
     log = StatsLog()
     log.lines(view(stats(100)), 10.0)
     guessing = msgspec.structs.replace(
-        stats(200), spec_draft_tokens_total=40, spec_accepted_tokens_total=30
+        stats(200), counters=EngineCounters(spec_draft_tokens=40, spec_accepted_tokens=30)
     )
     (line,) = log.lines(view(guessing), 20.0)
     assert str(line).endswith("prefix cache hits 0.0 %, guesses accepted 75.0 %")

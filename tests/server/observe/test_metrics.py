@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.shared.config import ModelConfig
 from engine.shared.messages import (
     ClusterView,
+    EngineCounters,
     EngineEntry,
     EngineSetup,
     EngineStats,
@@ -48,15 +49,17 @@ def engine(rank: int, **fields: Any) -> EngineEntry:
         running=fields.pop("running", 0),
         kv_usage=0.25,
         queued_prefill_tokens=0,
-        prefix_cache_hits_total=11,
-        dummy_steps_total=3,
-        grammar_requests_total=11,
-        grammar_waits_total=2,
-        spec_drafts_total=5,
-        spec_draft_tokens_total=20,
-        spec_accepted_tokens_total=13,
-        step_tokens_buckets=[2, 1, *[0] * 10, 0, 1],
-        step_tokens_total=20020,
+        counters=EngineCounters(
+            prefix_cache_hits=11,
+            dummy_steps=3,
+            grammar_requests=11,
+            grammar_waits=2,
+            spec_drafts=5,
+            spec_draft_tokens=20,
+            spec_accepted_tokens=13,
+            step_tokens_buckets=[2, 1, *[0] * 10, 0, 1],
+            step_tokens=20020,
+        ),
         deferred=fields.pop("deferred", 0),
     )
     return EngineEntry(

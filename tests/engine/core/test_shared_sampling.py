@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from engine.process.shared_sampling import SharedSampling
+from engine.core.shared_sampling import SharedSampling
 from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams, encode
 
 LISTS: dict[str, Any] = {

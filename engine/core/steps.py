@@ -1,0 +1,198 @@
+"""The steps of an engine: planned by its scheduler, computed by its executor."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from engine.core.outbox import Outbox
+from engine.distributed.spec import GroupBroken
+from engine.executor.interface import CannotDo, Executor, PendingResult
+from engine.scheduler.admission import (
+    NO_LOAD,
+    UNLIMITED,
+    AdmissionPolicy,
+    AdmitAll,
+    Grant,
+    RankState,
+)
+from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.scheduler.policies import build_admission_policy
+from engine.scheduler.scheduler import Scheduler
+from engine.shared.config import SchedulerConfig
+
+logger = logging.getLogger(__name__)
+
+
+class StepFailed(Exception):
+    """A step raised: the engine's state is unknown and it has to end. The cause is chained."""
+
+
+class _Launched(NamedTuple):
+    """A step that was planned and whose result is not taken yet."""
+
+    plan: BatchPlan
+    pending: PendingResult | None
+    """None for a plan without rows, which no executor sees, and for one that a group gave up."""
+
+
+class Steps:
+    """Launches steps and takes their results, which go to the outbox.
+
+    With `async_scheduling` up to two steps are in flight: the next one is planned and handed to
+    the executor while the one before runs, so the executor never waits for the bookkeeping.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        config: SchedulerConfig,
+        scheduler: Scheduler,
+        executor: Executor,
+        outbox: Outbox,
+        *,
+        admission: AdmissionPolicy | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.count = 0
+        """Steps launched so far."""
+        self._rank = rank
+        self._config = config
+        self._scheduler = scheduler
+        self._executor = executor
+        self._outbox = outbox
+        self._admission = admission or build_admission_policy(config, lockstep_size=1)
+        self._now = now
+        self._max_in_flight = _steps_in_flight(config)
+        self._in_flight: deque[_Launched] = deque()
+        self._last_prefill_tokens = 0
+
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether a result is still to be taken."""
+        return bool(self._in_flight)
+
+    @property
+    def next_tokens(self) -> int:
+        """Most tokens that the next step can compute."""
+        gauges = self._scheduler.gauges()
+        tokens = gauges.running + gauges.queued_prefill_tokens
+        return min(tokens, self._config.max_num_batched_tokens)
+
+    # -- of an engine that steps alone -----------------------------------------------------------
+
+    def advance(self, *, may_launch: bool) -> None:
+        """Launch a step if that may be, and take the result that is due.
+
+        A result is due when no further step may be launched before it, or there is none to launch:
+        with steps overlapped the first call only launches, and each later one launches the next
+        step and then waits for the one before.
+
+        Raises:
+            StepFailed: the engine cannot go on; what was scheduled has been logged.
+        """
+        with self._explained():
+            launched = may_launch and self._launch()
+            if not launched or len(self._in_flight) == self._max_in_flight:
+                self._land()
+
+    def vacate(self) -> None:
+        """Take the results of all steps in flight, then give up all slots, blocks and prefixes.
+
+        Raises:
+            CannotDo: a step was given up by its group, and has to be taken again first.
+            StepFailed: the engine cannot go on; what was scheduled has been logged.
+        """
+        if self._in_flight and self._in_flight[0].pending is None and self._in_flight[0].plan.slots:
+            raise CannotDo("a step that its group gave up has to be finished first")
+        with self._explained():
+            while self._in_flight:
+                self._land()
+            self._scheduler.preempt_all()
+            self._scheduler.reset_prefix_cache()
+
+    # -- of the member of a lockstep group -------------------------------------------------------
+
+    def joined_group(self, size: int) -> bool:
+        """Begin with a fresh admission policy, as all members of a new group do.
+
+        Returns whether the policy needs the states of all ranks before each step.
+        """
+        self._admission = build_admission_policy(self._config, lockstep_size=size)
+        return self._admission.exchanges
+
+    def rank_state(self, last_step_us: int) -> RankState:
+        """Return what the other ranks have to know of this one before the next step."""
+        if not self._admission.exchanges:
+            return NO_LOAD
+        return self._scheduler.rank_state(last_step_us, self._last_prefill_tokens)
+
+    def take_together(self, number: int, loads: Sequence[RankState]) -> None:
+        """Take a step of the group to its end; an empty one when there is nothing to compute.
+
+        Raises:
+            GroupBroken: a member failed. The same step is taken again when this is called next.
+            StepFailed: the engine cannot go on; what was scheduled has been logged.
+        """
+        with self._explained():
+            grant = self._grant(number, loads)
+            if not self._in_flight:
+                planned = self._scheduler.schedule(grant, self._now())
+                self._in_flight.append(_Launched(planned, None))
+            plan = self._in_flight[0].plan
+            result = self._executor.submit(plan).result()
+            self._in_flight.popleft()
+            self._outbox.collect(self._scheduler.update(plan, result, self._now()))
+        self.count += 1
+        self._scheduler.counters.dummy_steps += not plan.slots
+        self._last_prefill_tokens = plan.num_prefill_tokens
+
+    # -- parts of a step -------------------------------------------------------------------------
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn whatever goes wrong inside into StepFailed, with a description in the log."""
+        try:
+            yield
+        except GroupBroken:
+            raise
+        except Exception as error:
+            logger.exception("step failed: %s", self._scheduler.describe_in_flight())
+            raise StepFailed(f"engine {self._rank}: {type(error).__name__} in a step") from error
+
+    def _grant(self, number: int, loads: Sequence[RankState] = ()) -> Grant:
+        if isinstance(self._admission, AdmitAll):
+            return UNLIMITED  # the state of a rank is not for free
+        return self._admission.decide(number, loads or (self._scheduler.rank_state(),))
+
+    def _launch(self) -> bool:
+        """Plan a step and start it; False when there is nothing to compute now."""
+        plan = self._scheduler.schedule(self._grant(self.count), self._now())
+        if not plan.slots:
+            self._in_flight.append(_Launched(plan, None))
+            return False
+        self.count += 1
+        self._in_flight.append(_Launched(plan, self._executor.submit(plan)))
+        return True
+
+    def _land(self) -> None:
+        """Wait for the oldest step in flight, if any; take its result, and empty ones after it."""
+        if self._in_flight:
+            self._take_result()
+        while self._in_flight and self._in_flight[0].pending is None:
+            self._take_result()
+
+    def _take_result(self) -> None:
+        plan, pending = self._in_flight.popleft()
+        result = BatchResult([]) if pending is None else pending.result()
+        self._outbox.collect(self._scheduler.update(plan, result, self._now()))
+
+
+def _steps_in_flight(scheduling: SchedulerConfig) -> int:
+    if scheduling.async_scheduling and not scheduling.steps_overlap:
+        logger.info(
+            "steps run one after the other: --speculative-ngram needs the tokens of the last one"
+        )
+    return 2 if scheduling.steps_overlap else 1

@@ -1,0 +1,235 @@
+"""What an engine's receiver decides about whatever comes in: a state machine without I/O.
+
+It owns the engine's membership and its links to front ends. `handle` takes one event and returns
+what the receiver has to do, in this order; `deadline` says when it wants to hear a `Tick`.
+"""
+
+import logging
+from typing import NamedTuple
+
+from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined
+from engine.process.events import InboxItem, Stop, Welcomed
+from engine.process.links import FrontEndLinks, LinkChanges
+from engine.shared.membership import HELLO_INTERVAL, Joined, Membership, Rejected
+from engine.shared.messages import (
+    AbortRequests,
+    AddRequest,
+    CoordinatorReply,
+    EngineInput,
+    EngineSetup,
+    FormGroup,
+    FrontEndEntry,
+    FrontEnds,
+    GroupOrder,
+    GroupStatus,
+    HeartbeatAck,
+    MemberMessage,
+    Refused,
+    RouteHello,
+    RouteTaken,
+    StartDpWave,
+    UtilityCall,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+# -- events, beside the messages that arrive -----------------------------------------------------
+
+
+class Serve(NamedTuple):
+    """The engine has loaded its model: the coordinator and front ends have to know."""
+
+    setup: EngineSetup
+
+
+class WantNothingNew(NamedTuple):
+    """The engine drains: the coordinator has to know."""
+
+
+class StandInGroup(NamedTuple):
+    """The engine stands elsewhere with its lockstep group: the coordinator has to know."""
+
+    status: GroupStatus
+
+
+class Leave(NamedTuple):
+    """The engine ends."""
+
+
+class Tick(NamedTuple):
+    """Time has passed."""
+
+
+Command = Serve | WantNothingNew | StandInGroup | Leave
+"""What the engine's loop tells its receiver."""
+
+Event = CoordinatorReply | GroupOrder | EngineInput | Command | Tick
+
+# -- actions -------------------------------------------------------------------------------------
+
+
+class Register(NamedTuple):
+    """Send this on the registration socket."""
+
+    message: MemberMessage
+
+
+class Follow(NamedTuple):
+    """Subscribe to the coordinator's orders and open the way for reports, here and no more where
+    they were before."""
+
+    orders_address: str
+    reports_address: str
+
+
+class Connect(NamedTuple):
+    """Open the ways to and from a front end."""
+
+    entry: FrontEndEntry
+
+
+class Disconnect(NamedTuple):
+    """Close the ways to and from a front end."""
+
+    front_end: int
+
+
+class Greet(NamedTuple):
+    """Send a hello on the request connection of a front end."""
+
+    front_end: int
+    hello: RouteHello
+
+
+class Deliver(NamedTuple):
+    """Put this into the loop's inbox."""
+
+    item: InboxItem
+
+
+class Supersede(NamedTuple):
+    """Whoever computes in a group of a smaller number is to be freed from it."""
+
+    topology: int
+
+
+class Announce(NamedTuple):
+    """Say to whoever started the engine that front ends route to it, but for these."""
+
+    unconfirmed: list[int]
+
+
+class Close(NamedTuple):
+    """Close everything and end."""
+
+
+Action = Register | Follow | Connect | Disconnect | Greet | Deliver | Supersede | Announce | Close
+
+
+class Reception:
+    """One engine's receiver without its sockets."""
+
+    def __init__(self, membership: Membership, links: FrontEndLinks) -> None:
+        self.deadline = float("-inf")
+        """When the next `Tick` is due at the latest (seconds, monotonic)."""
+        self._membership = membership
+        self._links = links
+        self._followed: Follow | None = None
+
+    @property
+    def rank(self) -> int:
+        """The engine's rank; -1 while it has none."""
+        return self._membership.index
+
+    def note_wave(self, wave: int) -> None:
+        """The engine is in `wave`, which a restarted coordinator has to be told; any thread."""
+        self._membership.wave = max(self._membership.wave, wave)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take an event at `now`; return what to do. What it does not know it ignores."""
+        match event:
+            case AddRequest() | AbortRequests() | UtilityCall():
+                return [Deliver(event)]
+            case Welcome() | Refused() | HeartbeatAck():
+                actions = self._reply(event, now)
+            case StartDpWave():
+                return [Deliver(event)]
+            case FormGroup():
+                return [Supersede(event.topology), Deliver(event)]
+            case FrontEnds(epoch, front_ends):
+                actions = self._listed(epoch, front_ends, now)
+            case RouteTaken():
+                self._links.answered(event)
+                actions = []
+            case Serve(setup):
+                self._membership.ready(setup)
+                self._links.serve(now)
+                actions = []
+            case WantNothingNew():
+                self._membership.drain()
+                actions = []
+            case StandInGroup(status):
+                self._membership.set_group_status(status)
+                actions = []
+            case Leave():
+                return [Register(self._membership.goodbye()), Close()]
+            case Tick():
+                actions = []
+            case _:
+                logger.warning("%s ignored", type(event).__name__)
+                return []
+        return actions + self._due(now)
+
+    # -- the coordinator -------------------------------------------------------------------------
+
+    def _reply(self, reply: CoordinatorReply, now: float) -> list[Action]:
+        outcome = self._membership.receive(reply)
+        if isinstance(outcome, Rejected):
+            error = f"the coordinator refused this engine: {outcome.reason}"
+            return [Deliver(Stop(error))]
+        if isinstance(outcome, Joined):
+            return self._joined(outcome.welcome, now, again=outcome.again)
+        return []
+
+    def _joined(self, welcome: Welcome, now: float, *, again: bool) -> list[Action]:
+        actions: list[Action] = []
+        follow = Follow(welcome.publish_address, welcome.output_address)
+        if follow != self._followed:
+            self._followed = follow
+            actions.append(follow)
+        if again:
+            logger.warning("registered again: the coordinator had forgotten this process")
+            actions.append(Deliver(Rejoined(welcome.wave)))
+        else:
+            logger.info("joined as rank %d", welcome.index)
+            actions.append(Deliver(Welcomed(welcome.index, welcome.wave)))
+        return actions + self._listed(welcome.epoch, welcome.front_ends, now)
+
+    def _listed(self, epoch: int, entries: list[FrontEndEntry], now: float) -> list[Action]:
+        if epoch != self._membership.epoch:
+            return []
+        return _link_actions(self._links.update(self.rank, epoch, entries, now))
+
+    # -- time ------------------------------------------------------------------------------------
+
+    def _due(self, now: float) -> list[Action]:
+        """Return what is to be sent by now, and whether the engine can be counted on."""
+        actions: list[Action] = [Register(message) for message in self._membership.tick(now)]
+        actions += _link_actions(self._links.tick(self.rank, now))
+        unconfirmed = self._links.take_unconfirmed(now)
+        if unconfirmed is not None:
+            actions.append(Announce(unconfirmed))
+        is_joining = self._membership.epoch is None
+        self.deadline = now + (HELLO_INTERVAL if is_joining else self._links.wait)
+        return actions
+
+
+def _link_actions(changes: LinkChanges) -> list[Action]:
+    actions: list[Action] = []
+    for index in changes.left:
+        actions += [Disconnect(index), Deliver(FrontEndLeft(index))]
+    for entry in changes.joined:
+        # Outputs may follow as soon as a request does: the way back has to be there first.
+        actions += [Connect(entry), Deliver(FrontEndJoined(entry.index, entry.incarnation))]
+    return actions + [Greet(index, hello) for index, hello in changes.hellos]
