@@ -3,7 +3,6 @@
     park     sleep on the inbox
     gather   exchange a row with all ranks, and learn what the group does
     step     schedule, compute (an empty batch without work), hand the outputs on, take what came
-    leave    end
 
 When a member of the group fails, in a gather or inside a step, the engine leaves the group and
 waits for the coordinator to form another. The step that failed is then taken again as it was
@@ -21,7 +20,7 @@ from engine.core.outbox import CoreStep
 from engine.distributed.spec import GroupBroken
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.held_calls import HeldCalls
-from engine.lockstep.wave import EngineWave, Gather, GatherRow, Leave, Park, Step
+from engine.lockstep.wave import EngineWave, Gather, GatherRow, Park, Step
 from engine.process.ending import Ending
 from engine.process.events import Drain, InboxItem, Stop, Welcomed
 from engine.process.inbox import receive
@@ -83,7 +82,7 @@ class LockstepLoop:
         self._last_step_us = 0
 
     def run(self) -> Stop:
-        """Step until something asks to stop, or the group ends together.
+        """Step until something asks to stop.
 
         Raises:
             StepFailed: the model or the bookkeeping failed; the engine cannot go on.
@@ -95,13 +94,12 @@ class LockstepLoop:
             if stop is not None:
                 return stop
             try:
-                if self._turn():
-                    return Stop()
+                self._turn()
             except GroupBroken as error:
                 self._lose_group(error)
 
-    def _turn(self) -> bool:
-        """Do the next thing; True when that is to leave."""
+    def _turn(self) -> None:
+        """Do the next thing."""
         action = self._wave.next_action(self._core.needs_steps, self._own_load())
         self._send_reports()
         match action:
@@ -111,9 +109,6 @@ class LockstepLoop:
                 self._gather(row)
             case Step():
                 self._step(action)
-            case Leave():
-                return True
-        return False
 
     # -- what the wave may want ------------------------------------------------------------------
 

@@ -7,15 +7,14 @@ none does. `EngineWave` says what an engine's loop has to do next; the loop obey
         case Park(): block on the input queue, then drain it
         case Gather(row): table = all-gather of row.pack(); wave.gathered(table)
         case Step(): schedule and execute (or run a dummy batch); wave.stepped(); drain the queue
-        case Leave(): end
 
 and sends `take_reports()` to the coordinator before it parks, gathers or steps. The input queue
 is drained after a park or a step only, never between a gather and its step: what a rank says
 in the gather is then all that the step can contain.
 
-Whether to go on, to pause, to hold or to leave is decided by `judge`, a pure function of the
+Whether to go on, to pause or to hold is decided by `judge`, a pure function of the
 gathered table, and so alike on all ranks. The wave number, the hold epoch and the topology are
-logical clocks: everybody takes the maximum of what he sees, and none ever goes back.
+logical clocks: everybody takes the maximum of what they see, and none ever goes back.
 """
 
 from collections.abc import Sequence
@@ -47,11 +46,6 @@ class Phase(StrEnum):
     """Paused by an operator: requests are kept, and only a newer hold epoch ends it."""
     APART = "apart"
     """In no group: it was lost, or there was none yet. Ends when another is formed."""
-    LEFT = "left"
-
-
-STAY, LEAVE_WHEN_DONE, LEAVE_NOW = 0, 1, 2
-"""How urgently a rank wants to end."""
 
 
 class GatherRow(NamedTuple):
@@ -66,8 +60,6 @@ class GatherRow(NamedTuple):
     hold_epoch: int
     """Odd: the group has to be held; even: it may run."""
     has_work: int
-    leaving: int
-    """`STAY`, `LEAVE_WHEN_DONE` or `LEAVE_NOW`."""
     load: RankState
 
     def pack(self) -> list[int]:
@@ -78,9 +70,7 @@ class GatherRow(NamedTuple):
     def unpack(cls, values: Sequence[int]) -> "GatherRow":
         """Return the row that `pack` made `values` of."""
         num_control = len(cls._fields) - 1
-        topology, tag, step, wave, hold_epoch, has_work, leaving = values[:num_control]
-        load = RankState(*values[num_control:])
-        return cls(topology, tag, step, wave, hold_epoch, has_work, leaving, load)
+        return cls(*values[:num_control], RankState(*values[num_control:]))
 
 
 WIDTH = len(GatherRow._fields) - 1 + len(RankState._fields)
@@ -105,17 +95,11 @@ class Step(NamedTuple):
 
     number: int
     """Steps done in this wave before this one."""
-    tag: int
-    """Number of this collective since the group was formed."""
     loads: tuple[RankState, ...]
     """All ranks' states from this step's gather, by rank; empty in a step without a gather."""
 
 
-class Leave(NamedTuple):
-    """End: all ranks of the group do so at this point."""
-
-
-Action = Park | Gather | Step | Leave
+Action = Park | Gather | Step
 
 
 class Verdict(NamedTuple):
@@ -148,10 +132,7 @@ def judge(rows: Sequence[GatherRow]) -> Verdict:
     wave = max(row.wave for row in rows)
     hold_epoch = max(row.hold_epoch for row in rows)
     has_work = any(row.has_work for row in rows)
-    leaving = max(row.leaving for row in rows)
-    if leaving == LEAVE_NOW or (leaving and not has_work):
-        phase = Phase.LEFT
-    elif is_hold(hold_epoch) and not leaving:
+    if is_hold(hold_epoch):
         phase = Phase.HELD
     elif has_work:
         phase = Phase.RUNNING
@@ -166,7 +147,11 @@ def is_hold(hold_epoch: int) -> bool:
 
 
 class EngineWave:
-    """What one rank knows of its group, and what it has to do next."""
+    """What one rank knows of its group, and what it has to do next.
+
+    More than 20 methods: they are the events of one protocol, and most change the phase, the
+    clocks and the reports together.
+    """
 
     def __init__(
         self,
@@ -196,7 +181,6 @@ class EngineWave:
         self._incarnation = incarnation
         self._gather_interval = gather_interval
         self._tag = 0
-        self._leaving = STAY
         self._held_at = 0
         self._loads: tuple[RankState, ...] | None = None
         self._reports: list[WaveReport] = []
@@ -227,13 +211,11 @@ class EngineWave:
         """
         if self._has_to_start(has_work):
             self._start()
-        if self.phase is Phase.LEFT:
-            return Leave()
         if self.phase in (Phase.PAUSED, Phase.HELD, Phase.APART):
             return Park()
         if self._loads is None and self._gathers_now():
             return Gather(self._row(has_work, load))
-        return Step(self.step, self._tag, self._loads or ())
+        return Step(self.step, self._loads or ())
 
     def take_reports(self) -> list[WaveReport]:
         """Return what to tell the coordinator, in order; each report is returned once."""
@@ -307,14 +289,6 @@ class EngineWave:
         newest = self.hold_epoch + is_hold(self.hold_epoch)
         self.hold_epoch = max(self.hold_epoch, newest if epoch is None else epoch)
 
-    def shutdown_requested(self, *, at_once: bool = False) -> None:
-        """This rank has to end, and with it the group: when all work is done, or now.
-
-        It also ends a hold, since what is held has to be finished.
-        """
-        self._leaving = max(self._leaving, LEAVE_NOW if at_once else LEAVE_WHEN_DONE)
-        self.resume_requested()
-
     def gathered(self, table: Sequence[Sequence[int]]) -> None:
         """Take the packed rows of all ranks, in rank order.
 
@@ -358,7 +332,7 @@ class EngineWave:
 
     def _has_to_start(self, has_work: bool) -> bool:
         if self.phase is Phase.PAUSED:
-            return has_work or is_hold(self.hold_epoch) or self._leaving != STAY
+            return has_work or is_hold(self.hold_epoch)
         # Work that arrives while held waits; every newer operation needs a gather.
         return self.phase is Phase.HELD and self.hold_epoch > self._held_at
 
@@ -373,7 +347,6 @@ class EngineWave:
             wave=self.wave,
             hold_epoch=self.hold_epoch,
             has_work=int(has_work),
-            leaving=self._leaving,
             load=load,
         )
 

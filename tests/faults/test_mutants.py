@@ -4,6 +4,7 @@ Every mutant is a production class with one rule of recovery broken; the unbroke
 the same schedules.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,13 +13,19 @@ import pytest
 from coordinator.events import Action
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
+from engine.process.events import Drain, InboxItem
 from engine.process.links import FrontEndLinks, LinkChanges
+from engine.process.reception import Action as ReceptionAction
+from engine.process.reception import Reception
+from engine.process.turns import Action as TurnAction
+from engine.process.turns import Rest, Turns
 from engine.shared.membership import Membership, MembershipEvent
 from engine.shared.messages import (
     AddRequest,
     CoordinatorReply,
     CoreInput,
     EngineStats,
+    FrontEndEntry,
     HeartbeatAck,
 )
 from server.router.dispatch import Dispatcher
@@ -164,6 +171,30 @@ class GreetsOnce(FrontEndLinks):
         return super().tick(rank, now)._replace(hellos=[])
 
 
+class BelievesOldLists(Reception):
+    """Goes on with the front ends of the first list."""
+
+    def _listed(
+        self, epoch: int, entries: list[FrontEndEntry], now: float
+    ) -> list[ReceptionAction]:
+        return super()._listed(epoch, entries, now) if self._followed is None else []
+
+
+class IgnoresDrain(Turns):
+    """Goes on when it is asked to finish."""
+
+    def turn(self, items: Sequence[InboxItem], now: float) -> list[TurnAction]:
+        return super().turn([item for item in items if not isinstance(item, Drain)], now)
+
+
+class NeverTellsThatItIdles(Turns):
+    """Says nothing while it has no work."""
+
+    def turn(self, items: Sequence[InboxItem], now: float) -> list[TurnAction]:
+        self._tell_at = float("inf")
+        return [Rest(1.0) if isinstance(a, Rest) else a for a in super().turn(items, now)]
+
+
 class RegistersOnce(Membership):
     """Does not mind being unknown to the coordinator."""
 
@@ -213,6 +244,9 @@ MUTANTS = [
     Parts(core=WorksForTheDead),
     Parts(core=TriesInCompany),
     Parts(links=GreetsOnce),
+    Parts(reception=BelievesOldLists),
+    Parts(turns=IgnoresDrain),
+    Parts(turns=NeverTellsThatItIdles),
     Parts(membership=RegistersOnce),
     Parts(membership=SendsReadyOnce),
     Parts(coordinator=WaitsForGoodbyes),

@@ -12,7 +12,7 @@ from tests.protocol.explorer import Result, explore
 from tests.protocol.situation import Call, Setup
 from tests.protocol.world import World
 
-PAUSE, RESUME, STOP = Call("pause", 1), Call("resume", 2), Call("stop")
+PAUSE, RESUME = Call("pause", 1), Call("resume", 2)
 
 SMALL = {
     "2 engines, 2 front ends, 2 requests": Setup(front_ends=2, requests=2),
@@ -22,8 +22,7 @@ SMALL = {
     "a gather in every 2nd step": Setup(gather_interval=2, steps=3),
     "the coordinator restarts": Setup(coordinator_restarts=1, stats=True, notices=False),
     "an engine restarts": Setup(engine_restarts=1, notices=False),
-    "stop while held": Setup(requests=0, calls=(PAUSE, STOP)),
-    "stop with a request on its way": Setup(calls=(STOP,)),
+    "held and resumed without requests": Setup(requests=0, calls=(PAUSE, RESUME)),
 }
 
 LARGE = {
@@ -34,7 +33,6 @@ LARGE = {
         engine_restarts=1, calls=(PAUSE, RESUME), notices=False, requests=0
     ),
     "3 engines, one restarts": Setup(engines=3, engine_restarts=1, notices=False),
-    "3 engines, stopped": Setup(engines=3, calls=(STOP,), notices=False),
     "held, resumed": Setup(calls=(PAUSE, RESUME), notices=False),
     "gather in every 2nd step, 2 requests": Setup(gather_interval=2, steps=3, requests=2),
     "2 engines, 2 front ends, 2 requests, 1 repeat": Setup(front_ends=2, requests=2, duplicates=1),

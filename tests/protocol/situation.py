@@ -7,11 +7,9 @@ from coordinator.wave import LockstepWave
 from engine.lockstep.wave import EngineWave
 from tests.protocol.explorer import State
 
-GONE = "gone"
-
 
 class Call(NamedTuple):
-    """An operator's wish, sent to some ranks: "pause", "resume" or "stop"."""
+    """An operator's wish, sent to some ranks: "pause" or "resume"."""
 
     name: str
     epoch: int | None = None
@@ -64,7 +62,7 @@ class Rank(NamedTuple):
     work: tuple[int, ...] = ()
     """Steps left of each request."""
     inside: Any = None
-    """The collective that it is in, as (kind, tag or row), or `GONE`."""
+    """The collective that it is in, as (kind, tag or row)."""
     orders: tuple[tuple[int, ...], ...] = ()
     reports: tuple[tuple[Any, ...], ...] = ()
     calls: tuple[Call, ...] = ()

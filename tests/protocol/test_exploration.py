@@ -1,8 +1,8 @@
 """The production state machines keep the wave protocol's promises in every reachable state.
 
-Safety: nobody enters a collective that a peer will not join; waves never go back; nobody leaves
-with unfinished requests; requests and calls cause as many waves as they should and no more.
-Liveness: from every state all accepted requests finish, and the group ends paused (or has left).
+Safety: nobody enters a collective that a peer will not join; waves never go back; requests and
+calls cause as many waves as they should and no more.
+Liveness: from every state all accepted requests finish, and the group ends paused.
 """
 
 import pytest

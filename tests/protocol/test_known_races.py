@@ -12,7 +12,7 @@ import pytest
 from coordinator.events import Action, Event, FromMember, PublishOrder, Tick
 from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.lockstep.wave import Action as Next
-from engine.lockstep.wave import EngineWave, Gather, Leave, Park, Step
+from engine.lockstep.wave import EngineWave, Gather, Park, Step
 from engine.scheduler.admission import RankState
 from engine.shared.messages import (
     ClusterView,
@@ -421,19 +421,3 @@ def test_an_end_that_comes_twice_or_late_stops_a_later_wave(group: Group) -> Non
     group.tell_hub(0)
     group.hub_takes(WaveComplete(0, 1, 0))
     assert (group.view.wave, group.view.running) == (1, True)
-
-
-# -- leaving -------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_leaves_early_leaves_its_peers_in_a_collective(group: Group) -> None:
-    group.request(0, steps=2)
-    group.next(0)
-    group.obey(group.tell_hub(0), 1)
-    group.ranks[1].shutdown_requested()
-    for _ in range(2):
-        group.gather()
-        group.step()
-    assert isinstance(group.next(1), Gather), "done, but not gone"
-    group.gather()
-    assert all(isinstance(group.next(rank), Leave) for rank in range(2))

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from coordinator.wave import Clock, LockstepWave
-from engine.lockstep.wave import Action, EngineWave, GatherRow, Park, Phase, Verdict, is_hold
+from engine.lockstep.wave import Action, EngineWave, Park, Phase, Verdict, is_hold
 from engine.scheduler.admission import RankState
 from engine.shared.messages import StartDpWave, StartWave, WakeUp, WaveComplete
 from tests.protocol.explorer import explore
 from tests.protocol.situation import Call, Setup
 from tests.protocol.world import World
 
-RESUME, STOP = Call("resume", 2), Call("stop")
+RESUME = Call("resume", 2)
 
 
 # -- the coordinator -----------------------------------------------------------------------------
@@ -238,24 +238,6 @@ class ResumesByItsOwnState(EngineWave):
         super().resume_requested(epoch)
 
 
-class LeavesAlone(EngineWave):
-    """Leaves when it is told to and has no work itself."""
-
-    def next_action(self, has_work: bool, load: RankState) -> Action:
-        if self._leaving and not has_work:
-            self.phase = Phase.LEFT
-        return super().next_action(has_work, load)
-
-
-class LeavesWithoutLooking(EngineWave):
-    """Leaves at the next gather, also when somebody still has work."""
-
-    def gathered(self, table: Sequence[Sequence[int]]) -> None:
-        rows = [GatherRow.unpack(values) for values in table]
-        urgent = [row._replace(leaving=2 * (row.leaving > 0)) for row in rows]
-        super().gathered([row.pack() for row in urgent])
-
-
 class StaysInALostGroup(EngineWave):
     """Tries the collective that failed again instead of waiting for another group."""
 
@@ -307,8 +289,6 @@ NOTICED_WHILE_HELD = Setup(
     calls=(Call("pause", 1, (0,)), Call("resume", 2, (0,))), coordinator=ForgetsHolds
 )
 RESUMED_AT_ONE = Setup(calls=(Call("pause", 1, (0,)), Call("resume", 2, (1,))), notices=False)
-STOPPED = Setup(calls=(STOP,), notices=False)
-STOPPED_AT_ONE = Setup(calls=(Call("stop", None, (1,)),), notices=False)
 LONG_STEPS = Setup(steps=3, gather_interval=2, notices=False)
 LATE_DRAIN = Setup(requests=2, drains_late=True, notices=False)
 REPLACED = Setup(engine_restarts=1, notices=False)
@@ -341,8 +321,6 @@ ENGINES = [
     (OrdersEndHolds, NOTICED_WHILE_HELD, LONER),
     (ResumesAlone, RESUMED_AT_ONE, HANG),
     (ResumesByItsOwnState, HELD_ONCE, LONER),
-    (LeavesAlone, STOPPED_AT_ONE, LONER),
-    (LeavesWithoutLooking, STOPPED, "unfinished"),
     (StaysInALostGroup, REPLACED, HANG),
     (KeepsItsCount, REPLACED, LONER),
     (SkipsForming, REPLACED, HANG),
@@ -352,7 +330,7 @@ ENGINES = [
 CONFIGURATIONS = {
     "noticed": NOTICED, "repeated": REPEATED, "no notices": NO_NOTICES, "held once": HELD_ONCE,
     "noticed while held": NOTICED_WHILE_HELD, "resumed at one rank": RESUMED_AT_ONE,
-    "stopped": STOPPED, "stopped at one rank": STOPPED_AT_ONE, "long steps": LONG_STEPS,
+    "long steps": LONG_STEPS,
     "late drain": LATE_DRAIN, "replaced": REPLACED, "one request": ONE_REQUEST,
     "three engines": THREE_ENGINES,
 }  # fmt: skip

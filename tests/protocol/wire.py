@@ -85,8 +85,6 @@ def obey(engine: EngineWave, call: Call) -> None:
             engine.pause_requested(call.epoch)
         case "resume":
             engine.resume_requested(call.epoch)
-        case "stop":
-            engine.shutdown_requested()
 
 
 def tick_until_due(engine: EngineWave) -> None:

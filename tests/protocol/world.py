@@ -22,13 +22,12 @@ from typing import Any
 
 from coordinator.events import Event, FromMember, PublishOrder, PublishView, Tick
 from coordinator.state import CoordinatorParameters, CoordinatorState
-from engine.lockstep.wave import EngineWave, Gather, Leave, LockstepError, Park, Phase, Step
+from engine.lockstep.wave import EngineWave, Gather, LockstepError, Park, Phase, Step
 from engine.scheduler.admission import RankState
 from engine.shared.messages import ClusterView, StartDpWave, WakeUp
 from server.router.state import ClusterState
 from tests.protocol.explorer import Arena, Label, State, Violation
 from tests.protocol.situation import (
-    GONE,
     Front,
     Hub,
     Rank,
@@ -59,11 +58,11 @@ FOREVER = float("inf")
 _LOAD = RankState(*[0] * len(RankState._fields))
 
 
-def _inside(action: Gather | Step) -> tuple[str, Any]:
-    """Return what a rank says of the collective that it enters."""
+def _inside(action: Gather | Step, tag: int) -> tuple[str, Any]:
+    """Return what a rank says of the collective that it enters, the `tag`-th of its group."""
     if isinstance(action, Gather):
         return ("gather", tuple(action.row.pack()))
-    return ("step", action.tag)
+    return ("step", tag)
 
 
 @dataclass
@@ -99,8 +98,6 @@ class World:
         to_come = (rest.unsent, rest.coordinator_restarts, rest.engine_restarts)
         if any(to_come) or rest.calls < len(self.setup.calls):
             return False
-        if any(call.name == "stop" for call in self.setup.calls):
-            return all(rank.inside == GONE for rank in ranks)
         if rest.done < self.setup.requests:
             return False
         if not all(self._is_at_rest(rank) for rank in ranks):
@@ -164,7 +161,7 @@ class World:
         rank, action = self._act(state[0][number])
         if state[0][number].inside is not None or not isinstance(action, Gather | Step):
             return
-        inside = _inside(action)
+        inside = self._inside(rank, action)
         others = [other for other in range(len(state[0])) if other != number]
         if any(state[0][other].inside is None for other in others):
             return
@@ -213,7 +210,7 @@ class World:
         """A rank leaves a group that is superseded, wherever it is, or goes to meet the next."""
         rank, newest = state[0][number], state[3].topology
         wave = self.engines.objects[rank.wave]
-        if wave.topology == newest or rank.inside == GONE:
+        if wave.topology == newest:
             return
         if wave.phase is not Phase.APART:
             left, _ = self._apply(rank, "lost", lambda e: e.group_lost())
@@ -250,19 +247,13 @@ class World:
             if rank != state[0][number]:
                 yield ("settle", number), with_rank(state, number, rank)
             return
-        if isinstance(action, Leave):
-            rank = self._left(rank)
-        else:
-            rank = rank._replace(inside=_inside(action))
+        rank = rank._replace(inside=self._inside(rank, action))
         state = with_rank(state, number, rank)
-        if rank.inside != GONE:
-            self._check_company(state[0], number)
+        self._check_company(state[0], number)
         yield ("enter", number, rank.inside), self._complete(state)
 
-    def _left(self, rank: Rank) -> Rank:
-        if rank.work:
-            raise Violation(f"a rank leaves with {len(rank.work)} requests unfinished")
-        return rank._replace(inside=GONE)
+    def _inside(self, rank: Rank, action: Gather | Step) -> tuple[str, Any]:
+        return _inside(action, self.engines.objects[rank.wave]._tag)
 
     def _check_company(self, ranks: tuple[Rank, ...], number: int) -> None:
         own = self.engines.objects[ranks[number].wave]
@@ -272,8 +263,6 @@ class World:
             return  # a member has died or left: whatever they are in fails
         for peer_number, peer in enumerate(ranks):
             wave = self.engines.objects[peer.wave]
-            if peer.inside == GONE or wave.phase is Phase.LEFT:
-                raise Violation(f"rank {number} enters a {kind} but {peer_number} has left")
             if peer.inside is None:
                 if wave.phase is Phase.HELD and wave._held_at >= own.hold_epoch:
                     raise Violation(f"rank {number} enters a {kind} but {peer_number} is held")
@@ -286,7 +275,7 @@ class World:
     def _complete(self, state: State) -> State:
         """Let all ranks out of a collective that all are in, up to where they take messages."""
         ranks, hub, fronts, rest = state
-        while all(rank.inside not in (None, GONE) for rank in ranks):
+        while all(rank.inside is not None for rank in ranks):
             kind, what = ranks[0].inside
             if any(rank.inside[0] != kind for rank in ranks):
                 break
@@ -303,7 +292,7 @@ class World:
                 table = tuple(rank.inside[1] for rank in ranks)
                 ranks = tuple(self._return_from_gather(rank, table) for rank in ranks)
                 for number, rank in enumerate(ranks):
-                    if rank.inside is not None and rank.inside != GONE:
+                    if rank.inside is not None:
                         self._check_company(ranks, number)
             else:
                 done = sum(left == 1 for rank in ranks for left in rank.work)
@@ -315,9 +304,7 @@ class World:
         rank, _ = self._apply(rank, ("gathered", table), lambda e: e.gathered(table))
         after, action = self._act(rank)
         if isinstance(action, Step):
-            return after._replace(inside=("step", action.tag))
-        if isinstance(action, Leave):
-            return self._left(after)
+            return after._replace(inside=self._inside(after, action))
         return rank._replace(inside=None)
 
     def _return_from_step(self, rank: Rank) -> Rank:
@@ -361,7 +348,7 @@ class World:
     def _repeat_evidence(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
         before = state[0][number]
         engine = self.engines.objects[before.wave]
-        if before.inside is not None and before.inside != GONE and engine.awaits_peers:
+        if before.inside is not None and engine.awaits_peers:
             rank, _ = self._apply(before, "tick", tick_until_due)
             if rank.reports[-1] not in before.reports:
                 yield ("ask again", number), with_rank(state, number, rank)

@@ -5,15 +5,11 @@ from typing import Any
 import pytest
 
 from engine.lockstep.wave import (
-    LEAVE_NOW,
-    LEAVE_WHEN_DONE,
     START_REPEAT_INTERVAL,
-    STAY,
     WIDTH,
     EngineWave,
     Gather,
     GatherRow,
-    Leave,
     LockstepError,
     Park,
     Phase,
@@ -28,9 +24,7 @@ BUSY = RankState(*range(5, 5 + len(RankState._fields)))
 
 
 def row(**changes: Any) -> GatherRow:
-    start = GatherRow(
-        topology=0, tag=0, step=0, wave=0, hold_epoch=0, has_work=0, leaving=STAY, load=IDLE
-    )
+    start = GatherRow(topology=0, tag=0, step=0, wave=0, hold_epoch=0, has_work=0, load=IDLE)
     return start._replace(**changes)
 
 
@@ -68,7 +62,7 @@ def running(rank: int = 0, gather_interval: int = 1) -> EngineWave:
 
 
 def test_a_row_travels_as_integers() -> None:
-    sent = row(topology=3, tag=9, wave=2**40, has_work=1, leaving=LEAVE_NOW)._replace(load=BUSY)
+    sent = row(topology=3, tag=9, wave=2**40, has_work=1)._replace(load=BUSY)
     values = sent.pack()
     assert len(values) == WIDTH
     assert all(isinstance(value, int) for value in values)
@@ -91,10 +85,6 @@ def test_ranks_at_different_points_are_an_error_that_names_both(name: str) -> No
         ([row(hold_epoch=1), row(has_work=1)], Phase.HELD),
         ([row(hold_epoch=1), row(hold_epoch=2, has_work=1)], Phase.RUNNING),
         ([row(hold_epoch=3), row(hold_epoch=2)], Phase.HELD),
-        ([row(leaving=LEAVE_WHEN_DONE), row(has_work=1)], Phase.RUNNING),
-        ([row(leaving=LEAVE_WHEN_DONE), row()], Phase.LEFT),
-        ([row(leaving=LEAVE_NOW), row(has_work=1)], Phase.LEFT),
-        ([row(leaving=LEAVE_WHEN_DONE), row(has_work=1, hold_epoch=1)], Phase.RUNNING),
     ],
 )
 def test_what_a_group_does_follows_from_its_rows(rows: list[GatherRow], phase: Phase) -> None:
@@ -115,7 +105,7 @@ def test_a_new_group_gathers_first_and_takes_the_largest_wave() -> None:
 def test_a_new_group_with_requests_runs_at_once() -> None:
     wave = EngineWave(rank=1, incarnation=7)
     gather(wave, has_work=True)
-    assert wave.next_action(True, IDLE) == Step(0, 1, (IDLE, IDLE))
+    assert wave.next_action(True, IDLE) == Step(0, (IDLE, IDLE))
     assert wave.take_reports() == [StartWave(1, 7, 0)]
 
 
@@ -187,7 +177,7 @@ def test_an_engine_that_nobody_joins_asks_again() -> None:
 def test_an_engine_without_work_takes_dummy_steps_while_a_peer_has_some() -> None:
     wave = running()
     gather(wave, peer_works=1)
-    assert wave.next_action(False, IDLE) == Step(0, 2, (IDLE, IDLE))
+    assert wave.next_action(False, IDLE) == Step(0, (IDLE, IDLE))
 
 
 def test_a_step_carries_the_loads_of_all_ranks() -> None:
@@ -218,7 +208,7 @@ def test_every_collective_has_its_own_tag() -> None:
         gather(wave, has_work=True)
         action = wave.next_action(True, IDLE)
         assert isinstance(action, Step)
-        tags.append(action.tag)
+        tags.append(wave._tag)
         wave.stepped()
     assert tags == [1, 2, 3, 4, 5, 6]
 
@@ -300,24 +290,7 @@ def test_repeated_and_late_operations_change_nothing() -> None:
     assert asked(wave).hold_epoch == 2
 
 
-# -- leaving and regrouping ----------------------------------------------------------------------
-
-
-def test_a_stop_ends_a_hold_finishes_the_work_and_leaves() -> None:
-    wave = held()
-    wave.shutdown_requested()
-    gather(wave, has_work=True)
-    assert isinstance(wave.next_action(True, IDLE), Step)
-    wave.stepped()
-    gather(wave)
-    assert wave.next_action(True, IDLE) == Leave()
-
-
-def test_an_urgent_stop_leaves_work_behind() -> None:
-    wave = running()
-    wave.shutdown_requested(at_once=True)
-    gather(wave, has_work=True)
-    assert wave.next_action(True, IDLE) == Leave()
+# -- regrouping ---------------------------------------------------------------------------------
 
 
 def test_a_regrouped_engine_keeps_its_clocks_and_starts_over() -> None:

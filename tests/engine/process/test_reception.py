@@ -1,0 +1,183 @@
+"""What an engine's receiver does with whatever comes, without its sockets."""
+
+from typing import cast
+
+import pytest
+
+from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined
+from engine.process.events import Stop, Welcomed
+from engine.process.links import FrontEndLinks
+from engine.process.reception import (
+    Announce,
+    Close,
+    Connect,
+    Deliver,
+    Disconnect,
+    Event,
+    Follow,
+    Greet,
+    Leave,
+    Reception,
+    Register,
+    Serve,
+    StandInGroup,
+    Supersede,
+    Tick,
+    WantNothingNew,
+)
+from engine.shared.membership import HELLO_INTERVAL, Identity, Membership
+from engine.shared.messages import (
+    AbortRequests,
+    Draining,
+    EngineSetup,
+    FormGroup,
+    FrontEndAddresses,
+    FrontEndEntry,
+    FrontEnds,
+    Goodbye,
+    GroupStatus,
+    HeartbeatAck,
+    Hello,
+    Ready,
+    Refused,
+    RouteHello,
+    RouteTaken,
+    StartDpWave,
+    Welcome,
+)
+from engine.shared.version import PROTOCOL_VERSION
+
+INCARNATION, RANK, EPOCH = 77, 3, 9
+SETUP = EngineSetup(num_kv_blocks=9, block_size=16, max_model_len=64, model_fingerprint="f")
+HEARTBEAT, GRACE = 1.0, 5.0
+
+
+def entry(index: int) -> FrontEndEntry:
+    return FrontEndEntry(index, 100 + index, FrontEndAddresses("requests", "outputs"))
+
+
+def welcome(*front_ends: FrontEndEntry, epoch: int = EPOCH, at: str = "publish") -> Welcome:
+    return Welcome(
+        epoch=epoch, index=RANK, wave=5, publish_address=at, output_address="reports",
+        front_ends=list(front_ends), protocol=PROTOCOL_VERSION,
+    )  # fmt: skip
+
+
+def new_reception() -> Reception:
+    identity = Identity(
+        kind="engine", index=-1, incarnation=INCARNATION, host="node", pid=1, group_config={}
+    )
+    links = FrontEndLinks(INCARNATION, "node", GRACE, HEARTBEAT)
+    return Reception(Membership(identity, HEARTBEAT), links)
+
+
+@pytest.fixture
+def joined() -> Reception:
+    """A member with one front end that has been greeted, at time 0."""
+    reception = new_reception()
+    reception.handle(welcome(entry(0)), 0.0)
+    return reception
+
+
+def test_an_engine_asks_to_join_until_it_is_welcomed() -> None:
+    reception = new_reception()
+    (first,) = reception.handle(Tick(), 10.0)
+    assert isinstance(first, Register)
+    assert isinstance(first.message, Hello)
+    assert reception.deadline == 10.0 + HELLO_INTERVAL
+    assert reception.handle(Tick(), 10.1) == []
+    assert len(reception.handle(Tick(), 10.0 + HELLO_INTERVAL)) == 1
+
+
+def test_a_welcomed_engine_follows_the_coordinator_and_connects_before_it_greets() -> None:
+    reception = new_reception()
+    actions = reception.handle(welcome(entry(0)), 0.0)
+    assert actions[:5] == [
+        Follow("publish", "reports"),
+        Deliver(Welcomed(RANK, 5)),
+        Connect(entry(0)),
+        Deliver(FrontEndJoined(0, 100)),
+        Greet(0, RouteHello(RANK, INCARNATION, 1)),
+    ]
+    assert reception.rank == RANK
+
+
+def test_an_engine_that_is_refused_for_good_stops() -> None:
+    reception = new_reception()
+    assert reception.handle(Refused("not yet"), 0.0) != [Deliver(Stop("not yet"))]
+    stop, *_ = reception.handle(Refused("wrong model", final=True), 0.1)
+    assert stop == Deliver(Stop("the coordinator refused this engine: wrong model"))
+
+
+@pytest.mark.parametrize(("at", "follows"), [("publish", False), ("elsewhere", True)])
+def test_a_restarted_coordinator_is_followed_where_it_is_new(
+    joined: Reception, at: str, follows: bool
+) -> None:
+    (hello, *_) = joined.handle(HeartbeatAck(known=False, epoch=EPOCH + 1), 1.0)
+    assert isinstance(hello, Register)
+    assert isinstance(hello.message, Hello)
+    actions = joined.handle(welcome(entry(0), epoch=EPOCH + 1, at=at), 1.1)
+    assert (Follow(at, "reports") in actions) == follows
+    assert Deliver(Rejoined(5)) in actions
+    assert not any(isinstance(each, Connect) for each in actions), "it is connected already"
+
+
+def test_lists_of_another_coordinator_are_ignored(joined: Reception) -> None:
+    assert Connect(entry(1)) not in joined.handle(FrontEnds(EPOCH - 1, [entry(1)]), 0.1)
+    actions = joined.handle(FrontEnds(EPOCH, [entry(1)]), 0.2)
+    assert actions[:4] == [
+        Disconnect(0),
+        Deliver(FrontEndLeft(0)),
+        Connect(entry(1)),
+        Deliver(FrontEndJoined(1, 101)),
+    ]
+
+
+def test_what_the_loop_decides_is_told_at_once(joined: Reception) -> None:
+    joined.handle(Tick(), 0.5)
+    (register, *_) = joined.handle(Serve(SETUP), 0.6)
+    assert register == Register(Ready("engine", RANK, INCARNATION, SETUP, None))
+    status = GroupStatus("apart", 0, "here")
+    (register, *_) = joined.handle(StandInGroup(status), 0.61)
+    assert register == Register(Ready("engine", RANK, INCARNATION, SETUP, status))
+    (register, *_) = joined.handle(WantNothingNew(), 0.62)
+    assert register == Register(Draining("engine", RANK, INCARNATION, status))
+    assert joined.handle(Leave(), 0.63) == [
+        Register(Goodbye("engine", RANK, INCARNATION)),
+        Close(),
+    ]
+
+
+def test_an_engine_is_announced_once_its_front_ends_route_to_it(joined: Reception) -> None:
+    asking = joined.handle(Serve(SETUP), 1.0)
+    assert Greet(0, RouteHello(RANK, INCARNATION, 1, asks=True)) in asking
+    assert joined.handle(RouteTaken(session=1), 1.01) == [Announce([])]
+    assert Announce([]) not in joined.handle(Tick(), 1.1), "it is said once"
+
+
+def test_an_engine_is_announced_after_the_grace_whoever_does_not_answer(joined: Reception) -> None:
+    joined.handle(Serve(SETUP), 1.0)
+    assert Announce([0]) in joined.handle(Tick(), 1.0 + GRACE)
+
+
+def test_requests_and_orders_go_to_the_loop(joined: Reception) -> None:
+    for message in (AbortRequests([1]), StartDpWave(6, -1)):
+        assert joined.handle(message, 0.1) == [Deliver(message)]
+    order = FormGroup(4, [])
+    assert joined.handle(order, 0.1) == [Supersede(4), Deliver(order)], "whoever waits is freed"
+
+
+def test_a_restarted_coordinator_is_told_the_newest_wave(joined: Reception) -> None:
+    joined.note_wave(12)
+    joined.note_wave(11)
+    (hello, *_) = joined.handle(HeartbeatAck(known=False, epoch=EPOCH), 1.0)
+    assert isinstance(hello, Register)
+    assert isinstance(hello.message, Hello)
+    assert hello.message.wave == 12
+
+
+def test_what_nobody_knows_ends_nothing(
+    joined: Reception, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert joined.handle(cast("Event", object()), 0.1) == []
+    assert "object ignored" in caplog.text
