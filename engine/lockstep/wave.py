@@ -70,7 +70,9 @@ class GatherRow(NamedTuple):
     def unpack(cls, values: Sequence[int]) -> "GatherRow":
         """Return the row that `pack` made `values` of."""
         num_control = len(cls._fields) - 1
-        return cls(*values[:num_control], RankState(*values[num_control:]))
+        topology, tag, step, wave, hold_epoch, has_work = values[:num_control]
+        load = RankState(*values[num_control:])
+        return cls(topology, tag, step, wave, hold_epoch, has_work, load)
 
 
 WIDTH = len(GatherRow._fields) - 1 + len(RankState._fields)
