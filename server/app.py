@@ -25,13 +25,13 @@ from server.api.admin.schema import (
     UtilityAnswers,
     UtilityRequest,
 )
-from server.api.chat.render import create_chat_completion
+from server.api.chat.endpoint import create_chat_completion
 from server.api.chat.schema import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
-from server.api.completions.render import create_completion
+from server.api.completions.endpoint import create_completion
 from server.api.completions.schema import CompletionRequest, CompletionResponse
 from server.api.context import Context, make_context
 from server.api.invocations import AnyRequest, invoke
@@ -39,6 +39,7 @@ from server.api.messages.content import Message, MessageEvent, TokenCount
 from server.api.messages.endpoint import count_tokens, create_message
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
 from server.api.meta.endpoint import MetaRoutes
+from server.api.meta.schema import HealthResponse, Model, ModelList, VersionResponse
 from server.api.openapi import (
     REQUEST_HEADERS,
     Responses,
@@ -51,10 +52,9 @@ from server.api.openapi import (
     with_errors,
 )
 from server.api.responses import items
+from server.api.responses.endpoint import create_response
 from server.api.responses.events import ResponseEvent
-from server.api.responses.render import create_response
 from server.api.responses.schema import ResponsesRequest
-from server.api.shared.fields import HealthResponse, Model, ModelList, VersionResponse
 from server.api.status.endpoint import status_routes
 from server.api.tokenize.endpoint import detokenize, tokenize
 from server.api.tokenize.schema import (

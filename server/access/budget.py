@@ -35,16 +35,17 @@ class AnswerSize(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompts * self.copies
 
 
-def scores_of(alternatives: int | None) -> int:
-    """Return the log probabilities per token of a field that asks for so many alternatives."""
-    return 0 if alternatives is None else 1 + alternatives
+def check_size(size: AnswerSize, request: SamplingFields, prompt_tokens: int, longest: int) -> None:
+    """Check what is known before anything is tokenized.
 
-
-def check_sequences(size: AnswerSize) -> None:
-    """Check how many sequences a request has.
+    Args:
+        size: of the answer.
+        request: whose it is.
+        prompt_tokens: those that the prompts have for certain.
+        longest: tokens that a sequence can have, whatever is asked for.
 
     Raises:
-        ApiError: too many.
+        ApiError: it is too much.
     """
     if size.sequences > MAX_SEQUENCES:
         raise invalid(
@@ -52,6 +53,8 @@ def check_sequences(size: AnswerSize) -> None:
             f"more than {MAX_SEQUENCES}",
             "prompt",
         )
+    check_named_tokens(request, size.sequences)
+    room_for_output(size, prompt_tokens, longest)
 
 
 def room_for_output(size: AnswerSize, prompt_tokens: int, longest: int) -> int:

@@ -48,6 +48,16 @@ def _hashed(*parts: str, size: int) -> bytes:
     return blake2b(data, digest_size=size, person=b"swell tenants").digest()
 
 
+class Wishes(msgspec.Struct, frozen=True):
+    """What a request says of itself that only some operators allow, or that tells tenants apart."""
+
+    user: str | None
+    priority: int | None
+    pins_rank: bool
+    """Whether it wants to run on an engine of its choice."""
+    cache_salt: str | None
+
+
 class Tenancy:
     """Tells tenants apart and says what they may do, as configured."""
 
@@ -61,6 +71,19 @@ class Tenancy:
         self.several = num_keys > 1 or self._by_user
         """Whether there are tenants to be told apart."""
         self.shows_cached_tokens = not config.tenants.hide_cached_tokens
+
+    def admit(self, key: Tenant, wishes: Wishes, prompts: int, copies: int) -> tuple[Tenant, bytes]:
+        """Return whose a request is that came with a key, and its cache root.
+
+        The cache root sets its cached prefixes apart; it is empty where nothing does.
+
+        Raises:
+            ApiError: 400 or 403, it asks for what the operator does not allow.
+        """
+        self._check(wishes)
+        self._check_sequences(prompts, copies)
+        tenant = self.tenant(key, wishes.user)
+        return tenant, self.cache_root(tenant, wishes.cache_salt)
 
     def tenant(self, key: Tenant, user: str | None) -> Tenant:
         """Return whose a request is that came with a key and names a user."""
@@ -76,12 +99,8 @@ class Tenancy:
             return b""
         return _hashed("cache", owner, salt or "", size=ROOT_SIZE)
 
-    def check_sequences(self, prompts: int, copies: int) -> None:
-        """Refuse a request that is more than a tenant may ever have.
-
-        Raises:
-            ApiError: 400, naming the field.
-        """
+    def _check_sequences(self, prompts: int, copies: int) -> None:
+        """Refuse a request that is more than a tenant may ever have."""
         most, sequences = self._max_sequences, prompts * copies
         if most is not None and sequences > most:
             param = "n" if prompts == 1 else "prompt"
@@ -93,20 +112,16 @@ class Tenancy:
                 code="too_many_sequences",
             )
 
-    def check(self, priority: int | None, pins_rank: bool) -> None:
-        """Refuse what only some operators allow.
-
-        Raises:
-            ApiError: 400 or 403, naming the field or header.
-        """
-        if priority and not self._priority:
+    def _check(self, wishes: Wishes) -> None:
+        """Refuse what only some operators allow."""
+        if wishes.priority and not self._priority:
             raise ApiError(
                 400,
                 "priority: this server takes no priorities from clients; send 0 or none",
                 param="priority",
                 code="priority_not_allowed",
             )
-        if pins_rank and not self._pinning:
+        if wishes.pins_rank and not self._pinning:
             raise ApiError(
                 403,
                 "X-data-parallel-rank: this server does not let clients choose an engine",

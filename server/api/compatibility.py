@@ -1,7 +1,7 @@
 """What becomes of each field of a request that clients of such servers send: one table.
 
 Fields that are understood are honoured. Those that would change what a request means and are not
-served are refused by name (`server.access.refusals` reads that from here). The rest, which change
+served are refused by name (`server.api.refusals` reads that from here). The rest, which change
 nothing that a client could see in an answer, are ignored, as are fields that nobody has heard of.
 docs/compatibility.md is written from this table.
 """

@@ -1,121 +1,184 @@
-"""What both completion endpoints do between their request and their response."""
+"""What the endpoints that generate have in common: one way from a body to the engines, and back.
+
+A body is parsed into a request (`server.generate.request`), admitted, and made into a
+specification, which runs; what comes of it is folded into deltas, which a renderer shows.
+"""
 
 import asyncio
 import sys
 import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
-import msgspec
-
+from server.access.admission import BYTES_PER_TOKEN
+from server.access.tenants import Wishes
 from server.api.context import Context
-from server.api.shared.chunks import ChunkFrames, ChunkHead, StreamWriter, UsageSoFar, send_stream
-from server.api.shared.fields import SamplingFields, Usage
-from server.generate.fold import Answer
-from server.generate.run import GenerationSpec, Submission
-from server.http.call import Call, CancelOnDisconnect
-from server.http.errors import timed_out
+from server.api.shared.answer import Usage
+from server.api.shared.rendering import Answering, Renderer
+from server.generate.best_of import BestOf
+from server.generate.fold import Delta
+from server.generate.request import GenerationRequest, Limits
+from server.generate.run import Output, Run, Sender
+from server.generate.specification import GenerationSpec, specify
+from server.http.call import Call, CancelOnDisconnect, foreseen
+from server.http.errors import ApiError, timed_out
 from server.observe.tracing import EndedRequest
-
-_LARGE = 2000
-"""Tokens and scores of answers that are made into JSON beside the event loop."""
+from server.router.generation_client import NoEngineAvailable
 
 
-class Whole(msgspec.Struct):
-    """All answers of a request that is not streamed."""
-
-    answers: list[Answer]
-    usage: Usage
+class GenerationBody(Protocol):
+    """What the bodies of all these endpoints have."""
 
     @property
-    def large(self) -> bool:
-        """Whether to show it takes more than a moment."""
-        size = sum(answer.size for answer in self.answers)
-        return size > _LARGE
+    def model(self) -> str | None: ...
+
+    @property
+    def request_id(self) -> str | None: ...
 
 
-def chunk_head(prefix: str, kind: str, call: Call, model: str) -> ChunkHead:
-    """Return the head of an answer that begins now."""
-    return ChunkHead(f"{prefix}-{call.request_id}", kind, int(time.time()), model)
+B = TypeVar("B", bound=GenerationBody)
 
 
-def chunk_frames(
-    request: SamplingFields, head: ChunkHead, spec: GenerationSpec, *, force_usage: bool
-) -> ChunkFrames:
-    """Return the frames of a stream with the options of its request."""
-    options = request.stream_options
-    include_usage = force_usage or (options is not None and bool(options.include_usage))
-    so_far = None
-    if options is not None and include_usage and options.continuous_usage_stats:
-        so_far = UsageSoFar([len(prompt.token_ids) for prompt in spec.prompts], spec.n)
-    return ChunkFrames(head, include_usage=include_usage, so_far=so_far)
+async def generate(
+    call: Call,
+    context: Context,
+    body: B,
+    parse: Callable[[B, Limits], GenerationRequest],
+    renderer: Callable[[B, Answering], Renderer],
+) -> None:
+    """Answer a request for generated text.
 
-
-async def _answer(call: Call, submission: Submission, writer: StreamWriter | None) -> Whole | None:
-    await submission.start()
-    if writer is not None:
-        await send_stream(call, submission, writer)
-        return None
-    return Whole(await submission.collect(), submission.usage())
-
-
-async def serve(
-    call: Call, context: Context, spec: GenerationSpec, writer: StreamWriter | None
-) -> Whole | None:
-    """Generate; answer with a stream if there is a writer, else return the answers.
+    Args:
+        call: the request over HTTP.
+        context: of this process.
+        body: what was sent.
+        parse: makes the endpoint's bodies into requests.
+        renderer: makes what shows the answers as the endpoint does.
 
     Raises:
-        ApiError: the header that pins the request to an engine is wrong, or time was up before an
-            answer had begun.
+        ApiError: the request is wrong, or time was up before an answer had begun.
         ClientDisconnected: everything was aborted.
-        Overloaded: the prompt has more tokens than were reserved, and they do not fit.
+        Overloaded: there is no room for it.
         GenerationFailed, NoEngineAvailable: before an answer has begun.
     """
-    pinned_rank = call.pinned_rank
-    if call.reservation is not None:
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in spec.prompts)
-        call.reservation.recount(spec.best_of * prompt_tokens, time.monotonic())
-    with CancelOnDisconnect(call.receive):
-        submission = Submission(
-            context.client,
-            context.table,
-            context.metrics,
-            spec,
-            arrived=call.arrived,
-            pinned_rank=pinned_rank,
-            reservation=call.reservation,
-            tenant=call.tenant.id,
-            cache_root=context.tenancy.cache_root(call.tenant, spec.cache_salt),
-            show_cached=context.tenancy.shows_cached_tokens,
-        )
-        try:
-            if context.request_timeout is None:
-                return await _answer(call, submission, writer)
-            left = call.arrived + context.request_timeout - time.monotonic()
-            async with asyncio.timeout(left):
-                return await _answer(call, submission, writer)
-        except TimeoutError:
-            submission.close("error")
-            late = timed_out(f"The request took longer than {context.request_timeout:g} s.")
-            if call.status is None or writer is None:
-                raise late from None
-            await call.write(writer.error(late), more=False)
-            return None
-        except Exception:
-            submission.close("error")
+    call.request_id = body.request_id or call.request_id
+    model, served = context.model_name(body.model), context.model
+    limits = Limits(context.client.max_model_len, context.max_logprobs, served.tokenizer.vocab_size)
+    request = parse(body, limits)
+    try:
+        cache_root = _admit(call, context, request)
+        spec = await specify(request, call.request_id, served, limits)
+    except ApiError as error:
+        if request.blame is None:
             raise
+        raise request.blame(error) from error
+    answering = Answering(
+        call.request_id, model, int(time.time()), spec, context.table, context.force_usage
+    )
+    await _run(call, context, spec, cache_root, renderer(body, answering))
+
+
+def _admit(call: Call, context: Context, request: GenerationRequest) -> bytes:
+    """Reserve a place for a call until it ends; return what sets its cached prefixes apart.
+
+    Raises:
+        ApiError: it asks for what the operator does not allow.
+        NoEngineAvailable: nothing can serve now.
+        Overloaded: the queue is full.
+    """
+    fields, size = request.fields, request.size
+    wishes = Wishes(fields.user, fields.priority, call.pins_rank, fields.cache_salt)
+    call.tenant, cache_root = context.tenancy.admit(call.tenant, wishes, size.prompts, size.copies)
+    if not context.client.takes_requests:
+        raise NoEngineAvailable("No engine can serve now; try again.")
+    tokens = size.copies * len(call.body) // BYTES_PER_TOKEN
+    call.reservation = context.admission.reserve(
+        size.sequences, tokens, call.arrived, call.tenant.place
+    )
+    return cache_root
+
+
+async def _run(
+    call: Call, context: Context, spec: GenerationSpec, cache_root: bytes, renderer: Renderer
+) -> None:
+    reservation = call.reservation
+    sender = Sender(
+        arrived=call.arrived,
+        pinned_rank=call.pinned_rank,
+        reservation=reservation,
+        tenant=call.tenant.id,
+        cache_root=cache_root,
+        shows_cached=context.tenancy.shows_cached_tokens,
+    )
+    if reservation is not None:
+        reservation.recount(spec.best_of * spec.num_prompt_tokens, time.monotonic())
+    output: Output = Answer(call, renderer)
+    if spec.best_of > spec.n:
+        output = BestOf(output, len(spec.prompts), spec.n, spec.best_of)
+    with CancelOnDisconnect(call.receive):
+        run = Run(spec, sender, context.client, context.table, context.metrics)
+        try:
+            await _in_time(run, output, call, context.request_timeout)
+        except Exception as error:
+            run.close("error")
+            if call.status is None or not renderer.streams:
+                raise
+            frames = renderer.error(foreseen(error, call.request_id))
+            await call.send_events(frames, more=False)
         finally:
-            submission.close()
+            run.close()
             if context.tracer is not None:
-                context.tracer.record(_ended(call, context, spec, submission))
+                context.tracer.record(_ended(call, context, spec, run))
 
 
-def _ended(
-    call: Call, context: Context, spec: GenerationSpec, submission: Submission
-) -> EndedRequest:
-    usage, failure = submission.usage(), sys.exception()
+async def _in_time(run: Run, output: Output, call: Call, most: float | None) -> None:
+    """Run within so many seconds of the call's arrival.
+
+    Raises:
+        ApiError: it took longer.
+    """
+    if most is None:
+        await run.push_to(output)
+        return
+    try:
+        async with asyncio.timeout(call.arrived + most - time.monotonic()):
+            await run.push_to(output)
+    except TimeoutError:
+        raise timed_out(f"The request took longer than {most:g} s.") from None
+
+
+class Answer:
+    """What a renderer shows, sent as it comes: everything new in one send.
+
+    The answer begins with the first delta: what goes wrong before it is an ordinary error answer,
+    what goes wrong later an error event.
+    """
+
+    def __init__(self, call: Call, renderer: Renderer) -> None:
+        self._call = call
+        self._renderer = renderer
+
+    async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
+        """Show deltas; with `usage` they are the last."""
+        call, renderer = self._call, self._renderer
+        shown = b"".join([renderer.push(index, delta) for index, delta in deltas])
+        if renderer.streams:
+            if usage is not None:
+                shown += renderer.finish(usage)
+            await call.send_events(shown, more=usage is None)
+        elif usage is not None:
+            if renderer.large:
+                await call.send_json(200, await asyncio.to_thread(renderer.finish, usage))
+            else:
+                await call.send_json(200, renderer.finish(usage))
+
+
+def _ended(call: Call, context: Context, spec: GenerationSpec, run: Run) -> EndedRequest:
+    usage, failure = run.usage(), sys.exception()
     error = None if failure is None else type(failure).__name__
     if isinstance(failure, asyncio.CancelledError):
         error = "disconnected"
-    elif "error" in submission.finish_reasons:
+    elif "error" in run.finish_reasons:
         error = error or "timeout"
     return EndedRequest(
         operation="text_completion" if call.path == "/v1/completions" else "chat",
@@ -125,10 +188,10 @@ def _ended(
         sampling=spec.sampling,
         n=spec.n,
         arrived=call.arrived,
-        first_token=submission.first_token,
+        first_token=run.first_token,
         prompt_tokens=usage.prompt_tokens,
-        cached_tokens=submission.cached_tokens,
+        cached_tokens=run.cached_tokens,
         completion_tokens=usage.completion_tokens,
-        finish_reasons=submission.finish_reasons,
+        finish_reasons=run.finish_reasons,
         error=error,
     )

@@ -11,11 +11,12 @@ from server.api.admin import schema as admin
 from server.api.chat import schema as chat
 from server.api.completions import schema as completions
 from server.api.messages import content
+from server.api.meta.schema import HealthResponse, Model, ModelList, VersionResponse
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent
-from server.api.shared import fields
 from server.api.status.schema import StatusResponse
 from server.api.tokenize import schema as tokenize
+from server.http.errors import ErrorResponse
 from server.observe.metrics import CONTENT_TYPE
 
 _REF = "#/components/schemas/{name}"
@@ -30,12 +31,12 @@ _RESPONSES = (
     *get_args(content.MessageEvent),
     tokenize.TokenizeResponse,
     tokenize.DetokenizeResponse,
-    fields.Model,
-    fields.ModelList,
-    fields.HealthResponse,
-    fields.VersionResponse,
+    Model,
+    ModelList,
+    HealthResponse,
+    VersionResponse,
     StatusResponse,
-    fields.ErrorResponse,
+    ErrorResponse,
     admin.EngineList,
     admin.ScaleStatus,
     admin.UtilityAnswers,
@@ -146,7 +147,7 @@ def text_responses(*errors: int) -> Responses:
 
 
 def _errors(*statuses: int) -> Responses:
-    content = {"application/json": {"schema": _reference(fields.ErrorResponse)}}
+    content = {"application/json": {"schema": _reference(ErrorResponse)}}
     responses: Responses = {
         status: {"description": _ERRORS[status], "content": content} for status in statuses
     }

@@ -4,7 +4,6 @@ A streamed answer is the deltas, encoded; a whole answer is their sum, encoded. 
 I/O or knows an endpoint.
 """
 
-from array import array
 from collections.abc import Sequence
 from typing import Literal
 
@@ -71,66 +70,10 @@ class Delta(msgspec.Struct):
     logprobs: list[ScoredToken] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-
-
-class Answer(msgspec.Struct):
-    """The sum of the deltas of one sequence."""
-
-    text: str
-    token_ids: "array[int]"
-    logprobs: list[ScoredToken] | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
     prompt_logprobs: list[TokenLogprob] | None = None
     """Of every token of the prompt but the first, if asked for."""
-
-    @property
-    def size(self) -> int:
-        """Tokens, and log probabilities of them."""
-        count = len(self.token_ids)
-        for each in self.logprobs or ():
-            count += 1 if each.logprob is None else 1 + len(each.logprob.top_ids)
-        for score in self.prompt_logprobs or ():
-            count += 1 + len(score.top_ids)
-        return count
-
-    def drop_scores(self) -> None:
-        """Forget what takes most memory, once it has been shown."""
-        self.logprobs = self.prompt_logprobs = None
-
-
-_PIECES = 256
-"""Pieces of text that become one."""
-
-
-class DeltaSum:
-    """Adds up the deltas of one sequence, keeping no more than the answer needs."""
-
-    __slots__ = ("_logprobs", "_pieces", "_reasons", "_token_ids")
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._token_ids = array("i")
-        self._logprobs: list[ScoredToken] | None = None
-        self._reasons: tuple[FinishReason | None, int | str | None] = (None, None)
-
-    def add(self, delta: Delta) -> None:
-        """Add a delta; the last one says how the answer ended."""
-        if delta.text:
-            self._pieces.append(delta.text)
-            if len(self._pieces) == _PIECES:
-                self._pieces = ["".join(self._pieces)]
-        self._token_ids.extend(delta.token_ids)
-        if delta.logprobs is not None:
-            if self._logprobs is None:
-                self._logprobs = []
-            self._logprobs += delta.logprobs
-        self._reasons = delta.finish_reason, delta.stop_reason
-
-    def answer(self) -> Answer:
-        """Return the whole answer."""
-        text, (finish_reason, stop_reason) = "".join(self._pieces), self._reasons
-        return Answer(text, self._token_ids, self._logprobs, finish_reason, stop_reason)
+    logprob_sum: float = 0.0
+    """Of the tokens, if the engine reports log probabilities."""
 
 
 def _highest(scores: TokenLogprob, count: int) -> TokenLogprob:
@@ -213,10 +156,6 @@ class ChoiceFold:
         self.num_tokens = 0
         """Tokens generated so far, up to the one that completed a stop string."""
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprob] | None = None
-        """Of every token of the prompt but the first, if asked for."""
-        self.cumulative_logprob = 0.0
-        """Sum over the tokens generated so far, if the engine reports log probabilities."""
         self.finished = False
 
     def push(self, output: RequestOutput) -> Delta:
@@ -232,21 +171,36 @@ class ChoiceFold:
             raise GenerationFailed(output.error or "no reason given")
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
+        delta = Delta("", [], [] if self._options.logprobs else None, None, None)
         if output.prompt_logprobs is not None and self._options.prompt_logprobs is not None:
             shown = self._options.prompt_logprobs
-            self.prompt_logprobs = [_highest(each, shown) for each in output.prompt_logprobs]
-        delta = Delta("", [], [] if self._options.logprobs else None, None, None)
+            delta.prompt_logprobs = [_highest(each, shown) for each in output.prompt_logprobs]
         if not self._echoed:
             self._echoed = True
             self._repeat_prompt(output.prompt_logprobs, delta)
-        if not self._options.discard_output:
-            self._add_tokens(output, delta)
+        if self._options.discard_output:
+            rest = ""
+        elif self._stops is None and output.logprobs is None:
+            rest = self._add_text(output, delta)
+        else:
+            rest = self._add_tokens(output, delta)
         if delta.finish_reason is None and output.finish_reason is not None:
-            self._finish(output, delta)
+            self._finish(output, delta, rest)
         self.finished = delta.finish_reason is not None
         return delta
 
-    def _add_tokens(self, output: RequestOutput, delta: Delta) -> None:
+    def _add_text(self, output: RequestOutput, delta: Delta) -> str:
+        """Add tokens whose text is looked at by nobody; return what is left of it at the end."""
+        delta.token_ids = shown = output.token_ids
+        self.num_tokens += len(shown)
+        if self._index_of_silent_stop(output) >= 0:
+            shown = shown[:-1]
+        text = self._decoder.push_all(shown, last=output.finish_reason is not None)
+        delta.text = delta.text + text if delta.text else text
+        return ""
+
+    def _add_tokens(self, output: RequestOutput, delta: Delta) -> str:
+        """Add one token after the other; return what is left of their text at the end."""
         options = self._options
         pieces = []
         silent = self._index_of_silent_stop(output)
@@ -254,7 +208,7 @@ class ChoiceFold:
             self.num_tokens += 1
             delta.token_ids.append(token_id)
             if output.logprobs is not None:
-                self.cumulative_logprob += output.logprobs[index].logprob
+                delta.logprob_sum += output.logprobs[index].logprob
                 if delta.logprobs is not None:
                     scored = ScoredToken(token_id, self._offset, output.logprobs[index])
                     delta.logprobs.append(scored)
@@ -271,6 +225,7 @@ class ChoiceFold:
                     break
             pieces.append(piece)
         delta.text += "".join(pieces)
+        return "" if output.finish_reason is None else self._decoder.flush()
 
     def _index_of_silent_stop(self, output: RequestOutput) -> int:
         """Return the index of the token that stopped the sequence and is no part of its text."""
@@ -280,8 +235,7 @@ class ChoiceFold:
             return last if output.token_ids[last] == output.stop_token_id else -1
         return -1
 
-    def _finish(self, output: RequestOutput, delta: Delta) -> None:
-        rest = self._decoder.flush()
+    def _finish(self, output: RequestOutput, delta: Delta, rest: str) -> None:
         stopped_by: str | None = None
         if self._stops is not None:
             if rest and self.num_tokens > self._options.min_tokens:
@@ -306,3 +260,11 @@ class ChoiceFold:
         self._offset = len(delta.text)
         if delta.logprobs is not None:
             delta.logprobs += self._echo.tokens(logprobs or (), self._options.echo_logprobs)
+
+
+def folds_of(
+    prompt: Prompt, count: int, options: FoldOptions, table: TokenTable
+) -> list[ChoiceFold]:
+    """Return the folds of so many sequences of a prompt."""
+    echo = PromptEcho(table, prompt)
+    return [ChoiceFold(table, prompt, options, echo) for _ in range(count)]

@@ -1,91 +1,149 @@
 """The prompts of a request as token ids."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from server.api.completions.schema import CompletionRequest
+import msgspec
+
+from server.access.limits import MAX_ECHO
 from server.api.shared.fields import SamplingFields
-from server.generate.checks import Limits
 from server.generate.fold import Prompt
-from server.generate.sampling import check_vocabulary
+from server.generate.model import ServedModel
+from server.generate.request import Conversation, GenerationRequest, Limits, Texts, TokenLists
+from server.generate.vocabulary import check_vocabulary
 from server.http.errors import invalid
+from server.text.conversation import render_chat, said_last
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer
+from server.tool_calls.choice import ToolUse
+from server.tool_calls.injection import told
 
 _LONG = 1 << 16
 """Characters of a prompt that is tokenized by itself, not with others."""
 
 
-async def completion_prompts(
-    request: CompletionRequest, tokenizer: ServedTokenizer, limits: Limits
-) -> list[Prompt]:
-    add_special_tokens = request.add_special_tokens is not False
-    source = request.prompt
-    items: list[Any] = [source]
-    if not isinstance(source, str) and not isinstance(source[0], int):
-        items = list(source)
-    if len(items) > 1 and isinstance(items[0], str):
-        prompts = await _text_prompts(
-            items, request, tokenizer, limits, add_special_tokens=add_special_tokens
-        )
-    elif isinstance(items[0], str):
-        only = await text_prompt(
-            items[0],
-            request,
-            tokenizer,
-            limits,
-            add_special_tokens=add_special_tokens,
-            name="prompt",
-        )
-        prompts = [only]
-    else:
-        for index, item in enumerate(items):
-            check_vocabulary(item, tokenizer, _prompt_name(index, items))
-        prompts = [Prompt(_truncated(item, request, limits), None) for item in items]
+class Prompts(msgspec.Struct, frozen=True):
+    """The prompts of a request; of a conversation also what it was rendered to."""
+
+    prompts: list[Prompt]
+    text: str = ""
+    """The rendered conversation."""
+    echo: str = ""
+    """What each answer repeats before it begins."""
+
+
+async def prompts_of(
+    request: GenerationRequest, tools: ToolUse, model: ServedModel, limits: Limits
+) -> Prompts:
+    """Return the prompts of a request; `tools` are those that its template shows.
+
+    Raises:
+        ApiError: they are wrong or too long, or there are too many tokens in a conversation's.
+    """
+    match request.source:
+        case Conversation() as source:
+            return await _of_conversation(source, request, tools, model, limits)
+        case Texts() as source:
+            prompts = await _of_texts(source, request.fields, model.tokenizer, limits)
+        case TokenLists() as source:
+            prompts = _of_token_lists(source.token_lists, request.fields, model.tokenizer, limits)
     for index, prompt in enumerate(prompts):
         if not prompt.token_ids:
-            raise invalid(f"{_prompt_name(index, items)}: must not be empty", "prompt")
-    return prompts
+            raise invalid(f"{_prompt_name(index, prompts)}: must not be empty", "prompt")
+    return Prompts(prompts)
 
 
-def _prompt_name(index: int, items: Sequence[Any]) -> str:
+async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> str:
+    """Return the text of a conversation; `tools` are those that the template shows.
+
+    Raises:
+        ApiError: there is no template, or it does not accept the conversation.
+    """
+    return await render_chat(
+        model.tokenizer,
+        source.messages,
+        add_generation_prompt=source.add_generation_prompt,
+        continue_final_message=source.continue_final_message,
+        tools=tools.shown,
+        told=told if model.formats.tells_tools else None,
+        documents=source.documents,
+        arguments=source.template_arguments,
+    )
+
+
+async def _of_conversation(
+    source: Conversation,
+    request: GenerationRequest,
+    tools: ToolUse,
+    model: ServedModel,
+    limits: Limits,
+) -> Prompts:
+    text = await rendered(source, tools, model)
+    echo = _echo(source, request.n) if source.echo else ""
+    prompt = await _text_prompt(
+        text,
+        request.fields,
+        model.tokenizer,
+        limits,
+        add_special_tokens=source.add_special_tokens,
+        name="messages",
+    )
+    if not prompt.token_ids:
+        raise invalid("messages: the rendered conversation has no tokens", "messages")
+    return Prompts([prompt], text, echo)
+
+
+def _echo(source: Conversation, copies: int) -> str:
+    """Return what an assistant said last, which so many answers repeat; "" if it was another."""
+    text = said_last(source.messages)
+    if len(text) * copies > MAX_ECHO:
+        raise invalid(
+            f"echo: {copies} answers that repeat {len(text)} characters are more than {MAX_ECHO}",
+            "echo",
+        )
+    return text
+
+
+def _of_token_lists(
+    token_lists: list[list[int]],
+    fields: SamplingFields,
+    tokenizer: ServedTokenizer,
+    limits: Limits,
+) -> list[Prompt]:
+    for index, token_ids in enumerate(token_lists):
+        check_vocabulary(token_ids, tokenizer.vocab_size, _prompt_name(index, token_lists))
+    return [Prompt(_truncated(token_ids, fields, limits), None) for token_ids in token_lists]
+
+
+def _prompt_name(index: int, items: Sequence[object]) -> str:
     return "prompt" if len(items) == 1 else f"prompt[{index}]"
 
 
-async def _text_prompts(
-    texts: list[str],
-    request: SamplingFields,
-    tokenizer: ServedTokenizer,
-    limits: Limits,
-    *,
-    add_special_tokens: bool,
+async def _of_texts(
+    source: Texts, fields: SamplingFields, tokenizer: ServedTokenizer, limits: Limits
 ) -> list[Prompt]:
-    """Tokenize several texts: short ones together, each long one for itself."""
-    short = [text for text in texts if len(text) <= _LONG]
-    batch = await tokenizer.encode_many_async(short, add_special_tokens=add_special_tokens)
-    encoded = iter(batch)
+    """Tokenize texts: short ones together, each long one, or an only one, for itself."""
+    texts, special = source.texts, source.add_special_tokens
+    short = [text for text in texts if len(text) <= _LONG] if len(texts) > 1 else []
+    encoded = iter(
+        await tokenizer.encode_many_async(short, add_special_tokens=special) if short else ()
+    )
     prompts = []
     for text in texts:
-        if len(text) > _LONG:
-            prompt = await text_prompt(
-                text,
-                request,
-                tokenizer,
-                limits,
-                add_special_tokens=add_special_tokens,
-                name="prompt",
+        if len(text) > _LONG or not short:
+            prompt = await _text_prompt(
+                text, fields, tokenizer, limits, add_special_tokens=special, name="prompt"
             )
         else:
             token_ids = next(encoded)
-            kept = _truncated(token_ids, request, limits)
+            kept = _truncated(token_ids, fields, limits)
             prompt = Prompt(kept, text if len(kept) == len(token_ids) else None)
         prompts.append(prompt)
     return prompts
 
 
-async def text_prompt(
+async def _text_prompt(
     text: str,
-    request: SamplingFields,
+    fields: SamplingFields,
     tokenizer: ServedTokenizer,
     limits: Limits,
     *,
@@ -98,8 +156,8 @@ async def text_prompt(
             text,
             add_special_tokens=add_special_tokens,
             longest=limits.max_model_len,
-            keep=_tokens_to_keep(request, limits),
-            keep_beginning=_keeps_beginning(request),
+            keep=_tokens_to_keep(fields, limits),
+            keep_beginning=_keeps_beginning(fields),
         )
     except TextTooLong as error:
         raise invalid(
@@ -111,18 +169,18 @@ async def text_prompt(
     return Prompt(kept, text if all_of_it else None)
 
 
-def _tokens_to_keep(request: SamplingFields, limits: Limits) -> int | None:
+def _tokens_to_keep(fields: SamplingFields, limits: Limits) -> int | None:
     """Return how many of a prompt's tokens are wanted; -1 leaves room for one more."""
-    keep = request.truncate_prompt_tokens
+    keep = fields.truncate_prompt_tokens
     return limits.max_model_len - 1 if keep == -1 else keep
 
 
-def _truncated(token_ids: list[int], request: SamplingFields, limits: Limits) -> list[int]:
-    keep = _tokens_to_keep(request, limits)
+def _truncated(token_ids: list[int], fields: SamplingFields, limits: Limits) -> list[int]:
+    keep = _tokens_to_keep(fields, limits)
     if keep is None:
         return token_ids
-    return token_ids[:keep] if _keeps_beginning(request) else token_ids[-keep:]
+    return token_ids[:keep] if _keeps_beginning(fields) else token_ids[-keep:]
 
 
-def _keeps_beginning(request: SamplingFields) -> bool:
-    return request.truncation_side == "right"
+def _keeps_beginning(fields: SamplingFields) -> bool:
+    return fields.truncation_side == "right"

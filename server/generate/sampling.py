@@ -2,12 +2,15 @@
 
 import re
 import secrets
-from collections.abc import Sequence
 from typing import TypeVar
 
-from engine.shared.messages import SamplingParams
+import msgspec
+
+from engine.shared.messages import GrammarSpec, SamplingParams
 from server.access.budget import check_named_tokens
 from server.api.shared.fields import SamplingFields
+from server.generate.request import GenerationRequest
+from server.generate.vocabulary import check_vocabulary
 from server.http.errors import ApiError, invalid
 from server.text.tokenizer import ServedTokenizer
 
@@ -16,59 +19,61 @@ T = TypeVar("T")
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
-def sampling_params(
-    request: SamplingFields,
-    tokenizer: ServedTokenizer,
-    max_tokens: int,
-    logprobs: int | None,
-    bad_words: tuple[tuple[int, ...], ...],
+class HeldTo(msgspec.Struct, frozen=True):
+    """A grammar that answers follow, from their beginning or from some text on.
+
+    The last three fields are those of `engine.shared.messages.SamplingParams`.
+    """
+
+    grammar: GrammarSpec | None
+    after: str = ""
+    opening: str = ""
+    budget: int = 0
+
+
+async def sampling_params(
+    request: GenerationRequest, tokenizer: ServedTokenizer, max_tokens: int, held_to: HeldTo
 ) -> SamplingParams:
     """Return what the engines are told; what a request leaves open is the model's default.
 
     Raises:
         ApiError: a field is wrong; `param` names it.
     """
-    min_tokens, defaults = request.min_tokens or 0, tokenizer.sampling_defaults
+    fields, defaults = request.fields, tokenizer.sampling_defaults
+    min_tokens, size = fields.min_tokens or 0, request.size
     if min_tokens > max_tokens:
         raise invalid(
             f"min_tokens: {min_tokens} is more than max_tokens, which is {max_tokens}",
             "min_tokens",
         )
-    stop_token_ids = tuple(sorted(set(request.stop_token_ids or ())))
-    check_vocabulary(stop_token_ids, tokenizer, "stop_token_ids")
+    logprobs, prompt_logprobs = request.logprobs, fields.prompt_logprobs
+    if logprobs is None and size.copies > request.n:
+        logprobs = 0  # they say which sequences are the best
+    elif request.echo and logprobs is not None:
+        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
     return SamplingParams(
         max_tokens=max_tokens,
-        seed=secrets.randbits(63) if request.seed is None else request.seed,
-        temperature=_or(request.temperature, defaults.temperature),
-        top_k=max(0, _or(request.top_k, defaults.top_k)),
-        top_p=_or(request.top_p, defaults.top_p),
-        min_p=_or(request.min_p, defaults.min_p),
-        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=_or(request.presence_penalty, 0.0),
-        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+        temperature=_or(fields.temperature, defaults.temperature),
+        top_k=max(0, _or(fields.top_k, defaults.top_k)),
+        top_p=_or(fields.top_p, defaults.top_p),
+        min_p=_or(fields.min_p, defaults.min_p),
+        repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_or(fields.presence_penalty, 0.0),
+        frequency_penalty=_or(fields.frequency_penalty, 0.0),
         min_tokens=min_tokens,
-        ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=stop_token_ids,
-        logit_bias=_logit_bias(request.logit_bias, tokenizer) if request.logit_bias else {},
+        ignore_eos=bool(fields.ignore_eos),
+        stop_token_ids=_token_ids(fields.stop_token_ids, tokenizer, "stop_token_ids") or (),
+        logit_bias=_logit_bias(fields.logit_bias, tokenizer) if fields.logit_bias else {},
         logprobs=logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        allowed_token_ids=_allowed_token_ids(request.allowed_token_ids, tokenizer),
-        bad_words=bad_words,
+        prompt_logprobs=prompt_logprobs,
+        grammar=held_to.grammar,
+        grammar_after=held_to.after,
+        grammar_opening=held_to.opening,
+        grammar_budget=held_to.budget,
+        allowed_token_ids=_token_ids(fields.allowed_token_ids, tokenizer, "allowed_token_ids"),
+        bad_words=await bad_word_tokens(fields, size.sequences, tokenizer),
     )
-
-
-def check_vocabulary(token_ids: Sequence[int], tokenizer: ServedTokenizer, field: str) -> None:
-    """Check that token ids are in the model's vocabulary.
-
-    Raises:
-        ApiError: one is not; `field` is what it names.
-    """
-    if token_ids and max(token_ids) >= tokenizer.vocab_size:
-        raise invalid(
-            f"{field}: token id {max(token_ids)} is outside the vocabulary of "
-            f"{tokenizer.vocab_size}",
-            field,
-        )
 
 
 async def bad_word_tokens(
@@ -79,12 +84,13 @@ async def bad_word_tokens(
     Raises:
         ApiError: a word has no tokens, or together they have too many for so many sequences.
     """
-    bare = list(dict.fromkeys([word.lstrip() for word in request.bad_words or ()]))
-    if "" in bare:
-        index = [word.lstrip() for word in request.bad_words or ()].index("")
-        raise invalid(f"bad_words[{index}]: must not be empty", "bad_words")
-    if not bare:
+    if not request.bad_words:
         return ()
+    stripped = [word.lstrip() for word in request.bad_words]
+    if "" in stripped:
+        index = stripped.index("")
+        raise invalid(f"bad_words[{index}]: must not be empty", "bad_words")
+    bare = list(dict.fromkeys(stripped))
     encoded = await tokenizer.encode_many_async(
         [*bare, *[" " + word for word in bare]], add_special_tokens=False
     )
@@ -102,12 +108,12 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _allowed_token_ids(
-    token_ids: list[int] | None, tokenizer: ServedTokenizer
+def _token_ids(
+    token_ids: list[int] | None, tokenizer: ServedTokenizer, field: str
 ) -> tuple[int, ...] | None:
-    if token_ids is None:
+    if not token_ids:
         return None
-    check_vocabulary(token_ids, tokenizer, "allowed_token_ids")
+    check_vocabulary(token_ids, tokenizer.vocab_size, field)
     return tuple(sorted(set(token_ids)))
 
 

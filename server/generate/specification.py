@@ -1,285 +1,219 @@
-"""From a validated body to what the engines get: prompts as token ids, sampling, limits."""
+"""From a request to what is generated for it: prompts as token ids, sampling, how answers are read.
+
+A specification is built once, as a whole: each part of it is worked out before it is made.
+"""
 
 from collections.abc import Sequence
 
 import msgspec
 
 from engine.shared.messages import GrammarSpec, LarkGrammar, SamplingParams
-from server.access.budget import AnswerSize, room_for_output
-from server.answer.formats import AnswerFormats
+from server.access.budget import room_for_output
 from server.answer.plan import AnswerPlan
-from server.answer.reasoning import ReasoningTags
-from server.api.chat.schema import ChatCompletionRequest
-from server.api.completions.schema import CompletionRequest
-from server.api.shared.fields import JsonObject, SamplingFields
-from server.generate.checks import Limits, chat_size, completion_size, stop_strings
 from server.generate.fold import FoldOptions, Prompt
-from server.generate.prompts import completion_prompts, text_prompt
-from server.generate.run import GenerationSpec
-from server.generate.sampling import bad_word_tokens, sampling_params
+from server.generate.model import ServedModel
+from server.generate.prompts import Prompts, prompts_of, rendered
+from server.generate.request import Conversation, GenerationRequest, Limits
+from server.generate.sampling import HeldTo, sampling_params
 from server.generate.structured_outputs import check_copies, requested_grammar
-from server.http.errors import context_length_exceeded, invalid
-from server.text.conversation import echoed_text, render_chat
+from server.http.errors import context_length_exceeded
 from server.text.tokenizer import ServedTokenizer
 from server.tool_calls.choice import ToolUse, tool_use
-from server.tool_calls.injection import told
 
 KEPT_FOR_FORM = 1024
 """Of the tokens to generate, at most so many and at most a quarter are kept from reasoning for an
 answer that has to have a form."""
 
+ANY_TOKENS = LarkGrammar("start: <[*]>*")
+"""Holds an answer to nothing: it is for what a grammar may have before it."""
 
-async def prepare_completion(
-    request: CompletionRequest, request_id: str, tokenizer: ServedTokenizer, limits: Limits
+
+class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to generate, and how answers are read and shown.
+
+    `sampling` holds for every sequence but for the seed: sequence i draws with seed + i.
+    """
+
+    request_id: str
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    fold: FoldOptions
+    plan: AnswerPlan
+    """How answers are taken apart into reasoning, content and tool calls."""
+    n: int = 1
+    best_of: int = 1
+    """Sequences per prompt, of which the n best are shown."""
+    priority: int = 0
+    cache_salt: str | None = None
+    """What the client wants its cached prompts to be set apart by."""
+    names_ids: bool = False
+    """Whether scores name tokens by their ids, not their texts."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum([len(prompt.token_ids) for prompt in self.prompts])
+
+
+class _Form(msgspec.Struct, frozen=True):
+    """What answers are held to."""
+
+    tools: ToolUse
+    grammar: GrammarSpec | None
+    whole: bool
+    """Whether the grammar holds all of an answer, not only the calls in any text."""
+
+
+async def specify(
+    request: GenerationRequest, request_id: str, model: ServedModel, limits: Limits
 ) -> GenerationSpec:
-    """Return what to generate for a completion request.
+    """Return what to generate for a request.
 
     Raises:
         ApiError: the request is wrong; `param` names the field.
     """
-    grammar = await requested_grammar(request, limits.grammars)
-    size = completion_size(request)
-    if grammar is not None:
-        check_copies(grammar, size.sequences)
-    bad_words = await bad_word_tokens(request, size.sequences, tokenizer)
-    prompts = await completion_prompts(request, tokenizer, limits)
-    max_tokens = _max_tokens(
-        prompts,
-        size,
-        limits,
-        default=tokenizer.sampling_defaults.max_new_tokens or 16,
-        of_prompt="prompt",
+    fields, source, size = request.fields, request.source, request.size
+    form = await _form(request, model)
+    prompts = await prompts_of(request, form.tools, model, limits)
+    max_tokens = _max_tokens(request, prompts.prompts, model.tokenizer, limits)
+    plan = AnswerPlan()
+    if isinstance(source, Conversation):
+        plan = _answer_plan(source, form, prompts, model)
+    sampling = await sampling_params(
+        request, model.tokenizer, max_tokens, _held_to(source, form, plan, max_tokens)
     )
-    n, best_of = request.n or 1, size.copies
-    logprobs, scoring_only = request.logprobs, request.max_tokens == 0
-    sampling = sampling_params(request, tokenizer, max_tokens, logprobs, bad_words)
-    if grammar is not None:
-        sampling = msgspec.structs.replace(sampling, grammar=grammar)
-    if logprobs is None and best_of > n:
-        sampling = msgspec.structs.replace(sampling, logprobs=0)
-    if request.echo and logprobs is not None:
-        most = max(logprobs, request.prompt_logprobs or 0)
-        sampling = msgspec.structs.replace(sampling, prompt_logprobs=most)
-    fold = _fold_options(request, sampling, logprobs is not None)
-    if request.echo:
-        fold = msgspec.structs.replace(
-            fold, echo=True, echo_logprobs=logprobs or 0, discard_output=scoring_only
-        )
+    hidden = fields.skip_special_tokens is not False
+    fold = FoldOptions(
+        skip_special_tokens=hidden and not _has_special(plan.markers, model.tokenizer),
+        stop=request.stop,
+        include_stop=bool(fields.include_stop_str_in_output),
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        logprobs=request.logprobs is not None,
+        prompt_logprobs=fields.prompt_logprobs,
+        echo=request.echo,
+        echo_logprobs=request.logprobs or 0,
+        discard_output=request.only_echo,
+    )
     return GenerationSpec(
         request_id=request_id,
-        prompts=prompts,
+        prompts=prompts.prompts,
         sampling=sampling,
         fold=fold,
-        n=n,
-        best_of=best_of,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-        names_ids=bool(request.return_tokens_as_token_ids),
+        plan=plan,
+        n=request.n,
+        best_of=size.copies,
+        priority=fields.priority or 0,
+        cache_salt=fields.cache_salt,
+        names_ids=bool(fields.return_tokens_as_token_ids),
     )
 
 
-async def prepare_chat(
-    request: ChatCompletionRequest,
-    request_id: str,
-    tokenizer: ServedTokenizer,
-    limits: Limits,
-    formats: AnswerFormats,
-) -> tuple[GenerationSpec, AnswerPlan]:
-    """Return what to generate for a chat completion request, and how its answers are read.
-
-    Raises:
-        ApiError: the request is wrong; `param` names the field.
-    """
-    tools = _tool_use(request, formats)
-    grammar, any_text = await _chat_grammar(request, tools, tokenizer, limits)
-    text = await _rendered(request, tools, tokenizer, formats)
-    plan = _answer_plan(request, tools, formats, text, tokenizer)
-    size = chat_size(request)
-    bad_words = await bad_word_tokens(request, size.sequences, tokenizer)
-    prompt = await text_prompt(
-        text,
-        request,
-        tokenizer,
-        limits,
-        add_special_tokens=bool(request.add_special_tokens),
-        name="messages",
-    )
-    if not prompt.token_ids:
-        raise invalid("messages: the rendered conversation has no tokens", "messages")
-    max_tokens = _max_tokens(
-        [prompt],
-        size,
-        limits,
-        default=tokenizer.sampling_defaults.max_new_tokens or limits.max_model_len,
-        of_prompt="messages",
-    )
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    sampling = sampling_params(request, tokenizer, max_tokens, logprobs, bad_words)
-    budget = request.thinking_token_budget
-    budget = None if budget is None or budget < 0 or plan.reasoning is None else max(1, budget)
-    if budget is not None and grammar is None:
-        grammar = ANY_TOKENS
-    if grammar is not None:
-        sampling = msgspec.structs.replace(sampling, grammar=grammar)
-        if plan.reasoning is not None and (budget is not None or not any_text):
-            plan, sampling = _reasoning_first(plan, plan.reasoning, sampling, text, budget)
-    fold = _fold_options(request, sampling, logprobs is not None)
-    if any(map(tokenizer.is_special_text, plan.markers)):
-        fold = msgspec.structs.replace(fold, skip_special_tokens=False)
-    n = request.n or 1
-    spec = GenerationSpec(
-        request_id=request_id,
-        prompts=[prompt],
-        sampling=sampling,
-        fold=fold,
-        n=n,
-        best_of=n,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-        names_ids=bool(request.return_tokens_as_token_ids),
-    )
-    return spec, plan
+async def _form(request: GenerationRequest, model: ServedModel) -> _Form:
+    """Return what holds answers to calls of tools, or to the form that the request names."""
+    wanted, source, require = requested_grammar(request.fields), request.source, model.grammars
+    answer = None if wanted is None else await require.require(*wanted)
+    if not isinstance(source, Conversation):
+        if answer is not None:
+            check_copies(answer, request.size.sequences)
+        return _Form(ToolUse(), answer, whole=True)
+    tools = _tools(source, model)
+    if not tools.shown:
+        return _Form(tools, answer, whole=answer is not None)
+    for schema, param in tools.schemas:
+        await require.require(schema, param)
+    grammar = tools.grammar(answer, model.tokenizer.is_special_text)
+    if grammar is not None and grammar is not answer:
+        await require.require(grammar, "tools")
+    return _Form(tools, grammar, whole=answer is not None or tools.forced)
 
 
-async def conversation_text(
-    request: ChatCompletionRequest, tokenizer: ServedTokenizer, formats: AnswerFormats
-) -> str:
+def _tools(source: Conversation, model: ServedModel) -> ToolUse:
+    if not source.tools and source.tool_choice is None:
+        return ToolUse()
+    return tool_use(
+        source.tools, source.tool_choice, model.formats, parallel=source.parallel_tool_calls
+    )
+
+
+async def conversation_text(source: Conversation, model: ServedModel) -> str:
     """Return the text of a conversation as the model reads it.
 
     Raises:
         ApiError: the request is wrong; `param` names the field.
     """
-    return await _rendered(request, _tool_use(request, formats), tokenizer, formats)
-
-
-def _tool_use(request: ChatCompletionRequest, formats: AnswerFormats) -> ToolUse:
-    parallel = request.parallel_tool_calls is not False
-    return tool_use(request.tools, request.tool_choice, formats, parallel=parallel)
-
-
-async def _rendered(
-    request: ChatCompletionRequest,
-    tools: ToolUse,
-    tokenizer: ServedTokenizer,
-    formats: AnswerFormats,
-) -> str:
-    return await render_chat(
-        tokenizer,
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=bool(request.continue_final_message),
-        tools=tools.shown,
-        told=told if formats.tells_tools else None,
-        documents=request.documents,
-        arguments=_template_arguments(request),
-    )
-
-
-ANY_TOKENS = LarkGrammar("start: <[*]>*")
-"""Holds an answer to nothing: it is for what a grammar may have before it."""
-
-
-async def _chat_grammar(
-    request: ChatCompletionRequest, tools: ToolUse, tokenizer: ServedTokenizer, limits: Limits
-) -> tuple[GrammarSpec | None, bool]:
-    """Return what holds the answer to calls of tools, or to the form that the request names.
-
-    The second is whether the answer may be any text, in which only calls are held to something.
-    """
-    answer = await requested_grammar(request, limits.grammars)
-    for spec, param in tools.schemas:
-        await limits.grammars.require(spec, param)
-    grammar = tools.grammar(answer, tokenizer.is_special_text)
-    if grammar is not None and grammar is not answer:
-        await limits.grammars.require(grammar, "tools")
-    return grammar, answer is None and not tools.forced
-
-
-def _reasoning_first(
-    plan: AnswerPlan,
-    tags: ReasoningTags,
-    sampling: SamplingParams,
-    prompt: str,
-    budget: int | None,
-) -> tuple[AnswerPlan, SamplingParams]:
-    """Let reasoning come before what a grammar holds the answer to.
-
-    A model that the prompt puts inside the reasoning leaves it by the end tag, early enough for the
-    rest. Any other may open it, and is held to the grammar at once if it does not. Tags that are
-    no tokens of the model are none that it was trained to write.
-    """
-    opened = prompt.rstrip().endswith(tags.start) or plan.reasoning_end is not None
-    inside = plan.begins_inside and opened
-    end = (plan.tools.forced and tags.end_before_calls) or tags.end
-    kept = min(sampling.max_tokens // 4, KEPT_FOR_FORM)
-    sampling = msgspec.structs.replace(
-        sampling,
-        grammar_after=end,
-        grammar_opening="" if inside else tags.start,
-        grammar_budget=min(max(1, sampling.max_tokens - kept), budget or sampling.max_tokens),
-    )
-    return msgspec.structs.replace(plan, begins_inside=inside), sampling
-
-
-def _template_arguments(request: ChatCompletionRequest) -> JsonObject | None:
-    effort, arguments = request.reasoning_effort, request.chat_template_kwargs
-    return arguments if effort is None else {"reasoning_effort": effort, **(arguments or {})}
+    return await rendered(source, _tools(source, model), model)
 
 
 def _answer_plan(
-    request: ChatCompletionRequest,
-    tools: ToolUse,
-    formats: AnswerFormats,
-    prompt: str,
-    tokenizer: ServedTokenizer,
+    source: Conversation, form: _Form, prompts: Prompts, model: ServedModel
 ) -> AnswerPlan:
-    inside = None
+    """Return how answers are taken apart.
+
+    A model that the prompt puts inside the reasoning leaves it by the end tag. Where something is
+    to follow the reasoning, any other may open it, and is held to that at once if it does not: tags
+    that are no tokens of the model are none that it was trained to write.
+    """
+    tags, formats, end, inside = None, model.formats, None, False
     if formats.reasoning is not None:
-        continues = bool(request.continue_final_message)
-        inside = formats.reasoning.opening(prompt, continues=continues)
-    tags = None if inside is None else formats.reasoning
+        opening = formats.reasoning.opening(prompts.text, continues=source.continue_final_message)
+        if opening is not None:
+            tags, inside = formats.reasoning, opening
+            end = model.tokenizer.token_to_id(tags.end)
+            if _reasoning_first(source, form) and end is None:
+                inside = inside and prompts.text.rstrip().endswith(tags.start)
     channels = formats.calls if formats.calls and formats.calls.channels else None
     return AnswerPlan(
-        tools=tools,
+        tools=form.tools,
         reasoning=tags,
-        reasoning_end=None if tags is None else tokenizer.token_to_id(tags.end),
+        reasoning_end=end,
         channels=channels,
-        begins_inside=bool(inside),
-        show_reasoning=request.include_reasoning is not False,
+        begins_inside=inside,
+        show_reasoning=source.show_reasoning,
         reasoning_field=formats.reasoning_field,
-        echo=echoed_text(request.messages, request.n or 1) if request.echo else "",
+        echo=prompts.echo,
     )
+
+
+def _reasoning_first(source: Conversation, form: _Form) -> bool:
+    """Whether reasoning, if there is any, has to end for something that follows it."""
+    return source.thinking_budget is not None or (form.grammar is not None and form.whole)
+
+
+def _held_to(source: object, form: _Form, plan: AnswerPlan, max_tokens: int) -> HeldTo:
+    """Let reasoning come before what a grammar holds the answer to, and end early enough for it."""
+    tags = plan.reasoning
+    if tags is None or not isinstance(source, Conversation) or not _reasoning_first(source, form):
+        return HeldTo(form.grammar)
+    kept = min(max_tokens // 4, KEPT_FOR_FORM)
+    return HeldTo(
+        form.grammar or ANY_TOKENS,
+        after=(plan.tools.forced and tags.end_before_calls) or tags.end,
+        opening="" if plan.begins_inside else tags.start,
+        budget=min(max(1, max_tokens - kept), source.thinking_budget or max_tokens),
+    )
+
+
+def _has_special(markers: Sequence[str], tokenizer: ServedTokenizer) -> bool:
+    return any([tokenizer.is_special_text(marker) for marker in markers])
 
 
 def _max_tokens(
+    request: GenerationRequest,
     prompts: Sequence[Prompt],
-    size: AnswerSize,
+    tokenizer: ServedTokenizer,
     limits: Limits,
-    *,
-    default: int,
-    of_prompt: str,
 ) -> int:
     """Return how many tokens to generate; a default is cut to what fits, a wish is not.
 
-    `of_prompt` is the field of the prompt: it or the wish is blamed for what is too long.
+    The prompt's field or the wish's is blamed for what is too long.
     """
-    longest = max(len(prompt.token_ids) for prompt in prompts)
+    size, most = request.size, limits.max_model_len
+    longest = max([len(prompt.token_ids) for prompt in prompts])
     asked = size.max_tokens
-    if longest + (asked or 1) > limits.max_model_len:
-        param = of_prompt if longest >= limits.max_model_len else size.tokens_field
-        raise context_length_exceeded(limits.max_model_len, longest, asked or 1, param)
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    room = room_for_output(size, prompt_tokens, limits.max_model_len)
-    return asked or min(default, limits.max_model_len - longest, room)
-
-
-def _fold_options(request: SamplingFields, sampling: SamplingParams, logprobs: bool) -> FoldOptions:
-    return FoldOptions(
-        skip_special_tokens=request.skip_special_tokens is not False,
-        stop=stop_strings(request),
-        include_stop=bool(request.include_stop_str_in_output),
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-    )
+    if longest + (asked or 1) > most:
+        param = request.prompt_field if longest >= most else size.tokens_field
+        raise context_length_exceeded(most, longest, asked or 1, param)
+    room = room_for_output(size, sum([len(prompt.token_ids) for prompt in prompts]), most)
+    default = tokenizer.sampling_defaults.max_new_tokens or request.default_tokens or most
+    return asked or min(default, most - longest, room)

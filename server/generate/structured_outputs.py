@@ -1,79 +1,26 @@
-"""From what a request says about the form of its output to a grammar that has been checked."""
+"""From what a request says about the form of its output to a grammar."""
 
-import asyncio
 import json
-from collections import OrderedDict
-from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
-import msgspec
-
 from engine.shared.grammar_spec import (
-    BadGrammar,
-    GrammarThreads,
-    check_grammar,
     grammar_size,
-    lark_from_ebnf,
 )
 from engine.shared.messages import (
     ChoiceGrammar,
     GrammarSpec,
     JsonObjectGrammar,
     JsonSchemaGrammar,
-    LarkGrammar,
     RegexGrammar,
 )
 from server.api.shared.fields import SamplingFields
 from server.api.shared.structured import ResponseFormat, StructuredOutputs
+from server.generate.grammar_check import GrammarText
 from server.http.errors import invalid, too_complex
 from server.http.json_price import TooCostly, price
 
-CHECK_THREADS = 2
 MAX_COPIES_SIZE = 16 * 2**20
 """Characters of a grammar times the sequences that it is sent with."""
-MAX_REMEMBERED = 4096
-"""Grammars whose check is not repeated; only their digests are kept."""
-
-
-class GrammarCheck:
-    """Checks grammars beside the event loop, and remembers what it found."""
-
-    def __init__(self, special_tokens: Sequence[str] = ()) -> None:
-        """`special_tokens` are the texts of tokens that Lark grammars may name as `<...>`."""
-        self._special_tokens = tuple(special_tokens)
-        self._threads = GrammarThreads(CHECK_THREADS, "grammar check")
-        self._found: OrderedDict[bytes, str | None] = OrderedDict()
-
-    async def require(self, spec: GrammarSpec, param: str) -> None:
-        """Check that engines can enforce a grammar.
-
-        Raises:
-            ApiError: they cannot; `param` is the field that it came from.
-        """
-        digest = blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
-        if digest in self._found:
-            self._found.move_to_end(digest)
-        else:
-            check = self._threads.submit(check_grammar, spec, self._special_tokens)
-            self._found[digest] = await asyncio.wrap_future(check)
-            if len(self._found) > MAX_REMEMBERED:
-                self._found.popitem(last=False)
-        reason = self._found[digest]
-        if reason is not None:
-            raise invalid(f"{param}: {reason}", param)
-
-    async def lark(self, text: str, param: str) -> LarkGrammar:
-        """Return a grammar that is written in Lark's syntax, or in GBNF.
-
-        Raises:
-            ApiError: it is in neither; `param` is the field that it came from.
-        """
-        try:
-            converted = self._threads.submit(lark_from_ebnf, text)
-            return LarkGrammar(await asyncio.wrap_future(converted))
-        except BadGrammar as error:
-            raise invalid(f"{param}: {error}", param) from error
 
 
 def check_copies(spec: GrammarSpec, sequences: int) -> None:
@@ -91,29 +38,29 @@ def check_copies(spec: GrammarSpec, sequences: int) -> None:
         )
 
 
-async def requested_grammar(request: SamplingFields, check: GrammarCheck) -> GrammarSpec | None:
-    """Return the grammar that a request's output has to follow, or None.
+Wanted = tuple[GrammarSpec | GrammarText, str]
+"""A grammar, and the field that it came from."""
+
+
+def requested_grammar(request: SamplingFields) -> Wanted | None:
+    """Return the grammar that a request's output has to follow, and its field; not checked yet.
 
     Raises:
-        ApiError: it asks for more than one, or for one that cannot be enforced.
+        ApiError: it asks for more than one.
     """
     form, constraints = request.response_format, request.structured_outputs
     found = None if form is None else _of_response_format(form)
-    if constraints is not None:
-        if found is not None:
-            raise invalid(
-                "structured_outputs: cannot be combined with a response_format other than text",
-                "structured_outputs",
-            )
-        found = await _of_constraints(constraints, check)
-    if found is None:
-        return None
-    spec, param = found
-    await check.require(spec, param)
-    return spec
+    if constraints is None:
+        return found
+    if found is not None:
+        raise invalid(
+            "structured_outputs: cannot be combined with a response_format other than text",
+            "structured_outputs",
+        )
+    return _of_constraints(constraints)
 
 
-def _of_response_format(form: ResponseFormat) -> tuple[GrammarSpec, str] | None:
+def _of_response_format(form: ResponseFormat) -> Wanted | None:
     match form.type:
         case "text":
             return None
@@ -129,9 +76,7 @@ def _of_response_format(form: ResponseFormat) -> tuple[GrammarSpec, str] | None:
             return spec, "response_format.json_schema.schema"
 
 
-async def _of_constraints(
-    wanted: StructuredOutputs, check: GrammarCheck
-) -> tuple[GrammarSpec, str]:
+def _of_constraints(wanted: StructuredOutputs) -> Wanted:
     given = [name for name in _KINDS if getattr(wanted, name) not in (None, False)]
     if len(given) != 1:
         raise invalid(
@@ -150,7 +95,7 @@ async def _of_constraints(
     if wanted.choice is not None:
         return ChoiceGrammar(tuple(wanted.choice)), param
     if wanted.grammar is not None:
-        return await check.lark(wanted.grammar, param), param
+        return GrammarText(wanted.grammar), param
     return JsonObjectGrammar(whitespace), param
 
 

@@ -17,6 +17,8 @@ _TAKEN = 1024
 def parts(output: RequestOutput) -> list[RequestOutput]:
     """Cut an output into some that are not much, all but the last without an end."""
     count = len(output.token_ids)
+    if count <= _TAKEN and output.logprobs is None:
+        return [output]
     step = max(1, _TAKEN * count // max(1, weight(output)))
     if count <= step:
         return [output]

@@ -1,7 +1,7 @@
 """The thin layer between ASGI and the endpoints whose speed matters.
 
-These endpoints read the body once, answer with one or with many raw sends, and notice when the
-client hangs up; they go around the framework's per-request machinery.
+The body is read before an endpoint is asked, which answers with one or with many raw sends and
+notices when the client hangs up; all of it goes around the framework's per-request machinery.
 """
 
 import asyncio
@@ -9,16 +9,14 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
-import pydantic
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.access.admission import Reservation
-from server.access.refusals import refuse_unserved
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.http.body_budget import BodyBudget, HeldBody, NoRoomForBody
 from server.http.doorstep import REQUEST_ID
@@ -26,21 +24,22 @@ from server.http.errors import (
     ApiError,
     internal,
     invalid,
-    invalid_body,
     timed_out,
     to_api_error,
-    too_complex,
     unavailable,
 )
-from server.http.json_price import TooCostly, check_price, costly_field
 from server.observe.metrics import FrontEndMetrics
 
 logger = logging.getLogger(__name__)
 
 _RANK = re.compile(rb"[0-9]{1,6}")
 _JSON = (b"content-type", b"application/json")
+_EVENT_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
-Body = TypeVar("Body", bound=pydantic.BaseModel)
 _Header = tuple[bytes, bytes]
 
 
@@ -67,15 +66,13 @@ class Call:
         self.arrived = time.monotonic()
         self.status: int | None = None
         """Status of the answer once it has begun."""
-        self.body_size = 0
+        self.body = b""
         self.tenant: Tenant = scope.get(SCOPE_KEY, EVERYBODY)
         self.reservation: Reservation | None = None
         """The call's place in the queue, given back when the call ends."""
         self._send = send
         self._content_type = b"application/json"
         self._pinned_rank: bytes | None = None
-        self._body: bytes | None = None
-        """The body, once somebody has looked into it."""
         self.request_id = ""
         for name, value in scope["headers"]:
             if name == b"content-type":
@@ -110,45 +107,13 @@ class Call:
             raise invalid("The header X-data-parallel-rank must be a rank.", "X-data-parallel-rank")
         return int(self._pinned_rank)
 
-    async def body(self, model: type[Body]) -> Body:
-        """Read and validate the body.
+    async def read(self) -> None:
+        """Read the body.
 
         Raises:
-            ApiError: it is no JSON, too large, too slow, too many things, not what `model` says,
-                or asks for what is not served.
+            ApiError: it is no JSON by its type, too large, or too slow.
             ClientDisconnected: the client hung up before it was complete.
         """
-        body = await self._whole()
-        try:
-            # Before anything is made of it: what it would cost is not in its size.
-            check_price(body)
-            found = model.model_validate_json(body)
-        except TooCostly as error:
-            raise too_complex(error, costly_field(body)) from error
-        except pydantic.ValidationError as error:
-            raise invalid_body(error, body) from error
-        refuse_unserved(model, body)
-        return found
-
-    async def fields(self) -> Set[str]:
-        """Return the names of the body's fields, which is read again as what it turns out to be.
-
-        Raises:
-            ApiError: it is no JSON object, too large, too slow, or too many things.
-            ClientDisconnected: the client hung up before it was complete.
-        """
-        self._body = await self._whole()
-        try:
-            check_price(self._body)
-            return msgspec.json.decode(self._body, type=dict[str, msgspec.Raw]).keys()
-        except TooCostly as error:
-            raise too_complex(error, costly_field(self._body)) from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise invalid(f"The body is no valid JSON object: {error}.", code="bad_json") from error
-
-    async def _whole(self) -> bytes:
-        if self._body is not None:
-            return self._body
         media_type = self._content_type.partition(b";")[0].strip().lower()
         if media_type != b"application/json" and not media_type.endswith(b"+json"):
             raise ApiError(
@@ -156,9 +121,7 @@ class Call:
                 "The body must be JSON: send it with 'Content-Type: application/json'.",
                 code="unsupported_media_type",
             )
-        body = await self._read()
-        self.body_size = len(body)
-        return body
+        self.body = await self._read()
 
     async def _read(self) -> bytes:
         message = await self.receive()
@@ -205,6 +168,13 @@ class Call:
                 code="body_too_large",
             )
 
+    async def send_events(self, frames: bytes, *, more: bool) -> None:
+        """Send a part of a stream of events, which begins with the first."""
+        if self.status is None:
+            await self.start(200, list(_EVENT_STREAM))
+        if frames or not more:
+            await self.write(frames, more=more)
+
     async def start(self, status: int, headers: list[_Header]) -> None:
         """Begin the answer."""
         self.status = status
@@ -244,6 +214,7 @@ def raw_endpoint(
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive, send, limits)
         try:
+            await call.read()
             await handler(call)
         except ClientDisconnected:
             logger.debug(

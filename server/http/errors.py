@@ -11,7 +11,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.access.admission import Overloaded
-from server.api.shared.fields import ErrorDetail, ErrorResponse
 from server.generate.fold import RequestRefused
 from server.http.json_price import TooCostly
 from server.router.generation_client import (
@@ -37,6 +36,21 @@ class MessagesErrorResponse(msgspec.Struct, tag_field="type", tag="error"):
     """The body of an error answer to such clients."""
 
     error: MessagesErrorDetail
+
+
+class ErrorDetail(msgspec.Struct):
+    """What is wrong; `param` names the field that caused it, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    """Body of every answer that is not a success, and of error events in a stream."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):

@@ -7,9 +7,16 @@ where a meaning needs more words.
 from bisect import bisect_left
 from typing import Any
 
+import msgspec
 from prometheus_client import Counter, Histogram
 
-from server.observe.metric_factory import COUNT_BUCKETS, LabelledHistogram, MetricFactory
+from engine.shared.messages import RequestTiming
+from server.observe.metric_factory import (
+    COUNT_BUCKETS,
+    LabelledCounter,
+    LabelledHistogram,
+    MetricFactory,
+)
 
 _LATENCY_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -97,83 +104,126 @@ class Distribution:
         self._sum = 0.0
 
 
-class TokenCounts:
-    """Tokens and the times between them, counted here and handed over in bulk."""
+class Count:
+    """A counter whose increments are summed up here and handed over in bulk."""
 
-    def __init__(self, tokens: Counter, latency: Distribution) -> None:
-        self._tokens = tokens
-        self._latency = latency
-        self._pending = 0
+    __slots__ = ("_counter", "pending")
 
-    def first(self, count: int) -> None:
-        """Count a sequence's first tokens, which came at once."""
-        self._pending += count
-
-    def more(self, count: int, seconds: float) -> None:
-        """Count `count` tokens that came `seconds` after those before."""
-        self._latency.observe(seconds / count, count)
-        self._pending += count
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self.pending = 0
 
     def flush(self) -> None:
         """Make everything counted visible to scrapes of any process."""
-        if not self._pending:
-            return
-        self._tokens.inc(self._pending)
-        self._pending = 0
-        self._latency.flush()
+        if self.pending:
+            self._counter.inc(self.pending)
+            self.pending = 0
+
+
+class EndedSequence(msgspec.Struct):
+    """What is known of a sequence that has ended; times in seconds."""
+
+    reason: str
+    waited: float
+    """Since its request arrived."""
+    prompt_tokens: int
+    num_tokens: int
+    max_tokens: int
+    decoding: float
+    """From its first token to its last."""
+    timing: RequestTiming | None
+    """Its times in engines, if they are known."""
 
 
 class EngineSeries:
     """The series of one engine."""
 
     def __init__(self, families: "SequenceFamilies", rank: int) -> None:
-        self._distributions: list[Distribution] = []
+        self._all: list[Distribution | Count] = []
 
         def histogram(name: str) -> Distribution:
             made = Distribution(families.histograms[name].of_engine(rank), _HISTOGRAMS[name][1])
-            self._distributions.append(made)
+            self._all.append(made)
             return made
 
-        self._prompt_tokens = families.prompt_tokens.child(rank)
-        self._cached = families.cached.child(rank)
-        self._by_source = {
-            source: families.by_source.child(rank, source)
-            for source in ("local_compute", "local_cache_hit")
-        }
-        self.ended = {
-            reason: families.success.child(rank, reason)
+        def count(family: LabelledCounter, *labels: str) -> Count:
+            made = Count(family.child(rank, *labels))
+            self._all.append(made)
+            return made
+
+        self._prompt_tokens = count(families.prompt_tokens)
+        self._cached = count(families.cached)
+        self._computed = count(families.by_source, "local_compute")
+        self._found = count(families.by_source, "local_cache_hit")
+        self._ended = {
+            reason: count(families.success, reason)
             for reason in ("stop", "length", "abort", "error")
         }
-        self.token_counts = TokenCounts(
-            families.generation_tokens.child(rank), histogram("inter_token_latency_seconds")
-        )
-        self.time_to_first_token = histogram("time_to_first_token_seconds")
-        self.time_per_output_token = histogram("request_time_per_output_token_seconds")
-        self.e2e_latency = histogram("e2e_request_latency_seconds")
-        self.queue_time = histogram("request_queue_time_seconds")
-        self.prefill_time = histogram("request_prefill_time_seconds")
-        self.decode_time = histogram("request_decode_time_seconds")
-        self.inference_time = histogram("request_inference_time_seconds")
-        self.request_prompt_tokens = histogram("request_prompt_tokens")
-        self.request_generation_tokens = histogram("request_generation_tokens")
-        self.max_num_generation_tokens = histogram("request_max_num_generation_tokens")
-        self.params_max_tokens = histogram("request_params_max_tokens")
-        self.params_n = histogram("request_params_n")
+        self._tokens = count(families.generation_tokens)
+        self._token_latency = histogram("inter_token_latency_seconds")
+        self._time_to_first_token = histogram("time_to_first_token_seconds")
+        self._time_per_output_token = histogram("request_time_per_output_token_seconds")
+        self._e2e_latency = histogram("e2e_request_latency_seconds")
+        self._queue_time = histogram("request_queue_time_seconds")
+        self._prefill_time = histogram("request_prefill_time_seconds")
+        self._decode_time = histogram("request_decode_time_seconds")
+        self._inference_time = histogram("request_inference_time_seconds")
+        self._request_prompt_tokens = histogram("request_prompt_tokens")
+        self._request_generation_tokens = histogram("request_generation_tokens")
+        self._max_num_generation_tokens = histogram("request_max_num_generation_tokens")
+        self._params_max_tokens = histogram("request_params_max_tokens")
+        self._params_n = histogram("request_params_n")
 
     def flush(self) -> None:
         """Make everything counted visible to scrapes of any process."""
-        self.token_counts.flush()
-        for distribution in self._distributions:
-            distribution.flush()
+        for each in self._all:
+            each.flush()
 
-    def prompt(self, tokens: int, cached: int) -> None:
+    def first_tokens(self, count: int, waited: float, prompt_tokens: int, cached: int) -> None:
+        """Count a sequence's first tokens, which came at once, `waited` seconds after its request.
+
+        The prefix cache had `cached` of its prompt's tokens.
+        """
+        self._time_to_first_token.observe(waited)
+        self._tokens.pending += count
+        self._prompt(prompt_tokens, cached)
+
+    def more_tokens(self, count: int, seconds: float) -> None:
+        """Count `count` tokens that came `seconds` after those before."""
+        self._token_latency.observe(seconds / count, count)
+        self._tokens.pending += count
+
+    def ended(self, sequence: EndedSequence, cached: int) -> None:
+        """Count a sequence that has ended; the prefix cache had `cached` of its prompt's tokens."""
+        self._ended[sequence.reason].pending += 1
+        self._e2e_latency.observe(sequence.waited)
+        self._request_prompt_tokens.observe(sequence.prompt_tokens)
+        self._request_generation_tokens.observe(sequence.num_tokens)
+        self._params_max_tokens.observe(sequence.max_tokens)
+        if sequence.num_tokens > 1:
+            self._time_per_output_token.observe(sequence.decoding / (sequence.num_tokens - 1))
+        timing = sequence.timing
+        if timing is None:
+            return
+        if sequence.num_tokens == 0:  # the token that was drawn was not asked for
+            self._prompt(sequence.prompt_tokens, cached)
+        self._queue_time.observe(timing.queue)
+        self._prefill_time.observe(timing.prefill)
+        self._decode_time.observe(timing.decode)
+        self._inference_time.observe(timing.prefill + timing.decode)
+
+    def prompt_ended(self, n: int, longest: int) -> None:
+        """Count a prompt whose `n` answers have ended, the longest with so many tokens."""
+        self._params_n.observe(n)
+        self._max_num_generation_tokens.observe(longest)
+
+    def _prompt(self, tokens: int, cached: int) -> None:
         """Count a prompt, some of whose tokens the prefix cache had."""
         cached = min(cached, tokens)  # a counter would not take what an engine may have said
-        self._prompt_tokens.inc(tokens)
-        self._by_source["local_compute"].inc(tokens - cached)
-        if cached:
-            self._cached.inc(cached)
-            self._by_source["local_cache_hit"].inc(cached)
+        self._prompt_tokens.pending += tokens
+        self._computed.pending += tokens - cached
+        self._cached.pending += cached
+        self._found.pending += cached
 
 
 class SequenceFamilies:

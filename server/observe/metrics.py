@@ -90,8 +90,12 @@ class FrontEndMetrics:
         """A request that arrived at `arrived` (monotonic seconds) has gone to the engines."""
         self._preprocess_time.observe(time.monotonic() - arrived)
 
-    def sequence(self, arrived: float, params: PromptParams, times: EngineTimes) -> SequenceTimer:
-        """Return what measures one sequence of a request that arrived at `arrived`."""
+    def sequence(
+        self, arrived: float, params: PromptParams, times: EngineTimes, *, first: bool = False
+    ) -> SequenceTimer:
+        """Return what measures a sequence, the first or another of a request of that time."""
+        if first:
+            self.submitted(arrived)
         return SequenceTimer(self._sequences, arrived, params, times)
 
     def routing_decision(self, rank: int, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 import time
 
-from server.observe.engine_series import EngineSeries, SequenceFamilies
+from server.observe.engine_series import EndedSequence, EngineSeries, SequenceFamilies
 from server.observe.metric_factory import MetricFactory
 from server.router.engine_times import EngineTimes
 
@@ -53,7 +53,7 @@ class SequenceMetrics:
 class PromptParams:
     """What the sequences of one prompt have in common, and how long the longest of them got."""
 
-    def __init__(self, *, prompt_tokens: int, max_tokens: int, n: int, sequences: int) -> None:
+    def __init__(self, prompt_tokens: int, max_tokens: int, n: int, sequences: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.n = n
@@ -99,23 +99,25 @@ class SequenceTimer:
             self._series = self._metrics.of_engine(self._engine)
         return self._series
 
-    def tokens(self, count: int, cached: int = 0) -> None:
-        """The engine sent `count` more tokens; it had found `cached` of the prompt's."""
+    def tokens(self, count: int, cached: int = 0, reason: str | None = None) -> None:
+        """The engine sent `count` more tokens; it had found `cached` of the prompt's.
+
+        With `reason` the sequence has ended.
+        """
         self._cached = cached
-        if not count:
-            return
-        series = self._current()
-        now = time.monotonic()
-        if self._num_tokens == 0:
-            self._first = now
-            series.time_to_first_token.observe(now - self._arrived)
-            series.prompt(self._params.prompt_tokens, cached)
-            series.token_counts.first(count)
-        else:
-            series.token_counts.more(count, now - self._last)
-        self._last = now
-        self._num_tokens += count
-        self._metrics.tick(now)
+        if count:
+            series, now = self._current(), time.monotonic()
+            if self._num_tokens == 0:
+                self._first = now
+                waited, prompt_tokens = now - self._arrived, self._params.prompt_tokens
+                series.first_tokens(count, waited, prompt_tokens, cached)
+            else:
+                series.more_tokens(count, now - self._last)
+            self._last = now
+            self._num_tokens += count
+            self._metrics.tick(now)
+        if reason is not None:
+            self.finished(reason)
 
     @property
     def first_token(self) -> float | None:
@@ -125,27 +127,16 @@ class SequenceTimer:
     def finished(self, reason: str) -> None:
         """The sequence ended, for whatever reason."""
         series, params, now = self._current(), self._params, time.monotonic()
-        series.ended[reason].inc()
-        series.e2e_latency.observe(now - self._arrived)
-        series.request_prompt_tokens.observe(params.prompt_tokens)
-        series.request_generation_tokens.observe(self._num_tokens)
-        series.params_max_tokens.observe(params.max_tokens)
-        if self._num_tokens > 1:
-            per_token = (self._last - self._first) / (self._num_tokens - 1)
-            series.time_per_output_token.observe(per_token)
-        self._in_engines(series, now)
+        ended = EndedSequence(
+            reason,
+            now - self._arrived,
+            params.prompt_tokens,
+            self._num_tokens,
+            params.max_tokens,
+            self._last - self._first,
+            self._times.ended(now),
+        )
+        series.ended(ended, self._cached)
         if params.ended(self._num_tokens):
-            series.params_n.observe(params.n)
-            series.max_num_generation_tokens.observe(params.longest)
+            series.prompt_ended(params.n, params.longest)
         self._metrics.ended(now)
-
-    def _in_engines(self, series: EngineSeries, now: float) -> None:
-        timing = self._times.ended(now)
-        if timing is None:
-            return
-        if self._num_tokens == 0:  # the token that was drawn was not asked for
-            series.prompt(self._params.prompt_tokens, self._cached)
-        series.queue_time.observe(timing.queue)
-        series.prefill_time.observe(timing.prefill)
-        series.decode_time.observe(timing.decode)
-        series.inference_time.observe(timing.prefill + timing.decode)

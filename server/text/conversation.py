@@ -5,9 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from server.access.limits import MAX_ECHO
-from server.api.chat.schema import ChatMessage, RefusalPart
-from server.api.shared.fields import JsonObject
+from server.api.shared.body import JsonObject
+from server.api.shared.messages import ChatMessage, RefusalPart
 from server.http.errors import invalid, too_complex
 from server.http.json_price import Price, TooCostly, price
 from server.text.chat_template import RESERVED_ARGUMENTS, TemplateFailed
@@ -103,22 +102,10 @@ async def render_chat(
     return await asyncio.to_thread(render)
 
 
-def echoed_text(messages: Sequence[ChatMessage], copies: int) -> str:
-    """Return what an assistant said last, which so many answers repeat; "" if it was another.
-
-    Raises:
-        ApiError: all of it together is too long.
-    """
+def said_last(messages: Sequence[ChatMessage]) -> str:
+    """Return what the last message says if it is an assistant's, else ""."""
     last = messages[-1]
-    if last.role != "assistant":
-        return ""
-    text = _content(last, f"messages[{len(messages) - 1}]")
-    if len(text) * copies > MAX_ECHO:
-        raise invalid(
-            f"echo: {copies} answers that repeat {len(text)} characters are more than {MAX_ECHO}",
-            "echo",
-        )
-    return text
+    return _content(last, f"messages[{len(messages) - 1}]") if last.role == "assistant" else ""
 
 
 def _check_arguments(messages: Sequence[ChatMessage]) -> None:

@@ -30,6 +30,10 @@ class TokenDecoder(Protocol):
         """Add a token; return the text that is now certain, often but not always the token's."""
         ...
 
+    def push_all(self, token_ids: Sequence[int], *, last: bool) -> str:
+        """Add tokens, and end behind the last ones; return the text that is now certain."""
+        ...
+
     def flush(self) -> str:
         """End: return what is left, with U+FFFD for a character that was never completed."""
         ...
@@ -160,6 +164,13 @@ class _BytesDecoder:
         self._pending = data[consumed:]
         return decoded
 
+    def push_all(self, token_ids: Sequence[int], *, last: bool) -> str:
+        if len(token_ids) == 1:
+            text = self.push(token_ids[0])
+        else:
+            text = "".join([self.push(token_id) for token_id in token_ids])
+        return text + self.flush() if last and self._pending else text
+
     def flush(self) -> str:
         decoded = self._pending.decode("utf-8", "replace")
         self._pending = b""
@@ -200,6 +211,10 @@ class _StreamDecoder:
             self._held.clear()
             return text
         return self._restart() if len(self._held) > _MAX_HELD_TOKENS else ""
+
+    def push_all(self, token_ids: Sequence[int], *, last: bool) -> str:
+        text = "".join([self.push(token_id) for token_id in token_ids])
+        return text + self.flush() if last else text
 
     def flush(self) -> str:
         return self._restart()

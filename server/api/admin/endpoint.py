@@ -11,6 +11,7 @@ from server.api.admin.schema import (
     UtilityAnswers,
     UtilityRequest,
 )
+from server.api.body import read_body
 from server.api.context import Context
 from server.http.call import Call
 from server.http.errors import invalid
@@ -41,7 +42,7 @@ class AdminRoutes:
 
 async def call_utility(call: Call, context: Context) -> None:
     """Call a utility of one engine, or of all, by its name."""
-    request = await call.body(UtilityRequest)
+    request = read_body(UtilityRequest, call.body)
     results = await context.client.call_utility(request.rank, request.name, request.arguments)
     await call.send_struct(_answers(results))
 

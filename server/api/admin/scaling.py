@@ -11,6 +11,7 @@ from engine.shared.messages import (
     ScaleEngines,
 )
 from server.api.admin.schema import NodeScale, ScaleRequest, ScaleStatus
+from server.api.body import read_body
 from server.api.context import Context
 from server.fleet.control import SupervisorControl, SupervisorSilent
 from server.http.call import Call
@@ -33,7 +34,7 @@ class ScalingRoutes:
 
     async def scale(self, call: Call, _context: Context) -> None:
         """Run so many engines from now on."""
-        request = await call.body(ScaleRequest)
+        request = read_body(ScaleRequest, call.body)
         await call.send_struct(_answer(await self._ask(ScaleEngines(request.data_parallel_size))))
 
     async def _ask(self, request: ControlRequest) -> ControlStatus:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from engine.shared.messages import UtilityValue
 from server.access.limits import INT64_MAX, INT64_MIN, MAX_TOKENS
-from server.api.shared.fields import RequestBody
+from server.api.shared.body import RequestBody
 
 
 class EngineStatus(msgspec.Struct):

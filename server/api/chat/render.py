@@ -1,6 +1,9 @@
-"""POST /v1/chat/completions."""
+"""Chat completions as clients see them: chunks of a stream, or one body."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+
+from msgspec import UNSET
+from msgspec.json import encode
 
 from server.answer.parts import (
     CallArguments,
@@ -21,96 +24,87 @@ from server.api.chat.schema import (
     ChatCompletionResponse,
     ChatDelta,
     ChatFinishReason,
-    ChatLogprob,
-    ChatLogprobs,
-    TopLogprob,
 )
-from server.api.context import Context
-from server.api.generation import chunk_frames, chunk_head, serve
-from server.api.shared.chunks import ChunkFrames
-from server.api.shared.fields import UNSET, CompletionTokensDetails, Usage
-from server.api.shared.scores import MIN_LOGPROB, prompt_scores, token_names
+from server.api.chat.scores import chat_logprobs, whole_logprobs
+from server.api.shared.answer import CompletionTokensDetails, Usage
+from server.api.shared.chunks import ChunkFrames, error_frames
+from server.api.shared.rendering import Answering, Renderer
+from server.api.shared.scores import prompt_scores
 from server.api.shared.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
-from server.generate.checks import check_chat
-from server.generate.fold import Answer, Delta, FinishReason, ScoredToken
-from server.generate.run import GenerationSpec
-from server.generate.specification import prepare_chat
-from server.http.call import Call
-from server.http.encoded import encoded, encoded_each, encoded_list
-from server.text.detokenizer import TokenTable
+from server.api.shared.whole import WholeAnswers
+from server.generate.answer import Answer
+from server.generate.fold import Delta, FinishReason
+from server.http.encoded import encoded_each
+from server.http.errors import ApiError
 
 
-async def create_chat_completion(call: Call, context: Context) -> None:
-    """Write the next turn of a conversation."""
-    request = await call.body(ChatCompletionRequest)
-    call.request_id = request.request_id or call.request_id
-    model = context.model_name(request.model)
-    limits = context.limits()
-    check_chat(request, limits)
-    context.admit(call, request, 1, request.n or 1)
-    spec, plan = await prepare_chat(
-        request, call.request_id, context.tokenizer, limits, context.formats
-    )
-    kind = "chat.completion.chunk" if request.stream else "chat.completion"
-    head = chunk_head("chatcmpl", kind, call, model)
-    show_ids = bool(request.return_token_ids)
-    writer = None
-    if request.stream:
-        frames = chunk_frames(request, head, spec, force_usage=context.force_usage)
-        writer = ChatChunks(frames, context.table, spec, plan, show_ids=show_ids)
-    whole = await serve(call, context, spec, writer)
-    if whole is None:
-        return
-    readers = [plan.reader() for _ in whole.answers]
+def renderer(request: ChatCompletionRequest, answering: Answering) -> Renderer:
+    """Return what shows the answers to a request."""
+    shows = ChatChunks if request.stream else ChatBody
+    return shows(request, answering)
 
-    def shown(index: int, answer: Answer) -> ChatChoice:
-        choice = _choice(index, answer, readers[index], context.table, spec, plan)
-        if show_ids:
-            choice.token_ids = list(answer.token_ids)
-        answer.drop_scores()
-        return choice
 
-    def response() -> ChatCompletionResponse:
-        prompt, scores = spec.prompts[0].token_ids, whole.answers[0].prompt_logprobs
-        choices = encoded_each(whole.answers, shown)
-        _add_details(whole.usage, readers)
-        made = ChatCompletionResponse(head.id, head.created, model, choices, whole.usage)
+def _id(answering: Answering) -> str:
+    return f"chatcmpl-{answering.request_id}"
+
+
+class ChatBody:
+    """Shows the sums of deltas as one chat completion."""
+
+    streams = False
+
+    def __init__(self, request: ChatCompletionRequest, answering: Answering) -> None:
+        self._answering = answering
+        self._show_ids = bool(request.return_token_ids)
+        self._whole = WholeAnswers(answering.spec.n)
+        self._readers = [answering.spec.plan.reader() for _ in range(answering.spec.n)]
+        self.push, self.error = self._whole.add, ApiError.body
+
+    @property
+    def large(self) -> bool:
+        """Whether `finish` takes more than a moment."""
+        return self._whole.large
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the body."""
+        answering, answers = self._answering, self._whole.answers()
+        prompt, scores = answering.spec.prompts[0].token_ids, answers[0].prompt_logprobs
+        choices = encoded_each(answers, self._shown)
+        _add_details(usage, self._readers)
+        made = ChatCompletionResponse(
+            _id(answering), answering.created, answering.model, choices, usage
+        )
         if scores is not None:
-            made.prompt_logprobs = prompt_scores(prompt, scores, context.table)
-        if show_ids:
+            made.prompt_logprobs = prompt_scores(prompt, scores, answering.table)
+        if self._show_ids:
             made.prompt_token_ids = prompt
-        return made
+        return encode(made)
 
-    await call.send_json(200, await encoded(response, large=whole.large))
+    def _shown(self, index: int, answer: Answer) -> ChatChoice:
+        reader, plan = self._readers[index], self._answering.spec.plan
+        message = AssistantMessage(answer.text)
+        if reader is not None:
+            parts = reader.push(answer.text, answer.token_ids) + reader.finish()
+            message = _message(whole_message(parts), plan)
+        if plan.echo:
+            message.content = plan.echo + (message.content or "")
+        choice = ChatChoice(
+            index,
+            message,
+            whole_logprobs(answer.logprobs, self._answering),
+            _finish_reason(answer.finish_reason, reader, plan),
+            answer.stop_reason,
+        )
+        if self._show_ids:
+            choice.token_ids = list(answer.token_ids)
+        answer.logprobs = answer.prompt_logprobs = None  # most of its memory
+        return choice
 
 
 def _add_details(usage: Usage, readers: Iterable[AnswerReader | None]) -> None:
     """Say how many tokens were for reasoning, if there is any."""
-    if count := sum(reader.reasoning_tokens for reader in readers if reader is not None):
+    if count := sum([reader.reasoning_tokens for reader in readers if reader is not None]):
         usage.completion_tokens_details = CompletionTokensDetails(count)
-
-
-def _choice(
-    index: int,
-    answer: Answer,
-    reader: AnswerReader | None,
-    table: TokenTable,
-    spec: GenerationSpec,
-    plan: AnswerPlan,
-) -> ChatChoice:
-    message = AssistantMessage(answer.text)
-    if reader is not None:
-        parts = reader.push(answer.text, answer.token_ids) + reader.finish()
-        message = _message(whole_message(parts), plan)
-    if plan.echo:
-        message.content = plan.echo + (message.content or "")
-    return ChatChoice(
-        index,
-        message,
-        _whole_logprobs(answer.logprobs, table, spec),
-        _finish_reason(answer.finish_reason, reader, plan),
-        answer.stop_reason,
-    )
 
 
 def _message(parts: Message, plan: AnswerPlan) -> AssistantMessage:
@@ -146,50 +140,55 @@ def _finish_reason(
 class ChatChunks:
     """Shows deltas as chunks of a chat completion; each choice begins with its role."""
 
-    def __init__(
-        self,
-        frames: ChunkFrames,
-        table: TokenTable,
-        spec: GenerationSpec,
-        plan: AnswerPlan,
-        *,
-        show_ids: bool,
-    ) -> None:
-        self._frames = frames
-        self.error = frames.error
-        self._table = table
-        self._spec = spec
-        self._plan = plan
-        self._show_ids = show_ids
-        self._readers: dict[int, AnswerReader | None] = {}
+    streams, large = True, False
 
-    def write(self, index: int, delta: Delta) -> bytes:
+    def __init__(self, request: ChatCompletionRequest, answering: Answering) -> None:
+        self._frames = ChunkFrames("chat.completion.chunk", _id(answering), answering, request)
+        self._answering = answering
+        self._plan = answering.spec.plan
+        self._show_ids = bool(request.return_token_ids)
+        self._readers: dict[int, AnswerReader | None] = {}
+        self.error = error_frames
+
+    def push(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta; none if it has no text yet and nothing else to show."""
-        self._frames.count(index, delta)
-        begin = b"" if index in self._readers else self._begin(index)
-        reader = self._readers[index]
+        if self._frames.so_far is not None:
+            self._frames.so_far.add(index, len(delta.token_ids))
+        first = index not in self._readers
+        if first:
+            self._readers[index] = self._plan.reader()
+        choices = self._begin(index) if first else []
+        choices += self._new(index, delta, self._readers[index])
+        if len(choices) == 1 and not first:
+            return self._frames.chunk(choices[0])
+        prompt = self._answering.spec.prompts[0].token_ids if first and self._show_ids else None
+        return self._frames.chunks(choices, prompt) if choices else b""
+
+    def _begin(self, index: int) -> list[ChatChunkChoice]:
+        shown = [ChatDelta(role="assistant", content="")]
+        if self._plan.echo:
+            shown.append(ChatDelta(content=self._plan.echo))
+        return [ChatChunkChoice(index, each, None, None) for each in shown]
+
+    def _new(self, index: int, delta: Delta, reader: AnswerReader | None) -> list[ChatChunkChoice]:
         if reader is None:
-            first, more = ChatDelta(content=delta.text or UNSET), []
+            shown = [ChatDelta(content=delta.text or UNSET)]
             has_text = delta.text != ""
         else:
-            first, *more = self._parsed(reader, delta)
-            has_text = first != ChatDelta()
+            shown = self._parsed(reader, delta)
+            has_text = shown[0] != ChatDelta()
         if not (has_text or delta.logprobs or delta.finish_reason) and not (
             self._show_ids and delta.token_ids
         ):
-            return begin
-        logprobs = chat_logprobs(delta.logprobs, self._table, self._spec)
-        choice = ChatChunkChoice(index, first, logprobs, None)
+            return []
+        choices = [ChatChunkChoice(index, each, None, None) for each in shown]
+        choices[0].logprobs = chat_logprobs(delta.logprobs, self._answering)
         if self._show_ids:
-            choice.token_ids = delta.token_ids
-        frames = begin
-        for each in more:
-            frames += self._frames.choice(choice)
-            choice = ChatChunkChoice(index, each, None, None)
+            choices[0].token_ids = delta.token_ids
         if delta.finish_reason is not None:
-            choice.finish_reason = _finish_reason(delta.finish_reason, reader, self._plan)
-            choice.stop_reason = delta.stop_reason
-        return frames + self._frames.choice(choice)
+            choices[-1].finish_reason = _finish_reason(delta.finish_reason, reader, self._plan)
+            choices[-1].stop_reason = delta.stop_reason
+        return choices
 
     def _parsed(self, reader: AnswerReader, delta: Delta) -> list[ChatDelta]:
         """Return what a delta shows, at least one thing; an end after calls is one of its own."""
@@ -201,20 +200,10 @@ class ChatChunks:
             shown.append(ChatDelta())
         return shown
 
-    def end(self, usage: Usage) -> bytes:
+    def finish(self, usage: Usage) -> bytes:
         """Return the frames behind those of the last delta."""
         _add_details(usage, self._readers.values())
         return self._frames.end(usage)
-
-    def _begin(self, index: int) -> bytes:
-        self._readers[index] = self._plan.reader()
-        choice = ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None)
-        prompt = self._spec.prompts[0].token_ids if self._show_ids else None
-        frames = self._frames.choice(choice, prompt)
-        if self._plan.echo:
-            repeated = ChatDelta(content=self._plan.echo)
-            frames += self._frames.choice(ChatChunkChoice(index, repeated, None, None))
-        return frames
 
 
 def _delta_of(part: Part, plan: AnswerPlan) -> ChatDelta:
@@ -232,46 +221,3 @@ def _delta_of(part: Part, plan: AnswerPlan) -> ChatDelta:
         case CallArguments(index, text):
             arguments = FunctionCallDelta(arguments=text)
             return ChatDelta(tool_calls=[ToolCallDelta(index, function=arguments)])
-
-
-def chat_logprobs(
-    tokens: Sequence[ScoredToken] | None, table: TokenTable, spec: GenerationSpec
-) -> ChatLogprobs | None:
-    """Return the log probabilities of tokens as chat completions show them."""
-    if tokens is None:
-        return None
-    shown = spec.sampling.logprobs or 0
-    name_of = token_names(table, ids=spec.names_ids)
-    return ChatLogprobs([_logprob(token, table, name_of, shown) for token in tokens])
-
-
-def _whole_logprobs(
-    tokens: Sequence[ScoredToken] | None, table: TokenTable, spec: GenerationSpec
-) -> ChatLogprobs | None:
-    """Return the same as JSON already."""
-    if tokens is None:
-        return None
-    shown = spec.sampling.logprobs or 0
-    name_of = token_names(table, ids=spec.names_ids)
-    return ChatLogprobs(encoded_list(_logprob(token, table, name_of, shown) for token in tokens))
-
-
-def _logprob(
-    token: ScoredToken, table: TokenTable, name_of: Callable[[int], str], shown: int
-) -> ChatLogprob:
-    scores = token.logprob
-    assert scores is not None, "only a prompt's first token has no log probability"
-    alternatives = zip(scores.top_ids[:shown], scores.top_logprobs[:shown], strict=True)
-    return ChatLogprob(
-        name_of(token.token_id),
-        max(scores.logprob, MIN_LOGPROB),
-        list(table.bytes_of(token.token_id)),
-        [
-            TopLogprob(
-                name_of(token_id),
-                max(logprob, MIN_LOGPROB),
-                list(table.bytes_of(token_id)),
-            )
-            for token_id, logprob in alternatives
-        ],
-    )

@@ -1,6 +1,9 @@
-"""POST /v1/completions."""
+"""Completions as clients see them: chunks of a stream, or one body."""
 
 from collections.abc import Callable, Sequence
+
+from msgspec import UNSET
+from msgspec.json import encode
 
 from server.api.completions.schema import (
     CompletionChoice,
@@ -8,95 +11,105 @@ from server.api.completions.schema import (
     CompletionRequest,
     CompletionResponse,
 )
-from server.api.context import Context
-from server.api.generation import chunk_frames, chunk_head, serve
-from server.api.shared.chunks import ChunkFrames
-from server.api.shared.fields import UNSET
+from server.api.shared.answer import Usage
+from server.api.shared.chunks import ChunkFrames, error_frames
+from server.api.shared.rendering import Answering, Renderer
 from server.api.shared.scores import MIN_LOGPROB, prompt_scores, token_names
-from server.generate.checks import check_completion, num_prompts
-from server.generate.fold import Answer, Delta, ScoredToken
-from server.generate.run import GenerationSpec
-from server.generate.specification import prepare_completion
-from server.http.call import Call
-from server.http.encoded import encoded, encoded_each
-from server.text.detokenizer import TokenTable
+from server.api.shared.whole import WholeAnswers
+from server.generate.answer import Answer
+from server.generate.fold import Delta, ScoredToken
+from server.http.encoded import encoded_each
+from server.http.errors import ApiError
+
+_KIND = "text_completion"
 
 
-async def create_completion(call: Call, context: Context) -> None:
-    """Continue prompts."""
-    request = await call.body(CompletionRequest)
-    call.request_id = request.request_id or call.request_id
-    model = context.model_name(request.model)
-    limits = context.limits()
-    check_completion(request, limits)
-    context.admit(call, request, num_prompts(request.prompt), request.best_of or request.n or 1)
-    spec = await prepare_completion(request, call.request_id, context.tokenizer, limits)
-    head = chunk_head("cmpl", "text_completion", call, model)
-    show_ids = bool(request.return_token_ids)
-    writer = None
-    if request.stream:
-        frames = chunk_frames(request, head, spec, force_usage=context.force_usage)
-        writer = CompletionChunks(frames, context.table, spec, show_ids=show_ids)
-    whole = await serve(call, context, spec, writer)
-    if whole is None:
-        return
-
-    def shown(index: int, answer: Answer) -> CompletionChoice:
-        choice = _choice(index, answer, context.table, spec, show_ids=show_ids)
-        if answer.prompt_logprobs is not None:
-            prompt = spec.prompts[index // spec.n]
-            choice.prompt_logprobs = prompt_scores(
-                prompt.token_ids, answer.prompt_logprobs, context.table
-            )
-        answer.drop_scores()
-        return choice
-
-    def response() -> CompletionResponse:
-        choices = encoded_each(whole.answers, shown)
-        return CompletionResponse(head.id, head.created, model, choices, whole.usage)
-
-    await call.send_json(200, await encoded(response, large=whole.large))
+def renderer(request: CompletionRequest, answering: Answering) -> Renderer:
+    """Return what shows the answers to a request."""
+    shows = CompletionChunks if request.stream else CompletionBody
+    return shows(request, answering)
 
 
 class CompletionChunks:
     """Shows deltas as chunks of a completion."""
 
-    def __init__(
-        self, frames: ChunkFrames, table: TokenTable, spec: GenerationSpec, *, show_ids: bool
-    ) -> None:
-        self._frames = frames
-        self.end, self.error = frames.end, frames.error
-        self._table = table
-        self._spec = spec
-        self._show_ids = show_ids
-        self._begun: set[int] = set()
+    streams, large = True, False
 
-    def write(self, index: int, delta: Delta) -> bytes:
+    def __init__(self, request: CompletionRequest, answering: Answering) -> None:
+        self._frames = ChunkFrames(_KIND, _id(answering), answering, request)
+        self._answering = answering
+        self._show_ids = bool(request.return_token_ids)
+        self._begun: set[int] = set()
+        self.finish, self.error = self._frames.end, error_frames
+
+    def push(self, index: int, delta: Delta) -> bytes:
         """Return the frame of a delta; none if it has no text yet and nothing else to show."""
-        self._frames.count(index, delta)
+        if self._frames.so_far is not None:
+            self._frames.so_far.add(index, len(delta.token_ids))
         shown = delta.text or delta.logprobs or delta.finish_reason
         if not shown and not (self._show_ids and delta.token_ids):
             return b""
-        choice = _choice(index, delta, self._table, self._spec, show_ids=self._show_ids)
+        choice = _choice(index, delta, self._answering, show_ids=self._show_ids)
         if self._show_ids:
             if index in self._begun:
                 choice.prompt_token_ids = UNSET
             self._begun.add(index)
-        return self._frames.choice(choice)
+        return self._frames.chunk(choice)
+
+
+class CompletionBody:
+    """Shows the sums of deltas as one completion."""
+
+    streams = False
+
+    def __init__(self, request: CompletionRequest, answering: Answering) -> None:
+        self._answering = answering
+        self._show_ids = bool(request.return_token_ids)
+        spec = answering.spec
+        self._whole = WholeAnswers(spec.n * len(spec.prompts))
+        self.push, self.error = self._whole.add, ApiError.body
+
+    @property
+    def large(self) -> bool:
+        """Whether `finish` takes more than a moment."""
+        return self._whole.large
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the body."""
+        answering, answers = self._answering, self._whole.answers()
+        return encode(
+            CompletionResponse(
+                _id(answering),
+                answering.created,
+                answering.model,
+                encoded_each(answers, self._shown),
+                usage,
+            )
+        )
+
+    def _shown(self, index: int, answer: Answer) -> CompletionChoice:
+        answering = self._answering
+        choice = _choice(index, answer, answering, show_ids=self._show_ids)
+        if answer.prompt_logprobs is not None:
+            prompt = answering.spec.prompts[index // answering.spec.n]
+            choice.prompt_logprobs = prompt_scores(
+                prompt.token_ids, answer.prompt_logprobs, answering.table
+            )
+        answer.logprobs = answer.prompt_logprobs = None  # most of its memory
+        return choice
+
+
+def _id(answering: Answering) -> str:
+    return f"cmpl-{answering.request_id}"
 
 
 def _choice(
-    index: int, part: Answer | Delta, table: TokenTable, spec: GenerationSpec, *, show_ids: bool
+    index: int, part: Answer | Delta, answering: Answering, *, show_ids: bool
 ) -> CompletionChoice:
-    choice = CompletionChoice(
-        index,
-        part.text,
-        None
-        if part.logprobs is None
-        else _logprobs(part.logprobs, token_names(table, ids=spec.names_ids)),
-        part.finish_reason,
-        part.stop_reason,
-    )
+    spec, logprobs = answering.spec, None
+    if part.logprobs is not None:
+        logprobs = _logprobs(part.logprobs, token_names(answering.table, ids=spec.names_ids))
+    choice = CompletionChoice(index, part.text, logprobs, part.finish_reason, part.stop_reason)
     if show_ids:
         choice.prompt_token_ids = spec.prompts[index // spec.n].token_ids
         choice.token_ids = list(part.token_ids)

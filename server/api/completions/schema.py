@@ -3,20 +3,18 @@
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from server.access.limits import MAX_CHOICES, MAX_PROMPTS, MAX_TOKENS
-from server.api.shared.fields import (
-    UNSET,
+from server.api.shared.answer import (
     FinishReasonField,
     OptionalTokenIds,
     PromptLogprobs,
-    SamplingFields,
     StopReasonField,
-    TokenIds,
     Usage,
 )
+from server.api.shared.fields import SamplingFields, TokenIds
 
 Prompts = (
     str

@@ -1,6 +1,6 @@
 """From the parts of an answer to blocks, and to the events that tell how they grow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -34,11 +34,6 @@ class BlockBuilder:
         self._text: list[str] = []
         self.content: list[ContentBlock] = []
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether a call has begun."""
-        return any(isinstance(block, ToolUseContent) for block in self.content)
-
     def push(self, part: Part) -> list[MessageEvent]:
         """Add a part; return what there is to tell."""
         match part:
@@ -53,6 +48,10 @@ class BlockBuilder:
                 return self._switch(ToolUseContent(self._new_call_id(), name, {}))
             case CallArguments(_, text):
                 return [self._more(text, MessageInputDelta(text))]
+
+    def close(self, parts: Sequence[Part]) -> list[MessageEvent]:
+        """Add the last parts and end; return what there is to tell."""
+        return [event for part in parts for event in self.push(part)] + self.finish()
 
     def finish(self) -> list[MessageEvent]:
         """End the block that is open, if one is; return what there is to tell."""

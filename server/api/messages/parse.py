@@ -1,4 +1,4 @@
-"""A request for a message as the chat completion that answers it."""
+"""A request for a message in the terms of all requests: by way of a chat completion."""
 
 import json
 import re
@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pydantic
 
+from server.api.chat.parse import Blame, conversation
+from server.api.chat.parse import parse as parse_chat
 from server.api.chat.schema import ChatCompletionRequest
 from server.api.messages.schema import (
     Block,
@@ -22,6 +24,7 @@ from server.api.messages.schema import (
     ToolUseBlock,
     Turn,
 )
+from server.generate.request import Conversation, GenerationRequest, Limits
 from server.http.errors import ApiError, invalid, invalid_body
 
 _PASSED_ON = (
@@ -29,24 +32,33 @@ _PASSED_ON = (
 )  # fmt: skip
 
 
-class Conversion(msgspec.Struct):
-    """The chat completion, and what leads from its fields back to those of the request."""
-
-    chat: ChatCompletionRequest
-    places: list[str]
-    """The field of the request that each message of the chat completion is made of."""
-
-    def blame(self, error: ApiError) -> ApiError:
-        """Return an error about the chat completion as one about the request."""
-        return _blamed(error, self.places)
-
-
-def as_chat(request: MessagesRequest | CountTokensRequest) -> Conversion:
-    """Return the chat completion that answers a request.
+def parse(request: MessagesRequest, limits: Limits) -> GenerationRequest:
+    """Return what a request asks for, by way of the chat completion that answers it.
 
     Raises:
-        ApiError: the request is wrong, or asks for what is not served.
+        ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
+    chat, blame = _as_chat(request)
+    try:
+        return parse_chat(chat, limits, blame)
+    except ApiError as error:
+        raise blame(error) from error
+
+
+def parse_count(request: CountTokensRequest) -> tuple[Conversation, Blame]:
+    """Return the conversation to count, and what turns errors about it into the client's terms.
+
+    Raises:
+        ApiError: the request is wrong, or asks for what is not served; `param` names the field.
+    """
+    chat, blame = _as_chat(request)
+    return conversation(chat), blame
+
+
+def _as_chat(
+    request: MessagesRequest | CountTokensRequest,
+) -> tuple[ChatCompletionRequest, Blame]:
+    """Return a chat completion, and what turns errors about it into errors about the request."""
     _check(request)
     turns = _Turns()
     if request.system is not None:
@@ -79,7 +91,8 @@ def as_chat(request: MessagesRequest | CountTokensRequest) -> Conversion:
         chat = ChatCompletionRequest.model_validate_json(encoded)
     except pydantic.ValidationError as error:
         raise _blamed(invalid_body(error, encoded), turns.places) from error
-    return Conversion(chat, turns.places)
+    places = turns.places
+    return chat, lambda error: _blamed(error, places)
 
 
 def _check(request: MessagesRequest | CountTokensRequest) -> None:

@@ -1,11 +1,10 @@
-"""POST /v1/messages: the message as a whole, and as the events that tell how it grows."""
+"""Messages as clients see them: events of a stream, or one body."""
 
 from collections.abc import Sequence
 
 import msgspec
 
 from server.answer.parts import ContentText, Part
-from server.answer.plan import AnswerPlan
 from server.api.messages.blocks import BlockBuilder
 from server.api.messages.content import (
     Ending,
@@ -15,36 +14,57 @@ from server.api.messages.content import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    ToolUseContent,
 )
-from server.api.shared.fields import Usage
-from server.generate.fold import Answer, Delta
+from server.api.messages.schema import MessagesRequest
+from server.api.shared.answer import Usage
+from server.api.shared.rendering import Answering, Renderer
+from server.api.shared.whole import WholeAnswers
+from server.generate.answer import Answer
+from server.generate.fold import Delta
 from server.http.errors import ApiError, MessagesErrorResponse, message_error
 
 _encode = msgspec.json.Encoder().encode
 
 
-class MessageStream:
-    """Fills a message from deltas, and shows how it grows as typed events.
+def renderer(request: MessagesRequest, answering: Answering) -> Renderer:
+    """Return what shows the answer to a request."""
+    growing = GrowingMessage(answering)
+    return MessageEvents(growing) if request.stream else MessageBody(growing)
 
-    Args:
-        message: the message as it is before there is any content.
-        plan: how the answer is taken apart.
-    """
 
-    def __init__(self, message: Message, plan: AnswerPlan) -> None:
-        self.message = message
-        self._reader = plan.reader()
-        self._builder = BlockBuilder(plan.new_call_id)
-        self._begun = False
+class GrowingMessage:
+    """Fills a message from deltas, and tells how it grows as typed events."""
 
-    def write(self, index: int, delta: Delta) -> bytes:
-        """Return the frames of a delta."""
-        begin: list[MessageEvent] = [] if self._begun else [MessageStart(self.message)]
-        self._begun = True
-        return _frames([*begin, *self.push(delta)])
+    def __init__(self, answering: Answering) -> None:
+        spec = answering.spec
+        self.message = Message(
+            id=f"msg_{answering.request_id}",
+            model=answering.model,
+            usage=MessageUsage(spec.num_prompt_tokens, 1),
+        )
+        self._reader = spec.plan.reader()
+        self._builder = BlockBuilder(spec.plan.new_call_id)
 
-    def push(self, piece: Delta | Answer) -> list[MessageEvent]:
+    def push(self, delta: Delta) -> list[MessageEvent]:
         """Add what is new of the answer; return what there is to tell."""
+        return [event for part in self._taken_apart(delta) for event in self._builder.push(part)]
+
+    def close(self, usage: Usage, answer: Answer | None = None) -> list[MessageEvent]:
+        """Complete the message, with a whole answer if it has none yet.
+
+        Returns what there is to tell of what is new.
+        """
+        told = self._builder.close([] if answer is None else self._taken_apart(answer))
+        message = self.message
+        message.content = self._builder.content
+        message.usage = _usage(usage)
+        has_calls = any([isinstance(block, ToolUseContent) for block in message.content])
+        if has_calls and message.stop_reason == "end_turn":
+            message.stop_reason = "tool_use"
+        return told
+
+    def _taken_apart(self, piece: Delta | Answer) -> list[Part]:
         parts: list[Part]
         if self._reader is None:
             parts = [ContentText(piece.text)] if piece.text else []
@@ -54,27 +74,7 @@ class MessageStream:
                 parts += self._reader.finish()
         if piece.finish_reason is not None:
             self._end_with(piece)
-        return [event for part in parts for event in self._builder.push(part)]
-
-    def close(self, usage: Usage) -> list[MessageEvent]:
-        """Complete the message; return what there is to tell of its last block."""
-        told = self._builder.finish()
-        message = self.message
-        message.content = self._builder.content
-        message.usage = _usage(usage)
-        if self._builder.has_calls and message.stop_reason == "end_turn":
-            message.stop_reason = "tool_use"
-        return told
-
-    def end(self, usage: Usage) -> bytes:
-        """Return the frames behind those of the last delta."""
-        told = self.close(usage)
-        ending = Ending(self.message.stop_reason, self.message.stop_sequence)
-        return _frames([*told, MessageDelta(ending, self.message.usage), MessageStop()])
-
-    def error(self, error: ApiError) -> bytes:
-        """Return the last frame of a stream in which something went wrong."""
-        return _frames([MessagesErrorResponse(message_error(error))])
+        return parts
 
     def _end_with(self, piece: Delta | Answer) -> None:
         message = self.message
@@ -84,6 +84,54 @@ class MessageStream:
             message.stop_reason = "max_tokens" if piece.finish_reason == "length" else "end_turn"
         if isinstance(piece.stop_reason, str):
             message.stop_reason, message.stop_sequence = "stop_sequence", piece.stop_reason
+
+
+class MessageBody:
+    """Shows the sum of deltas as one message."""
+
+    streams = False
+
+    def __init__(self, growing: GrowingMessage) -> None:
+        self._growing = growing
+        self._whole = WholeAnswers(1)
+        self.push, self.error = self._whole.add, _error
+
+    @property
+    def large(self) -> bool:
+        """Whether `finish` takes more than a moment."""
+        return self._whole.large
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the body."""
+        self._growing.close(usage, self._whole.answers()[0])
+        return _encode(self._growing.message)
+
+
+class MessageEvents:
+    """Shows deltas as events."""
+
+    streams, large = True, False
+
+    def __init__(self, growing: GrowingMessage) -> None:
+        self._growing = growing
+        self._begun = False
+        self.error = _error
+
+    def push(self, index: int, delta: Delta) -> bytes:
+        """Return the frames of a delta."""
+        begin: list[MessageEvent] = [] if self._begun else [MessageStart(self._growing.message)]
+        self._begun = True
+        return _frames([*begin, *self._growing.push(delta)])
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the frames behind those of the last delta."""
+        told, message = self._growing.close(usage), self._growing.message
+        ending = Ending(message.stop_reason, message.stop_sequence)
+        return _frames([*told, MessageDelta(ending, message.usage), MessageStop()])
+
+
+def _error(error: ApiError) -> bytes:
+    return _frames([MessagesErrorResponse(message_error(error))])
 
 
 def _usage(usage: Usage) -> MessageUsage:

@@ -182,3 +182,8 @@ class MessagesRequest(_Conversation):
     priority: int | None = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: CacheSalt | None = None
     chat_template_kwargs: JsonObject | None = None
+
+    @property
+    def request_id(self) -> str | None:
+        """None: the header names the request."""
+        return None

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from server.api.chat.schema import ChatLogprob
-from server.api.shared.fields import JsonObject
+from server.api.shared.body import JsonObject
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]

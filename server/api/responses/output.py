@@ -1,6 +1,6 @@
 """From the parts of an answer to output items, and to the events that tell how they grow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 import msgspec
@@ -55,6 +55,18 @@ class OutputBuilder:
             case CallArguments(_, text):
                 self._text.append(text)
                 return [events.ArgumentsDelta(**self._place(), delta=text)]
+
+    def close(
+        self, parts: Sequence[Part], logprobs: list[ChatLogprob], status: ItemStatus
+    ) -> list[ResponseEvent]:
+        """Add the last parts and end, with an empty message if there is nothing else.
+
+        Returns what there is to tell.
+        """
+        told = [event for part in parts for event in self.push(part, logprobs)]
+        if not self.output:
+            told += self.push(ContentText(""))
+        return told + self.finish(status)
 
     def finish(self, status: ItemStatus) -> list[ResponseEvent]:
         """End the item that is open, if one is; return what there is to tell."""

@@ -1,4 +1,4 @@
-"""A request for a response as the chat completion that answers it."""
+"""A request for a response in the terms of all requests: as the chat completion that answers it."""
 
 import re
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pydantic
 
+from server.api.chat.parse import parse as parse_chat
 from server.api.chat.schema import ChatCompletionRequest
 from server.api.responses.schema import (
     PASSED_ON,
@@ -23,6 +24,7 @@ from server.api.responses.schema import (
     ResponseTool,
     TextFormat,
 )
+from server.generate.request import GenerationRequest, Limits
 from server.http.errors import ApiError, invalid, invalid_body
 
 _SERVED_INCLUDES = {"message.output_text.logprobs"}
@@ -38,23 +40,27 @@ _NOTHING_TO_ADD = {
 """Values of `include` that are about things that no response here holds."""
 
 
-class Conversion(msgspec.Struct):
-    """The chat completion, and what leads from its fields back to those of the request."""
-
-    chat: ChatCompletionRequest
-    items: list[int]
-    """Index of the input item that each message begins with; -1 for the instructions."""
-
-    def blame(self, error: ApiError) -> ApiError:
-        """Return an error about the chat completion as one about the request."""
-        return _blamed(error, self.items)
-
-
-def as_chat(request: ResponsesRequest) -> Conversion:
-    """Return the chat completion that answers a request.
+def parse(request: ResponsesRequest, limits: Limits) -> GenerationRequest:
+    """Return what a request asks for, by way of the chat completion that answers it.
 
     Raises:
-        ApiError: the request is wrong, or asks for what is not served.
+        ApiError: the request is wrong, or asks for what is not served; `param` names the field.
+    """
+    chat, items = _as_chat(request)
+
+    def blame(error: ApiError) -> ApiError:
+        return _blamed(error, items)
+
+    try:
+        return parse_chat(chat, limits, blame)
+    except ApiError as error:
+        raise blame(error) from error
+
+
+def _as_chat(request: ResponsesRequest) -> tuple[ChatCompletionRequest, list[int]]:
+    """Return a chat completion, and which input item each of its messages begins with.
+
+    -1 stands for the instructions.
     """
     _check(request)
     turns = _Turns()
@@ -69,8 +75,8 @@ def as_chat(request: ResponsesRequest) -> Conversion:
     body |= {
         "messages": turns.messages,
         "max_completion_tokens": request.max_output_tokens,
-        "logprobs": wants_logprobs(request),
-        "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,
+        "logprobs": _wants_logprobs(request),
+        "top_logprobs": request.top_logprobs if _wants_logprobs(request) else None,
         "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
     }
     if request.structured_outputs is not None:
@@ -89,10 +95,10 @@ def as_chat(request: ResponsesRequest) -> Conversion:
         chat = ChatCompletionRequest.model_validate_json(encoded)
     except pydantic.ValidationError as error:
         raise _blamed(invalid_body(error, encoded), turns.items) from error
-    return Conversion(chat, turns.items)
+    return chat, turns.items
 
 
-def wants_logprobs(request: ResponsesRequest) -> bool:
+def _wants_logprobs(request: ResponsesRequest) -> bool:
     """Whether the response has to show log probabilities."""
     return bool(request.top_logprobs) or bool(_SERVED_INCLUDES.intersection(request.include or ()))
 

@@ -14,14 +14,12 @@ from server.access.limits import (
     MAX_TOOLS,
     MIN_REPETITION_PENALTY,
 )
-from server.api.shared.body import Name, part_type
+from server.api.shared.body import JsonObject, Name, RequestBody, part_type
 from server.api.shared.fields import (
     CacheSalt,
-    JsonObject,
     LogitBias,
     NamedTokenIds,
     ReasoningEffort,
-    RequestBody,
     StopStrings,
 )
 from server.api.shared.structured import StructuredOutputs

@@ -1,23 +1,17 @@
-"""Server-sent events: a submission's deltas as frames, written as they come."""
+"""The frames of a stream of chunks, as completions and chat completions have it."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET
 
-from server.api.shared.fields import UNSET, Usage
-from server.generate.fold import Delta
-from server.generate.run import Submission
-from server.http.call import Call, foreseen
+from server.api.shared.answer import Usage
+from server.api.shared.fields import SamplingFields
+from server.api.shared.rendering import Answering
 from server.http.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
-
-_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -59,31 +53,41 @@ class ShownChoice(Protocol):
 class ChunkFrames:
     """Frames of one stream: only the choice is encoded, what surrounds it is ready bytes."""
 
-    def __init__(
-        self, head: ChunkHead, *, include_usage: bool, so_far: UsageSoFar | None = None
-    ) -> None:
-        """With `so_far` every chunk tells the usage of its choice."""
-        self._so_far = so_far
-        self._include_usage = include_usage
+    def __init__(self, kind: str, id_: str, answering: Answering, request: SamplingFields) -> None:
+        """`kind` is the type of the chunks, `id_` the answer's."""
+        options, spec = request.stream_options, answering.spec
+        wanted = options is not None and bool(options.include_usage)
+        self._include_usage = wanted or answering.force_usage
+        self.so_far: UsageSoFar | None = None
+        """Counts what each choice has before any of it is shown, if every chunk tells it."""
+        if options is not None and self._include_usage and options.continuous_usage_stats:
+            lengths = [len(prompt.token_ids) for prompt in spec.prompts]
+            self.so_far = UsageSoFar(lengths, spec.n)
+        head = ChunkHead(id_, kind, answering.created, answering.model)
         self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._suffix = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
-    def count(self, index: int, delta: Delta) -> None:
-        """Note a delta of a choice before anything of it is shown."""
-        if self._so_far is not None:
-            self._so_far.add(index, len(delta.token_ids))
+    def chunk(self, choice: ShownChoice) -> bytes:
+        """Return the frame of a chunk with one choice."""
+        if self.so_far is not None:
+            return self._with_more(choice, {"usage": self.so_far.of(choice.index)})
+        return self._prefix + _encode(choice) + self._suffix
 
-    def choice(self, choice: ShownChoice, prompt_token_ids: Sequence[int] | None = None) -> bytes:
-        """Return the frame of a chunk with one choice, and of the prompt if there is one."""
-        if self._so_far is None and prompt_token_ids is None:
-            return self._prefix + _encode(choice) + self._suffix
-        more: dict[str, object] = {}
+    def chunks(
+        self, choices: Sequence[ShownChoice], prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
+        """Return the frames of several chunks; the first has the prompt if there is one."""
+        frames = [self.chunk(choice) for choice in choices]
         if prompt_token_ids is not None:
-            more["prompt_token_ids"] = prompt_token_ids
-        if self._so_far is not None:
-            more["usage"] = self._so_far.of(choice.index)
-        elif self._include_usage:
-            more["usage"] = None
+            more: dict[str, object] = {"prompt_token_ids": prompt_token_ids}
+            if self.so_far is not None:
+                more["usage"] = self.so_far.of(choices[0].index)
+            elif self._include_usage:
+                more["usage"] = None
+            frames[0] = self._with_more(choices[0], more)
+        return b"".join(frames)
+
+    def _with_more(self, choice: ShownChoice, more: dict[str, object]) -> bytes:
         return self._prefix + _encode(choice) + b"]," + _encode(more)[1:] + b"\n\n"
 
     def end(self, usage: Usage) -> bytes:
@@ -92,45 +96,7 @@ class ChunkFrames:
             return DONE
         return self._prefix + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
 
-    def error(self, error: ApiError) -> bytes:
-        """Return the last frames of a stream that ends with an error."""
-        return b"data: " + error.body() + b"\n\n" + DONE
 
-
-class StreamWriter(Protocol):
-    """An endpoint's way to show the deltas of its answer."""
-
-    def write(self, index: int, delta: Delta) -> bytes:
-        """Return the frames of a delta; none if it shows nothing."""
-        ...
-
-    def end(self, usage: Usage) -> bytes:
-        """Return the frames behind those of the last delta."""
-        ...
-
-    def error(self, error: ApiError) -> bytes:
-        """Return the last frames of a stream in which something went wrong."""
-        ...
-
-
-async def send_stream(call: Call, submission: Submission, writer: StreamWriter) -> None:
-    """Answer with a stream, everything available in one send each.
-
-    The answer begins with the first delta: what goes wrong before it is an ordinary error
-    answer, what goes wrong later an error event.
-    """
-    deltas = await submission.next()
-    await call.start(200, list(_HEADERS))
-    try:
-        while True:
-            frames = b"".join([writer.write(index, delta) for index, delta in deltas])
-            if submission.done:
-                break
-            if frames:
-                await call.write(frames, more=True)
-            deltas = await submission.next()
-        frames += writer.end(submission.usage())
-    except Exception as error:
-        submission.close("error")
-        frames = writer.error(foreseen(error, call.request_id))
-    await call.write(frames, more=False)
+def error_frames(error: ApiError) -> bytes:
+    """Return the last frames of a stream that ends with an error."""
+    return b"data: " + error.body() + b"\n\n" + DONE

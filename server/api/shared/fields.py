@@ -7,8 +7,6 @@ of a server that is older than they are.
 
 from typing import Annotated, Literal
 
-import msgspec
-from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from server.access.limits import (
@@ -25,7 +23,7 @@ from server.access.limits import (
     MAX_TOKENS,
     MIN_REPETITION_PENALTY,
 )
-from server.api.shared.body import JsonObject, RequestBody
+from server.api.shared.body import RequestBody
 from server.api.shared.structured import ResponseFormat, StructuredOutputs
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -141,110 +139,3 @@ class SamplingFields(RequestBody):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Where the prompt is cut: left, the default, keeps its last tokens."
     )
-
-
-class PromptTokensDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
-
-    cached_tokens: int = 0
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    """What the completion's tokens were for."""
-
-    reasoning_tokens: int = 0
-
-
-class Usage(msgspec.Struct):
-    """Token counts of one request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | UnsetType
-    """Not shown where the operator hides it."""
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-
-
-class PromptLogprob(msgspec.Struct):
-    """How likely a token is at a position of the prompt; rank 1 is the most likely."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id, for each token of the prompt: itself first, then the most likely ones; the first
-token has none."""
-
-
-class ErrorDetail(msgspec.Struct):
-    """What is wrong; `param` names the field that caused it, `code` is for programs."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(msgspec.Struct):
-    """Body of every answer that is not a success, and of error events in a stream."""
-
-    error: ErrorDetail
-
-
-class Model(msgspec.Struct):
-    """A name by which the served model may be called."""
-
-    id: str
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int | None
-    parent: str | None = None
-    object: Literal["model"] = "model"
-
-
-class ModelList(msgspec.Struct):
-    """All served names."""
-
-    data: list[Model]
-    object: Literal["list"] = "list"
-
-
-class HealthResponse(msgspec.Struct):
-    """This process lives, or takes traffic."""
-
-    status: str
-
-
-class VersionResponse(msgspec.Struct):
-    """Version of the distribution."""
-
-    version: str
-
-
-FinishReasonField = Literal["stop", "length", "abort"]
-StopReasonField = int | str | None
-OptionalTokenIds = list[int] | UnsetType
-
-__all__ = [
-    "UNSET",
-    "ErrorDetail",
-    "ErrorResponse",
-    "FinishReasonField",
-    "HealthResponse",
-    "JsonObject",
-    "Model",
-    "ModelList",
-    "OptionalTokenIds",
-    "PromptTokensDetails",
-    "RequestBody",
-    "SamplingFields",
-    "StopReasonField",
-    "StreamOptions",
-    "TokenIds",
-    "Usage",
-    "VersionResponse",
-]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.shared.messages import TokenLogprob
-from server.api.shared.fields import PromptLogprob, PromptLogprobs
+from server.api.shared.answer import PromptLogprob, PromptLogprobs
 from server.http.encoded import encoded_list
 from server.text.detokenizer import TokenTable
 

@@ -1,6 +1,7 @@
 """POST /tokenize and POST /detokenize."""
 
 from server.access.limits import MAX_COUNTED_TOKENS
+from server.api.body import read_body
 from server.api.context import Context
 from server.api.tokenize.schema import (
     DetokenizeRequest,
@@ -8,7 +9,7 @@ from server.api.tokenize.schema import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from server.generate.sampling import check_vocabulary
+from server.generate.vocabulary import check_vocabulary
 from server.http.call import Call
 from server.http.errors import invalid
 from server.router.generation_client import NoEngineAvailable
@@ -27,7 +28,7 @@ def known_max_model_len(context: Context) -> int | None:
 
 async def tokenize(call: Call, context: Context) -> None:
     """Show the token ids that a prompt or a conversation has."""
-    request = await call.body(TokenizeRequest)
+    request = read_body(TokenizeRequest, call.body)
     context.model_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("exactly one of prompt and messages must be given", "prompt")
@@ -35,19 +36,19 @@ async def tokenize(call: Call, context: Context) -> None:
         text, add_special_tokens = request.prompt or "", request.add_special_tokens is not False
     else:
         text = await render_chat(
-            context.tokenizer,
+            context.model.tokenizer,
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             tools=[tool.model_dump(exclude_unset=True) for tool in request.tools or ()],
-            told=told if context.formats.tells_tools else None,
+            told=told if context.model.formats.tells_tools else None,
             arguments=request.chat_template_kwargs,
         )
         add_special_tokens = bool(request.add_special_tokens)
     longest = max(MAX_COUNTED_TOKENS, known_max_model_len(context) or 0)
     try:
         token_ids, _ = await encode_prompt(
-            context.tokenizer,
+            context.model.tokenizer,
             text,
             add_special_tokens=add_special_tokens,
             longest=longest,
@@ -62,7 +63,7 @@ async def tokenize(call: Call, context: Context) -> None:
         ) from error
     names = None
     if request.return_token_strs:
-        names = [context.tokenizer.id_to_token(token_id) for token_id in token_ids]
+        names = [context.model.tokenizer.id_to_token(token_id) for token_id in token_ids]
     await call.send_struct(
         TokenizeResponse(
             len(token_ids),
@@ -75,10 +76,10 @@ async def tokenize(call: Call, context: Context) -> None:
 
 async def detokenize(call: Call, context: Context) -> None:
     """Show the text of token ids."""
-    request = await call.body(DetokenizeRequest)
+    request = read_body(DetokenizeRequest, call.body)
     context.model_name(request.model)
-    check_vocabulary(request.tokens, context.tokenizer, "tokens")
-    text = await context.tokenizer.decode_async(
+    check_vocabulary(request.tokens, context.model.tokenizer.vocab_size, "tokens")
+    text = await context.model.tokenizer.decode_async(
         request.tokens, skip_special_tokens=bool(request.skip_special_tokens)
     )
     await call.send_struct(DetokenizeResponse(text))

@@ -6,9 +6,9 @@ import msgspec
 from pydantic import Field
 
 from server.access.limits import MAX_MESSAGES, MAX_TOOLS
-from server.api.chat.schema import ChatMessage
-from server.api.shared.body import Name
-from server.api.shared.fields import JsonObject, RequestBody, TokenIds
+from server.api.shared.body import JsonObject, Name, RequestBody
+from server.api.shared.fields import TokenIds
+from server.api.shared.messages import ChatMessage
 from server.api.shared.tools import Tool
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from scripts.write_compatibility_doc import TARGET, render
-from server.access.refusals import REQUESTS
 from server.api.compatibility import TABLE, Row
+from server.api.refusals import REQUESTS
 
 MESSAGES = {"messages": [{"role": "user", "content": "hello"}]}
 BODIES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 from engine.shared.config import ModelConfig
 from server.access.limits import MAX_ECHO
 from server.answer.config import AnswerConfig
-from server.api.chat.schema import ChatMessage
+from server.api.shared.messages import ChatMessage
 from server.config import FrontEndConfig, HttpConfig
 from server.text.chat_template import ChatTemplate
 from server.text.conversation import render_chat

@@ -6,14 +6,8 @@ from hypothesis import strategies as st
 
 from engine.shared.messages import RequestOutput, TokenLogprob
 from server.access.limits import MAX_UNREAD
-from server.generate.fold import (
-    Answer,
-    ChoiceFold,
-    DeltaSum,
-    FoldOptions,
-    GenerationFailed,
-    Prompt,
-)
+from server.generate.answer import Answer, DeltaSum
+from server.generate.fold import ChoiceFold, FoldOptions, GenerationFailed, Prompt
 from server.generate.unread import Unread, parts
 from server.router.token_stream import merge, weight
 from server.text.detokenizer import TokenTable

@@ -63,7 +63,7 @@ def test_a_check_is_not_repeated(http: Any, engines: Any, monkeypatch: pytest.Mo
     def fail(*arguments: object) -> None:
         raise AssertionError("checked again")
 
-    monkeypatch.setattr("server.generate.structured_outputs.check_grammar", fail)
+    monkeypatch.setattr("server.generate.grammar_check.check_grammar", fail)
     grammar_of(http, engines, structured_outputs={"regex": "[a-z]{3}x"})
 
 

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from server.access.admission_table import AdmissionTable, create_admission_table
-from server.api.completions.schema import CompletionRequest
 from server.config import FrontEndConfig, GuardConfig
 from server.http.body_budget import FREE_BYTES, BodyBudget, NoRoomForBody
 from server.http.call import BodyLimits, Call
@@ -80,7 +79,7 @@ def test_sixteen_unfinished_uploads_do_not_hold_a_gigabyte() -> None:
             return {"type": "http.request", "body": b" " * PIECE, "more_body": True}
 
         calls = [Call(scope, receive, send, limits) for _ in range(16)]
-        uploads = [asyncio.create_task(call.body(CompletionRequest)) for call in calls]
+        uploads = [asyncio.create_task(call.read()) for call in calls]
         while len(held) <= 500 and not all(upload.done() for upload in uploads):
             await asyncio.sleep(0)
         for upload in uploads:

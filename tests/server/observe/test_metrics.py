@@ -282,7 +282,8 @@ def test_an_impossible_prefix_is_refused() -> None:
 _COUNTING_PROCESS = """
 from engine.shared.messages import RequestTiming
 from server.router.engine_times import EngineTimes
-from server.config import FrontEndConfig, ModelConfig
+from engine.shared.config import ModelConfig
+from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams
 

@@ -1,0 +1,47 @@
+"""From the bytes of a request body to what they say."""
+
+from collections.abc import Set
+from typing import TypeVar
+
+import msgspec
+import pydantic
+
+from server.api.refusals import refuse_unserved
+from server.http.errors import invalid, invalid_body, too_complex
+from server.http.json_price import TooCostly, check_price, costly_field
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+
+
+def read_body(model: type[Body], body: bytes) -> Body:
+    """Validate a body.
+
+    Raises:
+        ApiError: it is no JSON, too many things, not what `model` says, or asks for what is not
+            served.
+    """
+    try:
+        # Before anything is made of it: what it would cost is not in its size.
+        check_price(body)
+        found = model.model_validate_json(body)
+    except TooCostly as error:
+        raise too_complex(error, costly_field(body)) from error
+    except pydantic.ValidationError as error:
+        raise invalid_body(error, body) from error
+    refuse_unserved(model, body)
+    return found
+
+
+def fields_of(body: bytes) -> Set[str]:
+    """Return the names of a body's fields.
+
+    Raises:
+        ApiError: it is no JSON object, or too many things.
+    """
+    try:
+        check_price(body)
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+    except TooCostly as error:
+        raise too_complex(error, costly_field(body)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"The body is no valid JSON object: {error}.", code="bad_json") from error

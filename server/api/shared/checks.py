@@ -1,0 +1,28 @@
+"""What is checked of the fields that requests of several endpoints have."""
+
+from server.api.shared.fields import SamplingFields
+from server.generate.request import Limits
+from server.http.errors import invalid
+
+
+def check_fields(request: SamplingFields, limits: Limits) -> tuple[str, ...]:
+    """Check what can be checked without tokenizing anything, and spell out what is meant by it.
+
+    Returns the texts that end an answer.
+
+    Raises:
+        ApiError: the request is wrong, or asks for too much; `param` names the field.
+    """
+    if request.prompt_logprobs is not None:
+        if request.stream:
+            raise invalid("prompt_logprobs: not available when stream is true", "prompt_logprobs")
+        request.prompt_logprobs = limits.alternatives(request.prompt_logprobs, "prompt_logprobs")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options: only allowed when stream is true", "stream_options")
+    stop = request.stop
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if "" in stops:
+        raise invalid("stop: strings must not be empty", "stop")
+    if request.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
+    return stops
