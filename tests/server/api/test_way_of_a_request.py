@@ -145,6 +145,7 @@ PLAIN = [
     ("/v1/completions", {"prompt": [5, 6, 7]}),
     ("/v1/chat/completions", MESSAGES),
     ("/v1/responses", {"input": "hello"}),
+    ("/v1/messages", {**MESSAGES, "max_tokens": 8}),
 ]
 
 
