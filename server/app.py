@@ -34,6 +34,13 @@ from server.api.chat.schema import (
 from server.api.completions.endpoint import create_completion
 from server.api.completions.schema import CompletionRequest, CompletionResponse
 from server.api.context import Context, make_context
+from server.api.conversations.endpoint import (
+    ConversationRoutes,
+    add_items,
+    create_conversation,
+    update_conversation,
+)
+from server.api.conversations.schema import ConversationRequest, ItemsRequest, MetadataRequest
 from server.api.invocations import AnyRequest, invoke
 from server.api.messages.content import Message, MessageEvent, TokenCount
 from server.api.messages.endpoint import count_tokens, create_message
@@ -54,6 +61,7 @@ from server.api.openapi import (
 from server.api.responses import items
 from server.api.responses.endpoint import create_response
 from server.api.responses.events import ResponseEvent
+from server.api.responses.kept import KeptRoutes
 from server.api.responses.schema import ResponsesRequest
 from server.api.status.endpoint import status_routes
 from server.api.tokenize.endpoint import detokenize, tokenize
@@ -72,6 +80,7 @@ from server.observe.access_log import AccessLog
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer
 from server.router.generation_client import GenerationClient, NoEngineAvailable
+from server.store.service import ResponseStore
 from server.text.tokenizer import ServedTokenizer
 
 _POST_ERRORS = (400, 401, 404, 413, 415, 500)
@@ -87,12 +96,13 @@ def build_app(
     table: AdmissionTable | None = None,
     control: SupervisorControl | None = None,
     tracer: RequestTracer | None = None,
+    store: ResponseStore | None = None,
 ) -> FastAPI:
     """Return the application of one front end.
 
     `table` is where the front ends of a node count what they have taken on; None for one that is
     alone. `control` reaches the node's supervisor, if it has one. `tracer`
-    makes a span of each request, if there is one.
+    makes a span of each request, if there is one. `store` keeps responses, if they are kept.
     """
     tenancy = Tenancy(config, api_keys(config.guards).num_tenants)
     admission = Admission(
@@ -103,7 +113,9 @@ def build_app(
         several=tenancy.several,
     )
     created = int(time.time())
-    context = make_context(config, client, tokenizer, metrics, admission, tenancy, created, tracer)
+    context = make_context(
+        config, client, tokenizer, metrics, admission, tenancy, created, tracer, store
+    )
     meta = MetaRoutes(context)
     app = FastAPI(
         title="Swell",
@@ -159,6 +171,8 @@ def build_app(
         _get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 401, 404)),
         *status_routes(context),
     ]
+    if store is not None:
+        app.router.routes += _kept_routes(context, store)
     if admin_keys(config.guards):
         app.router.routes += _admin_routes(context, control)
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
@@ -169,6 +183,31 @@ def build_app(
     app.add_middleware(Doorstep, root_path=config.http.root_path.rstrip("/"))
     app.openapi = functools.partial(document, app)  # type: ignore[method-assign]
     return app
+
+
+def _kept_routes(context: Context, store: ResponseStore) -> list[APIRoute]:
+    responses, conversations = KeptRoutes(store), ConversationRoutes(store)
+    one, many = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
+    errors = (400, 401, 404, 503)
+    shown = json_responses(items.Response, *errors)
+    conversation = json_responses(items.Conversation, *_POST_ERRORS, 503)
+    listed = json_responses(items.ItemList, *_POST_ERRORS, 503)
+    item = json_responses(items.OutputMessage, *errors)
+    gone = json_responses(items.Deleted, *errors)
+    return [
+        _get(one, responses.retrieve, shown),
+        _plain("DELETE", one, responses.delete, gone),
+        _plain("POST", f"{one}/cancel", responses.cancel, shown),
+        _get(f"{one}/input_items", responses.input_items, listed),
+        _post("/v1/conversations", create_conversation, ConversationRequest, conversation, context),
+        _get(many, conversations.retrieve, conversation),
+        _post(many, update_conversation, MetadataRequest, conversation, context),
+        _plain("DELETE", many, conversations.delete, gone),
+        _get(f"{many}/items", conversations.list_items, listed),
+        _post(f"{many}/items", add_items, ItemsRequest, listed, context),
+        _get(f"{many}/items/{{item_id}}", conversations.retrieve_item, item),
+        _plain("DELETE", f"{many}/items/{{item_id}}", conversations.delete_item, conversation),
+    ]
 
 
 def _admin_routes(context: Context, control: SupervisorControl | None) -> list[APIRoute]:

@@ -49,6 +49,8 @@ from server.router.link import ClusterLink, JoinRefused
 from server.router.load_table import LoadTable
 from server.router.routing import POLICIES
 from server.router.state import ClusterState
+from server.store.service import ResponseStore
+from server.store.sqlite import SqliteBackend
 from server.text.tokenizer import ServedTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
@@ -127,9 +129,10 @@ class FrontEnd:
         control = None
         if self._launch.control is not None:
             control = SupervisorControl(self._launch.control, self._transport)
+        store = self._store()
         try:
             app = build_app(
-                self._config, client, tokenizer, metrics, self._admission(), control, tracer
+                self._config, client, tokenizer, metrics, self._admission(), control, tracer, store
             )
             app.openapi()  # made once, and not while others wait for tokens
             await self._serve_http(app, link, client)
@@ -139,8 +142,12 @@ class FrontEnd:
                 stats.cancel()
             if control is not None:
                 control.close()
+            if store is not None:
+                await store.jobs.close()
             link.close()
             client.close()
+            if store is not None:
+                await asyncio.to_thread(store.close)
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 
@@ -174,6 +181,16 @@ class FrontEnd:
         if directory is None:
             return AdmissionTable(None)
         return AdmissionTable(Path(directory), self._launch.place)
+
+    def _store(self) -> ResponseStore | None:
+        config = self._config.store
+        if config.response_store == "none":
+            return None
+        path = Path(self._launch.socket_dir) / "responses.sqlite"
+        if config.response_store != "node":
+            path = Path(config.response_store).expanduser()
+        backend = SqliteBackend(path, config.response_store_bytes, config.response_store_age)
+        return ResponseStore(backend)
 
     def _client(self, index: int, metrics: FrontEndMetrics) -> EngineClient:
         table = None

@@ -92,7 +92,8 @@ def test_state_machines_know_no_sockets_or_clocks(path: Path) -> None:
 
 
 TELLS_THE_TIME = {
-    "server/app.py", "server/api/responses/render.py", "server/api/generation.py",
+    "server/app.py", "server/store/service.py", "server/api/responses/keeping.py",
+    "server/api/responses/render.py", "server/api/generation.py",
     "server/api/status/endpoint.py",
 }  # fmt: skip
 """What tells clients when something was; all else measures durations, and the clock may be set."""

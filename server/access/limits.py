@@ -63,3 +63,7 @@ MAX_CACHE_SALT = 256
 """Characters of `cache_salt`."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 """Range of seeds."""
+MAX_KEPT_LENGTH = 2**22
+"""Bytes of what a request goes on with: earlier responses, or a conversation."""
+MAX_KEPT_ITEMS = 2048
+"""Items of a conversation that is kept."""

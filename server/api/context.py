@@ -15,6 +15,7 @@ from server.http.errors import model_not_found
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer
 from server.router.generation_client import GenerationClient
+from server.store.service import ResponseStore
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
 
@@ -38,6 +39,8 @@ class Context(msgspec.Struct, frozen=True):
     """Whether every stream ends with its usage."""
     created: int
     """Unix time at which this process began to serve."""
+    store: ResponseStore | None
+    """Where responses are kept, if they are."""
 
     def model_name(self, asked: str | None) -> str:
         """Return the name to answer with.
@@ -61,6 +64,7 @@ def make_context(
     tenancy: Tenancy,
     created: int,
     tracer: RequestTracer | None = None,
+    store: ResponseStore | None = None,
 ) -> Context:
     """Return the context of a front end.
 
@@ -95,4 +99,5 @@ def make_context(
         max_logprobs=config.http.max_logprobs,
         force_usage=config.http.enable_force_include_usage,
         created=created,
+        store=store,
     )

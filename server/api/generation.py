@@ -7,7 +7,7 @@ specification, which runs; what comes of it is folded into deltas, which a rende
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from server.access.admission import BYTES_PER_TOKEN
@@ -36,6 +36,8 @@ class GenerationBody(Protocol):
     def request_id(self) -> str | None: ...
 
 
+BeforeEnd = Callable[[Usage], Awaitable[None]]
+
 B = TypeVar("B", bound=GenerationBody)
 
 
@@ -45,6 +47,7 @@ async def generate(
     body: B,
     parse: Callable[[B, Limits], GenerationRequest],
     renderer: Callable[[B, Answering], Renderer],
+    before_end: BeforeEnd | None = None,
 ) -> None:
     """Answer a request for generated text.
 
@@ -54,6 +57,7 @@ async def generate(
         body: what was sent.
         parse: makes the endpoint's bodies into requests.
         renderer: makes what shows the answers as the endpoint does.
+        before_end: awaited when everything was generated, before the client is told so.
 
     Raises:
         ApiError: the request is wrong, or time was up before an answer had begun.
@@ -75,7 +79,8 @@ async def generate(
     answering = Answering(
         call.request_id, model, int(time.time()), spec, context.table, context.force_usage
     )
-    await _run(call, context, spec, cache_root, renderer(body, answering))
+    answer = Answer(call, renderer(body, answering), before_end)
+    await _run(call, context, spec, cache_root, answer)
 
 
 def _admit(call: Call, context: Context, request: GenerationRequest) -> bytes:
@@ -99,7 +104,7 @@ def _admit(call: Call, context: Context, request: GenerationRequest) -> bytes:
 
 
 async def _run(
-    call: Call, context: Context, spec: GenerationSpec, cache_root: bytes, renderer: Renderer
+    call: Call, context: Context, spec: GenerationSpec, cache_root: bytes, answer: "Answer"
 ) -> None:
     reservation = call.reservation
     sender = Sender(
@@ -112,7 +117,7 @@ async def _run(
     )
     if reservation is not None:
         reservation.recount(spec.best_of * spec.num_prompt_tokens, time.monotonic())
-    output: Output = Answer(call, renderer)
+    output: Output = answer
     if spec.best_of > spec.n:
         output = BestOf(output, len(spec.prompts), spec.n, spec.best_of)
     with CancelOnDisconnect(call.receive):
@@ -121,10 +126,9 @@ async def _run(
             await _in_time(run, output, call, context.request_timeout)
         except Exception as error:
             run.close("error")
-            if call.status is None or not renderer.streams:
+            if call.status is None or not answer.streams:
                 raise
-            frames = renderer.error(foreseen(error, call.request_id))
-            await call.send_events(frames, more=False)
+            await answer.fail(foreseen(error, call.request_id))
         finally:
             run.close()
             if context.tracer is not None:
@@ -154,14 +158,26 @@ class Answer:
     what goes wrong later an error event.
     """
 
-    def __init__(self, call: Call, renderer: Renderer) -> None:
+    def __init__(self, call: Call, renderer: Renderer, before_end: BeforeEnd | None) -> None:
         self._call = call
         self._renderer = renderer
+        self._before_end = before_end
+
+    @property
+    def streams(self) -> bool:
+        """Whether this is a stream."""
+        return self._renderer.streams
+
+    async def fail(self, error: ApiError) -> None:
+        """End a stream that has begun with an error event."""
+        await self._call.send_events(self._renderer.error(error), more=False)
 
     async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
         """Show deltas; with `usage` they are the last."""
         call, renderer = self._call, self._renderer
         shown = b"".join([renderer.push(index, delta) for index, delta in deltas])
+        if usage is not None and self._before_end is not None:
+            await self._before_end(usage)
         if renderer.streams:
             if usage is not None:
                 shown += renderer.finish(usage)

@@ -4,6 +4,7 @@ from server.config.commands import ApiServerConfig, FrontEndConfig, ServeConfig
 from server.config.fleet import NodesConfig, SupervisorConfig
 from server.config.http import GuardConfig, HttpConfig
 from server.config.load import OverloadConfig, RoutingConfig, TenantConfig
+from server.config.store import StoreConfig
 
 __all__ = [
     "ApiServerConfig",
@@ -14,6 +15,7 @@ __all__ = [
     "OverloadConfig",
     "RoutingConfig",
     "ServeConfig",
+    "StoreConfig",
     "SupervisorConfig",
     "TenantConfig",
 ]

@@ -18,6 +18,7 @@ from server.answer.config import AnswerConfig
 from server.config.fleet import NodesConfig, SupervisorConfig
 from server.config.http import GuardConfig, HttpConfig
 from server.config.load import OverloadConfig, RoutingConfig, TenantConfig
+from server.config.store import StoreConfig
 
 
 class FrontEndConfig(Section, frozen=True, kw_only=True):
@@ -31,6 +32,7 @@ class FrontEndConfig(Section, frozen=True, kw_only=True):
     overload: OverloadConfig = OverloadConfig()
     tenants: TenantConfig = TenantConfig()
     answer: AnswerConfig = AnswerConfig()
+    store: StoreConfig = StoreConfig()
     routing: RoutingConfig = RoutingConfig()
     log: LogConfig = LogConfig()
 
@@ -80,6 +82,7 @@ class ServeConfig(Section, frozen=True, kw_only=True):
     overload: OverloadConfig = OverloadConfig()
     tenants: TenantConfig = TenantConfig()
     answer: AnswerConfig = AnswerConfig()
+    store: StoreConfig = StoreConfig()
     routing: RoutingConfig = RoutingConfig()
     publish: PublishConfig = PublishConfig()
     supervisor: SupervisorConfig = SupervisorConfig()

@@ -62,7 +62,7 @@ class Call:
         self.receive = receive
         self.path: str = scope["path"]
         self._headers = scope["headers"]
-        self._limits = limits
+        self.limits = limits
         self.arrived = time.monotonic()
         self.status: int | None = None
         """Status of the answer once it has begun."""
@@ -133,12 +133,12 @@ class Call:
             return first
         declared = next((v for name, v in self._headers if name == b"content-length"), b"0")
         self._check_size(int(declared))
-        held = self._limits.budget.hold()
+        held = self.limits.budget.hold()
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(self.limits.seconds):
                 return await self._read_rest(first, held)
         except TimeoutError:
-            seconds = self._limits.seconds
+            seconds = self.limits.seconds
             raise timed_out(f"The body was not complete after {seconds:g} s.") from None
         except NoRoomForBody:
             raise unavailable("The server receives too much at once; try again.") from None
@@ -161,10 +161,10 @@ class Call:
         return b"".join(parts)
 
     def _check_size(self, size: int) -> None:
-        if size > self._limits.max_bytes:
+        if size > self.limits.max_bytes:
             raise ApiError(
                 413,
-                f"The body is larger than {self._limits.max_bytes} bytes.",
+                f"The body is larger than {self.limits.max_bytes} bytes.",
                 code="body_too_large",
             )
 

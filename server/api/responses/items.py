@@ -8,7 +8,7 @@ from server.api.chat.schema import ChatLogprob
 from server.api.shared.body import JsonObject
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -92,6 +92,12 @@ class ResponseError(msgspec.Struct):
     message: str
 
 
+class ConversationId(msgspec.Struct):
+    """The conversation that a response was added to."""
+
+    id: str
+
+
 class Response(msgspec.Struct, kw_only=True):
     """The model's answer, with what was asked for."""
 
@@ -117,6 +123,41 @@ class Response(msgspec.Struct, kw_only=True):
     reasoning: JsonObject
     user: str | None
     background: bool = False
-    previous_response_id: None = None
+    previous_response_id: str | None = None
+    conversation: ConversationId | None = None
     store: bool = False
     truncation: Literal["disabled"] = "disabled"
+
+
+class InputTokens(msgspec.Struct):
+    """Tokens of a response's input."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class Deleted(msgspec.Struct):
+    """What was forgotten."""
+
+    id: str
+    object: str
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct):
+    """Some of the items of a response's input, or of a conversation."""
+
+    data: list[msgspec.Raw]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class Conversation(msgspec.Struct):
+    """A list of items that requests go on with and add to."""
+
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    object: Literal["conversation"] = "conversation"

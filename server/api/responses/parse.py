@@ -16,6 +16,8 @@ from server.api.responses.schema import (
     ContentPart,
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputItem,
+    ItemReference,
     MessageContent,
     MessageItem,
     ReasoningItem,
@@ -40,13 +42,15 @@ _NOTHING_TO_ADD = {
 """Values of `include` that are about things that no response here holds."""
 
 
-def parse(request: ResponsesRequest, limits: Limits) -> GenerationRequest:
+def parse(request: ResponsesRequest, limits: Limits, earlier: int = 0) -> GenerationRequest:
     """Return what a request asks for, by way of the chat completion that answers it.
+
+    So many items at the beginning of the input are of earlier responses, or of a conversation.
 
     Raises:
         ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
-    chat, items = _as_chat(request)
+    chat, items = _as_chat(request, earlier)
 
     def blame(error: ApiError) -> ApiError:
         return _blamed(error, items)
@@ -57,20 +61,21 @@ def parse(request: ResponsesRequest, limits: Limits) -> GenerationRequest:
         raise blame(error) from error
 
 
-def _as_chat(request: ResponsesRequest) -> tuple[ChatCompletionRequest, list[int]]:
-    """Return a chat completion, and which input item each of its messages begins with.
+_INSTRUCTIONS, _EARLIER = -1, -2
+"""What stands for the instructions, and for items that the request did not send itself."""
 
-    -1 stands for the instructions.
-    """
+
+def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, list[int]]:
+    """Return a chat completion, and which input item each of its messages begins with."""
     _check(request)
     turns = _Turns()
     if request.instructions is not None:
-        turns.say("system", request.instructions, -1)
+        turns.say("system", request.instructions, _INSTRUCTIONS)
     if isinstance(request.input, str):
         turns.say("user", request.input, 0)
     else:
         for index, item in enumerate(request.input):
-            turns.add(item, index)
+            turns.add(item, _EARLIER if index < earlier else index - earlier)
     body: dict[str, Any] = {name: getattr(request, name) for name in PASSED_ON}
     body |= {
         "messages": turns.messages,
@@ -104,16 +109,6 @@ def _wants_logprobs(request: ResponsesRequest) -> bool:
 
 
 def _check(request: ResponsesRequest) -> None:
-    if request.store:
-        raise invalid("store: responses are not kept; leave it out or send false", "store")
-    for name in ("previous_response_id", "conversation"):
-        if getattr(request, name) is not None:
-            raise invalid(
-                f"{name}: nothing is kept between requests; send the whole conversation as input",
-                name,
-            )
-    if request.background:
-        raise invalid("background: a response is answered on its own connection only", "background")
     if request.prompt is not None:
         raise invalid("prompt: there are no stored prompts; send instructions and input", "prompt")
     if request.truncation == "auto":
@@ -141,7 +136,7 @@ class _Turns:
 
     def add(
         self,
-        item: MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
+        item: InputItem,
         index: int,
     ) -> None:
         """Add an input item."""
@@ -164,6 +159,8 @@ class _Turns:
             case FunctionCallOutputItem():
                 self.say("tool", _text(item.output), index)
                 self.messages[-1]["tool_call_id"] = item.call_id
+            case ItemReference():
+                raise AssertionError("references are replaced by what they refer to")
 
     def _assistant(self, index: int, closed_by: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the assistant's turn that an item belongs to."""
@@ -267,4 +264,6 @@ def _input_field(param: str, items: list[int], message: "re.Match[str]") -> str:
     if call is not None:
         # Calls are items of their own, which follow the one that the turn began with.
         return f"input[{index}]{rest[call.end() :]}" if call[1] == "0" else "input"
-    return "instructions" if index < 0 else f"input[{index}]{rest}"
+    if index == _EARLIER:
+        return "previous_response_id"
+    return "instructions" if index == _INSTRUCTIONS else f"input[{index}]{rest}"

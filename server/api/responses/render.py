@@ -11,6 +11,7 @@ from server.api.chat.scores import chat_logprobs
 from server.api.responses import events
 from server.api.responses.events import ErrorEvent, ResponseEvent
 from server.api.responses.items import (
+    ConversationId,
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
@@ -19,9 +20,9 @@ from server.api.responses.items import (
     ResponseUsage,
 )
 from server.api.responses.output import OutputBuilder
-from server.api.responses.schema import ResponsesRequest
+from server.api.responses.schema import ConversationName, ResponsesRequest
 from server.api.shared.answer import Usage
-from server.api.shared.rendering import Answering, Renderer
+from server.api.shared.rendering import Answering
 from server.api.shared.whole import WholeAnswers
 from server.generate.answer import Answer
 from server.generate.fold import Delta, FinishReason
@@ -30,36 +31,53 @@ from server.http.errors import ApiError, invalid
 _encode = msgspec.json.Encoder().encode
 
 
-def renderer(request: ResponsesRequest, answering: Answering) -> Renderer:
+def renderer(
+    request: ResponsesRequest, answering: Answering, name: str | None = None
+) -> "ResponseBody | ResponseEvents":
     """Return what shows the answer to a request.
+
+    Args:
+        request: what was asked for.
+        answering: the answer that begins.
+        name: what the ids of the response and its items end with, if it is kept.
 
     Raises:
         ApiError: the answer is to be taken apart, and its parts have no log probabilities.
     """
-    growing = GrowingResponse(request, answering)
+    growing = GrowingResponse(request, answering, name)
     if answering.spec.fold.logprobs and growing.has_parts:
         raise invalid("top_logprobs: not together with tools or reasoning", "top_logprobs")
     return ResponseEvents(growing) if request.stream else ResponseBody(growing)
 
 
-def _response(request: ResponsesRequest, answering: Answering) -> Response:
+def begun_response(
+    request: ResponsesRequest,
+    name: str,
+    created: int,
+    model: str,
+    *,
+    temperature: float,
+    top_p: float,
+) -> Response:
     """Return the response as it is before there is any output."""
 
     def sent(value: Any, default: Any) -> Any:
         return default if value is None else value.model_dump(exclude_none=True, by_alias=True)
 
-    choice, sampling = request.tool_choice, answering.spec.sampling
+    choice, conversation = request.tool_choice, request.conversation
+    if isinstance(conversation, ConversationName):
+        conversation = conversation.id
     text = {"format": {"type": "text"}, **sent(request.text, {})}
     return Response(
-        id=f"resp_{answering.request_id}",
-        created_at=answering.created,
-        model=answering.model,
+        id=f"resp_{name}",
+        created_at=created,
+        model=model,
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         metadata=request.metadata or {},
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
+        temperature=temperature,
+        top_p=top_p,
         top_logprobs=request.top_logprobs or 0,
         text=text,
         tool_choice=choice if isinstance(choice, str) else sent(choice, "auto"),
@@ -69,18 +87,31 @@ def _response(request: ResponsesRequest, answering: Answering) -> Response:
         ],
         reasoning={"effort": None, "summary": None, **sent(request.reasoning, {})},
         user=request.user,
+        previous_response_id=request.previous_response_id,
+        conversation=None if conversation is None else ConversationId(conversation),
+        background=bool(request.background),
     )
 
 
 class GrowingResponse:
     """Fills a response from deltas, and tells how it grows as typed events."""
 
-    def __init__(self, request: ResponsesRequest, answering: Answering) -> None:
-        plan = answering.spec.plan
-        self.response = _response(request, answering)
+    def __init__(self, request: ResponsesRequest, answering: Answering, name: str | None) -> None:
+        plan, sampling = answering.spec.plan, answering.spec.sampling
+        self.response = begun_response(
+            request,
+            name or answering.request_id,
+            answering.created,
+            answering.model,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+        self.response.store = name is not None
+        self._last: list[ResponseEvent] | None = None
+        """What there was to tell when the response was completed."""
         self._answering = answering
         self._reader = plan.reader()
-        self._builder = OutputBuilder(answering.request_id, plan.new_call_id)
+        self._builder = OutputBuilder(name or answering.request_id, plan.new_call_id)
         self._finish_reason: FinishReason | None = None
 
     @property
@@ -88,16 +119,23 @@ class GrowingResponse:
         """Whether the answer is taken apart into reasoning, content and tool calls."""
         return self._reader is not None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can be added."""
+        return self._last is not None
+
     def push(self, delta: Delta) -> list[ResponseEvent]:
         """Add what is new of the answer; return what there is to tell."""
         parts, logprobs = self._taken_apart(delta)
         return [event for part in parts for event in self._builder.push(part, logprobs)]
 
     def close(self, usage: Usage, answer: Answer | None = None) -> list[ResponseEvent]:
-        """Complete the response, with a whole answer if it has none yet.
+        """Complete the response, once, with a whole answer if it has none yet.
 
         Returns what there is to tell of what is new.
         """
+        if self._last is not None:
+            return self._last
         parts, logprobs = ([], []) if answer is None else self._taken_apart(answer)
         response, cut_off = self.response, self._finish_reason != "stop"
         told = self._builder.close(parts, logprobs, "incomplete" if cut_off else "completed")
@@ -110,6 +148,7 @@ class GrowingResponse:
         elif cut_off:
             response.status = "failed"
             response.error = ResponseError("server_error", "The generation was aborted.")
+        self._last = told
         return told
 
     def _taken_apart(self, piece: Delta | Answer) -> tuple[list[Part], list[ChatLogprob]]:
@@ -154,10 +193,15 @@ class ResponseBody:
         """Whether `finish` takes more than a moment."""
         return self._whole.large
 
+    def complete(self, usage: Usage) -> Response:
+        """Return the whole response, of which no more will come."""
+        if not self._growing.is_complete:
+            self._growing.close(usage, self._whole.answers()[0])
+        return self._growing.response
+
     def finish(self, usage: Usage) -> bytes:
         """Return the body."""
-        self._growing.close(usage, self._whole.answers()[0])
-        return _encode(self._growing.response)
+        return _encode(self.complete(usage))
 
 
 class ResponseEvents:
@@ -173,6 +217,11 @@ class ResponseEvents:
         """Return the frames of a delta."""
         begin = b"" if self._sequence_number else self._begin()
         return begin + self._frames(self._growing.push(delta))
+
+    def complete(self, usage: Usage) -> Response:
+        """Return the whole response, of which no more will come."""
+        self._growing.close(usage)
+        return self._growing.response
 
     def finish(self, usage: Usage) -> bytes:
         """Return the frames behind those of the last delta."""

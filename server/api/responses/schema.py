@@ -91,6 +91,13 @@ class ReasoningItem(RequestBody):
     summary: ReasoningParts | None = None
 
 
+class ItemReference(RequestBody):
+    """An item of the output of a response that was kept."""
+
+    type: Literal["item_reference"]
+    id: Name
+
+
 def _item_type(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
     return kind if isinstance(kind, str) else "message"
@@ -100,7 +107,8 @@ InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_item_type),
 ]
 
@@ -162,8 +170,14 @@ class ResponseStreamOptions(RequestBody):
     include_obfuscation: bool | None = None
 
 
+class ConversationName(RequestBody):
+    """A kept conversation by its name."""
+
+    id: Name
+
+
 class ResponsesRequest(RequestBody):
-    """Answer a list of items with more items; nothing is kept for a later request."""
+    """Answer a list of items with more items."""
 
     model: str | None = Field(None, description="One of the served names; default: the first.")
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -193,10 +207,18 @@ class ResponsesRequest(RequestBody):
     truncation: Literal["auto", "disabled"] | None = Field(
         "disabled", description="Only disabled is served."
     )
-    store: bool | None = Field(False, description="true is refused: nothing is kept.")
-    previous_response_id: Name | None = Field(None, description="Refused: nothing is kept.")
-    conversation: str | JsonObject | None = Field(None, description="Refused: nothing is kept.")
-    background: bool | None = Field(False, description="true is refused.")
+    store: bool | None = Field(
+        None, description="Whether the response is kept. Default: if the server keeps any."
+    )
+    previous_response_id: Name | None = Field(
+        None, description="A kept response, whose conversation this one goes on with."
+    )
+    conversation: Name | ConversationName | None = Field(
+        None, description="A kept conversation, which this one goes on with and adds to."
+    )
+    background: bool | None = Field(
+        False, description="Answer at once; the response is kept when it is complete."
+    )
     prompt: JsonObject | None = Field(None, description="Refused: there are no stored prompts.")
     user: Name | None = Field(None, description="Comes back in the response.")
     safety_identifier: Name | None = Field(None, description="Accepted and not used.")

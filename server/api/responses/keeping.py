@@ -1,0 +1,237 @@
+"""What a response goes on with, and what is kept of it for those that go on with it."""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from pydantic import TypeAdapter
+
+from server.access.limits import MAX_KEPT_LENGTH
+from server.api.responses.items import Response
+from server.api.responses.render import ResponseBody, ResponseEvents, renderer
+from server.api.responses.schema import (
+    ConversationName,
+    InputItem,
+    ItemReference,
+    MessageItem,
+    ResponsesRequest,
+)
+from server.api.shared.answer import Usage
+from server.api.shared.rendering import Answering
+from server.http.errors import ApiError, invalid, unavailable
+from server.store.records import StoredItem, StoredResponse, StoreFull, TooLong
+from server.store.service import ResponseStore, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+ITEMS = TypeAdapter(list[InputItem])
+_OUTPUT_ITEM = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})_\d+")
+
+
+class KeptOutput(msgspec.Struct):
+    """What later requests need of a kept response."""
+
+    output: list[dict[str, Any]] = []
+
+
+class Keeping:
+    """One request that goes on with what was kept, and whose response may be kept.
+
+    Args:
+        store: where responses are kept.
+        owner: whose they are.
+        request: as it was sent.
+    """
+
+    def __init__(self, store: ResponseStore, owner: str, request: ResponsesRequest) -> None:
+        self._store = store
+        self.owner = owner
+        self.jobs = store.jobs
+        self._sent = request
+        self.keeps = request.store is not False
+        self.name = uuid.uuid4().hex
+        self._renderer: ResponseBody | ResponseEvents | None = None
+        conversation = request.conversation
+        self._conversation = (
+            conversation.id if isinstance(conversation, ConversationName) else conversation
+        )
+
+    async def whole_request(self) -> tuple[ResponsesRequest, int]:
+        """Return the request with all that it goes on with, and how many items that is.
+
+        Raises:
+            ApiError: something that it names is not kept, or all of it is too long.
+        """
+        sent = self._sent
+        if sent.previous_response_id is not None and self._conversation is not None:
+            raise invalid("conversation: not together with previous_response_id", "conversation")
+        if sent.background and not self.keeps:
+            raise invalid("background: needs a response that is kept (store)", "background")
+        earlier = await self._earlier()
+        own = own_items(sent)
+        if any(isinstance(item, ItemReference) for item in own):
+            own = await self._resolved(own)
+        return sent.model_copy(update={"input": [*earlier, *own]}), len(earlier)
+
+    def renderer(
+        self, request: ResponsesRequest, answering: Answering
+    ) -> ResponseBody | ResponseEvents:
+        """Return what shows the answer, which is kept under a name that nobody can guess."""
+        name = self.name if self.keeps else None
+        self._renderer = renderer(request, answering, name)
+        return self._renderer
+
+    async def keep(self, usage: Usage) -> None:
+        """Keep the response, of which no more will come.
+
+        Raises:
+            ApiError: it cannot be kept, and the client asked for it.
+        """
+        assert self._renderer is not None, "it has shown the answer"
+        if self._conversation is None and not self.keeps:
+            return
+        response = self._renderer.complete(usage)
+        try:
+            await self.put(response)
+        except (StoreFull, StoreUnavailable, TooLong) as error:
+            if self._sent.store or self._conversation is not None or self._sent.background:
+                raise unavailable("The response cannot be kept now; try again.") from error
+            logger.warning("response %s is not kept: %s", response.id, error)
+            response.store = False
+
+    async def put(self, response: Response, lease: float | None = None) -> None:
+        """Write down a response as it is now."""
+        own = [_item(item) for item in own_items(self._sent)]
+        record = StoredResponse(
+            id=response.id,
+            tenant=self.owner,
+            created=response.created_at,
+            status=response.status,
+            previous=self._sent.previous_response_id,
+            conversation=self._conversation,
+            input=msgspec.json.encode(own),
+            response=msgspec.json.encode(response),
+            lease=lease,
+        )
+        if not self.keeps:
+            await self._add(own, response)
+            return
+        done = response.status in ("completed", "incomplete")
+        items = _stored(own, response) if self._conversation is not None and done else []
+        await self._store.put(record, items)
+
+    async def _add(self, own: list[dict[str, Any]], response: Response) -> None:
+        assert self._conversation is not None, "else nothing is kept"
+        await self._store.add_items(self.owner, self._conversation, _stored(own, response))
+
+    async def _earlier(self) -> list[Any]:
+        """Return the items that come before those of the request."""
+        previous = self._sent.previous_response_id
+        try:
+            if previous is not None:
+                chain = await self._store.chain(self.owner, previous)
+                if chain is None:
+                    raise _gone(previous, "previous_response_id")
+                texts = [item for record in chain for item in _items_of(record)]
+            elif self._conversation is not None:
+                kept = await self._store.items(self.owner, self._conversation)
+                if kept is None:
+                    raise _gone(self._conversation, "conversation")
+                texts = [msgspec.json.decode(item.item) for item in kept]
+            else:
+                return []
+        except StoreUnavailable as error:
+            raise unavailable("What is kept cannot be read now; try again.") from error
+        except TooLong as error:
+            raise invalid(
+                f"previous_response_id: what it goes on with has more than {MAX_KEPT_LENGTH} bytes",
+                "previous_response_id",
+            ) from error
+        items: list[Any] = ITEMS.validate_python(texts)
+        return items
+
+    async def _resolved(self, items: Sequence[Any]) -> list[Any]:
+        """Return items with what references refer to in their place."""
+        outputs: dict[str, dict[str, Any]] = {}
+        resolved: list[Any] = []
+        size = 0
+        for index, item in enumerate(items):
+            if not isinstance(item, ItemReference):
+                resolved.append(item)
+                continue
+            field = f"input[{index}].id"
+            named = _OUTPUT_ITEM.fullmatch(item.id)
+            if named is None:
+                raise _gone(item.id, field)
+            if item.id not in outputs:
+                record = await self._record(f"resp_{named[1]}")
+                if record is None:
+                    raise _gone(item.id, field)
+                size += record.size
+                if size > MAX_KEPT_LENGTH:
+                    raise invalid(f"input: it refers to more than {MAX_KEPT_LENGTH} bytes", "input")
+                outputs |= {each["id"]: each for each in _output(record)}
+            found = outputs.get(item.id)
+            if found is None:
+                raise _gone(item.id, field)
+            resolved += ITEMS.validate_python([found])
+        return resolved
+
+    async def _record(self, id_: str) -> StoredResponse | None:
+        try:
+            return await self._store.get(self.owner, id_)
+        except StoreUnavailable as error:
+            raise unavailable("What is kept cannot be read now; try again.") from error
+
+
+def own_items(request: ResponsesRequest) -> list[Any]:
+    """Return the input as items, whether it was sent as them or as a text."""
+    if isinstance(request.input, str):
+        return [MessageItem(role="user", content=request.input)]
+    return list(request.input)
+
+
+def kept_item(item: Any) -> StoredItem:
+    """Return an item as it is kept, with an id if it has none."""
+    shown = _item(item)
+    return StoredItem(id=shown["id"], item=msgspec.json.encode(shown))
+
+
+def _item(item: Any) -> dict[str, Any]:
+    shown: dict[str, Any] = item.model_dump(exclude_unset=True, by_alias=True)
+    kind = shown.setdefault("type", "message")
+    if isinstance(shown.get("content"), str):
+        text = "output_text" if shown["role"] == "assistant" else "input_text"
+        shown["content"] = [{"type": text, "text": shown["content"]}]
+    prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(kind, "item")
+    shown.setdefault("id", f"{prefix}_{uuid.uuid4().hex}")
+    return shown
+
+
+def _stored(own: Sequence[dict[str, Any]], response: Response) -> list[StoredItem]:
+    output = [msgspec.to_builtins(item) for item in response.output]
+    return [StoredItem(id=item["id"], item=msgspec.json.encode(item)) for item in (*own, *output)]
+
+
+def _items_of(record: StoredResponse) -> list[Any]:
+    given: list[Any] = msgspec.json.decode(record.input)
+    return given + _output(record)
+
+
+def _output(record: StoredResponse) -> list[dict[str, Any]]:
+    return msgspec.json.decode(record.response, type=KeptOutput).output
+
+
+def _gone(name: str, field: str) -> ApiError:
+    return ApiError(
+        404, f"{field}: {name!r} is not kept, or is no more.", param=field, code="not_found"
+    )
+
+
+def now() -> int:
+    """Return the Unix time."""
+    return int(time.time())

@@ -1,0 +1,266 @@
+"""Responses that are kept: what goes on with them, shows them, forgets them or gives them up."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from fastapi import FastAPI
+
+from engine.shared.config import ModelConfig
+from server.app import build_app
+from server.config import FrontEndConfig, GuardConfig
+from server.observe.metrics import FrontEndMetrics
+from server.store.service import ResponseStore
+from server.store.sqlite import SqliteBackend
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest) -> FrontEndConfig:
+    return FrontEndConfig(
+        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
+        guards=getattr(request, "param", GuardConfig()),
+    )
+
+
+@pytest.fixture
+def new_store(tmp_path: Path) -> Iterator[Callable[[], ResponseStore]]:
+    made: list[ResponseStore] = []
+
+    def make() -> ResponseStore:
+        backend = SqliteBackend(tmp_path / "responses.sqlite", 1 << 24, 3600.0)
+        made.append(ResponseStore(backend))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def new_app(
+    config: FrontEndConfig, engines: Any, tokenizer: Any, new_store: Callable[[], ResponseStore]
+) -> Callable[[], FastAPI]:
+    engines.context = 4096
+
+    def make() -> FastAPI:
+        metrics = FrontEndMetrics(config)
+        return build_app(config, engines, tokenizer, metrics, store=new_store())
+
+    return make
+
+
+@pytest.fixture
+def client(served: Any, new_app: Callable[[], FastAPI]) -> Iterator[openai.OpenAI]:
+    with (
+        served(new_app()) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def other(served: Any, new_app: Callable[[], FastAPI]) -> Iterator[openai.OpenAI]:
+    """A client of another front end of the same node."""
+    with (
+        served(new_app()) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as made,
+    ):
+        yield made
+
+
+def prompt_of(engines: Any) -> str:
+    ids = engines.streams[-1].prompt_token_ids
+    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def ask(client: openai.OpenAI, text: Any, **fields: Any) -> Any:
+    return client.responses.create(model="tiny", input=text, max_output_tokens=50, **fields)
+
+
+def test_a_conversation_goes_on_at_any_front_end(
+    client: openai.OpenAI, other: openai.OpenAI, engines: Any
+) -> None:
+    first = ask(client, "one", instructions="Be brief.")
+    assert first.store
+    second = ask(other, "two", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    ask(client, "three", previous_response_id=second.id)
+    assert prompt_of(engines) == (
+        "<|user|>one<|end|><|assistant|>hello world<|end|>"
+        "<|user|>two<|end|><|assistant|>hello world<|end|><|user|>three<|end|><|assistant|>"
+    ), "instructions are those of one response"
+
+
+def test_a_streamed_response_is_kept_before_its_end_is_told(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="tiny", input="one") as stream:
+        final = stream.until_done().get_final_response()
+    assert client.responses.retrieve(final.id).output_text == "hello world"
+
+
+def test_what_was_kept_is_shown_and_forgotten(client: openai.OpenAI, other: openai.OpenAI) -> None:
+    made = ask(client, "one")
+    assert other.responses.retrieve(made.id) == made
+    items = list(other.responses.input_items.list(made.id))
+    assert [(item.type, item.content[0].text) for item in items] == [("message", "one")]
+    other.responses.delete(made.id)
+    for gone in (
+        lambda: client.responses.retrieve(made.id),
+        lambda: client.responses.delete(made.id),
+        lambda: ask(client, "two", previous_response_id=made.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            gone()
+
+
+def test_a_client_may_not_want_its_response_kept(client: openai.OpenAI) -> None:
+    made = ask(client, "one", store=False)
+    assert not made.store
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+
+
+def test_items_can_be_referred_to(client: openai.OpenAI, engines: Any) -> None:
+    made = ask(client, "one")
+    reference = {"type": "item_reference", "id": made.output[0].id}
+    ask(client, [reference, {"role": "user", "content": "two"}])
+    assert prompt_of(engines) == ("<|assistant|>hello world<|end|><|user|>two<|end|><|assistant|>")
+    for unknown in ("msg_" + "0" * 32 + "_0", "nonsense", made.output[0].id + "1"):
+        with pytest.raises(openai.NotFoundError, match="not kept"):
+            ask(client, [{"type": "item_reference", "id": unknown}])
+
+
+def test_a_conversation_grows_with_its_responses(client: openai.OpenAI, engines: Any) -> None:
+    items: Any = [{"type": "message", "role": "user", "content": "zero"}]
+    conversation = client.conversations.create(items=items, metadata={"a": "b"})
+    made = ask(client, "one", conversation=conversation.id)
+    assert made.conversation.id == conversation.id
+    ask(client, "two", conversation={"id": conversation.id}, store=False)
+    assert prompt_of(engines).startswith(
+        "<|user|>zero<|end|><|user|>one<|end|><|assistant|>hello world<|end|><|user|>two<|end|>"
+    )
+    listed = list(client.conversations.items.list(conversation.id, order="asc", limit=2))
+    assert [item.content[0].text for item in listed] == [
+        "zero", "one", "hello world", "two", "hello world"
+    ]  # fmt: skip
+    shown = client.conversations.items.retrieve(listed[1].id, conversation_id=conversation.id)
+    assert shown == listed[1]
+    client.conversations.items.delete(listed[1].id, conversation_id=conversation.id)
+    client.conversations.items.create(conversation.id, items=items)
+    assert len(list(client.conversations.items.list(conversation.id))) == 5
+    client.conversations.update(conversation.id, metadata={"c": "d"})
+    assert client.conversations.retrieve(conversation.id).metadata == {"c": "d"}
+    assert client.conversations.delete(conversation.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        ask(client, "three", conversation=conversation.id)
+
+
+def ended(client: openai.OpenAI, id_: str) -> Any:
+    deadline = time.monotonic() + 10
+    while (found := client.responses.retrieve(id_)).status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline, found
+    return found
+
+
+def test_a_response_is_made_in_the_background(client: openai.OpenAI, other: openai.OpenAI) -> None:
+    queued = ask(client, "one", background=True)
+    assert queued.status == "queued"
+    found = ended(other, queued.id)
+    assert (found.status, found.output_text) == ("completed", "hello world")
+    assert ask(other, "two", previous_response_id=queued.id).output_text == "hello world"
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_response_in_the_background_can_be_given_up(
+    client: openai.OpenAI, other: openai.OpenAI, engines: Any, elsewhere: bool
+) -> None:
+    engines.script = lambda stream: []
+    queued = ask(client, "one", background=True)
+    asked = other if elsewhere else client
+    assert asked.responses.cancel(queued.id).status == "cancelled"
+    assert ended(client, queued.id).status == "cancelled"
+    deadline = time.monotonic() + 10
+    while not engines.streams[-1].closed.is_set():
+        assert time.monotonic() < deadline
+
+
+def test_what_goes_wrong_in_the_background_is_kept(client: openai.OpenAI) -> None:
+    queued = ask(client, "one", background=True, top_logprobs=2, tools=[
+        {"type": "function", "name": "f", "parameters": {}}])  # fmt: skip
+    found = ended(client, queued.id)
+    assert found.status == "failed"
+    assert "top_logprobs" in found.error.message
+
+
+@pytest.mark.parametrize("config", [GuardConfig(api_key=("secret", "another"))], indirect=True)
+def test_what_one_tenant_keeps_is_nothing_to_another(client: openai.OpenAI) -> None:
+    made = ask(client, "one")
+    conversation = client.conversations.create()
+    stranger = client.with_options(api_key="another")
+    for peek in (
+        lambda: stranger.responses.retrieve(made.id),
+        lambda: stranger.responses.delete(made.id),
+        lambda: stranger.responses.cancel(made.id),
+        lambda: ask(stranger, "two", previous_response_id=made.id),
+        lambda: ask(stranger, [{"type": "item_reference", "id": made.output[0].id}]),
+        lambda: ask(stranger, "two", conversation=conversation.id),
+        lambda: stranger.conversations.retrieve(conversation.id),
+        lambda: stranger.conversations.delete(conversation.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            peek()
+    assert client.responses.retrieve(made.id) == made
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "a", "conversation": "b"}, "conversation"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "stream"),
+    ],
+)
+def test_what_does_not_go_together_is_named(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "one", **fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up"])
+def test_wrong_queries_are_refused(client: openai.OpenAI, query: str) -> None:
+    made = ask(client, "one")
+    answer = client.get(f"/responses/{made.id}/input_items?limit=1", cast_to=dict)
+    assert answer
+    with pytest.raises(openai.BadRequestError):
+        client.get(f"/responses/{made.id}/input_items?{query}", cast_to=dict)
+
+
+def test_a_response_whose_maker_is_gone_has_failed(
+    client: openai.OpenAI, new_store: Callable[[], ResponseStore], engines: Any
+) -> None:
+    engines.script = lambda stream: []
+    queued = ask(client, "one", background=True)
+    record = new_store()._backend.get("0", queued.id)
+    assert record is not None
+    abandoned = msgspec.structs.replace(record, id="resp_" + "a" * 32, lease=1.0)
+    new_store()._backend.put(abandoned, [], time.time())
+    found = client.responses.retrieve(abandoned.id)
+    assert (found.status, found.error.code) == ("failed", "server_error")
+    client.responses.cancel(queued.id)
+
+
+def test_without_a_store_what_needs_one_is_refused(http: Any) -> None:
+    for field, value in {
+        "store": True, "background": True, "previous_response_id": "a", "conversation": "a",
+    }.items():  # fmt: skip
+        answer = http.post("/v1/responses", {"model": "tiny", "input": "x", field: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+    answer = http.post("/v1/responses", {"model": "tiny", "input": "x"})
+    assert answer.json()["store"] is False
+    assert http.get("/v1/responses/resp_1").status_code == 404
