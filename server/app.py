@@ -59,7 +59,7 @@ from server.api.openapi import (
     with_errors,
 )
 from server.api.responses import items
-from server.api.responses.endpoint import create_response
+from server.api.responses.endpoint import count_input_tokens, create_response
 from server.api.responses.events import ResponseEvent
 from server.api.responses.kept import KeptRoutes
 from server.api.responses.schema import ResponsesRequest
@@ -137,6 +137,13 @@ def build_app(
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
         _post("/v1/responses", create_response, ResponsesRequest, response, context),
+        _post(
+            "/v1/responses/input_tokens",
+            count_input_tokens,
+            ResponsesRequest,
+            json_responses(items.InputTokens, *_POST_ERRORS, 503),
+            context,
+        ),
         _post("/v1/messages", create_message, MessagesRequest, message, context),
         _post(
             "/v1/messages/count_tokens",

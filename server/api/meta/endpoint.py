@@ -6,7 +6,7 @@ from fastapi import Response
 from engine.shared.version import SWELL_VERSION
 from server.api.context import Context
 from server.api.meta.schema import HealthResponse, Model, ModelList, VersionResponse
-from server.api.tokenize.endpoint import known_max_model_len
+from server.api.tokenize.count import known_max_model_len
 from server.http.errors import ApiError, model_not_found, unavailable
 from server.observe.metrics import CONTENT_TYPE
 from server.observe.shared_work import SharedWork

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pydantic
 
+from server.api.chat.parse import Blame, conversation
 from server.api.chat.parse import parse as parse_chat
 from server.api.chat.schema import ChatCompletionRequest
 from server.api.responses.schema import (
@@ -26,7 +27,7 @@ from server.api.responses.schema import (
     ResponseTool,
     TextFormat,
 )
-from server.generate.request import GenerationRequest, Limits
+from server.generate.request import Conversation, GenerationRequest, Limits
 from server.http.errors import ApiError, invalid, invalid_body
 
 _SERVED_INCLUDES = {"message.output_text.logprobs"}
@@ -59,6 +60,20 @@ def parse(request: ResponsesRequest, limits: Limits, earlier: int = 0) -> Genera
         return parse_chat(chat, limits, blame)
     except ApiError as error:
         raise blame(error) from error
+
+
+def parse_count(request: ResponsesRequest, earlier: int) -> tuple[Conversation, Blame]:
+    """Return the conversation to count, and what turns errors about it into the client's terms.
+
+    Raises:
+        ApiError: the request is wrong, or asks for what is not served; `param` names the field.
+    """
+    chat, items = _as_chat(request, earlier)
+
+    def blame(error: ApiError) -> ApiError:
+        return _blamed(error, items)
+
+    return conversation(chat), blame
 
 
 _INSTRUCTIONS, _EARLIER = -1, -2

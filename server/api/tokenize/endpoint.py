@@ -3,6 +3,7 @@
 from server.access.limits import MAX_COUNTED_TOKENS
 from server.api.body import read_body
 from server.api.context import Context
+from server.api.tokenize.count import known_max_model_len
 from server.api.tokenize.schema import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -12,18 +13,9 @@ from server.api.tokenize.schema import (
 from server.generate.vocabulary import check_vocabulary
 from server.http.call import Call
 from server.http.errors import invalid
-from server.router.generation_client import NoEngineAvailable
 from server.text.conversation import render_chat
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.tool_calls.injection import told
-
-
-def known_max_model_len(context: Context) -> int | None:
-    """Return the longest sequence that the engines take, None before the first has joined."""
-    try:
-        return context.client.max_model_len
-    except NoEngineAvailable:
-        return None
 
 
 async def tokenize(call: Call, context: Context) -> None:

@@ -68,6 +68,7 @@ def test_the_document_describes_every_path_with_bodies_and_errors(http: Any) -> 
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/tokenize",

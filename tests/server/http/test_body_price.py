@@ -10,6 +10,7 @@ from server.access.limits import MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_MESSAGES, 
 from server.api.admin.schema import ScaleRequest, UtilityRequest
 from server.api.chat.schema import ChatCompletionRequest
 from server.api.completions.schema import CompletionRequest
+from server.api.conversations.schema import ConversationRequest, ItemsRequest, MetadataRequest
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
 from server.api.responses.schema import ResponsesRequest
 from server.api.shared.body import RequestBody
@@ -17,10 +18,11 @@ from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 
 MODELS = (
     CompletionRequest, ChatCompletionRequest, ResponsesRequest, TokenizeRequest,
-    MessagesRequest, CountTokensRequest, DetokenizeRequest, UtilityRequest, ScaleRequest,
+    MessagesRequest, CountTokensRequest, ConversationRequest, ItemsRequest, MetadataRequest,
+    DetokenizeRequest, UtilityRequest, ScaleRequest,
 )  # fmt: skip
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
     "/v1/messages/count_tokens", "/tokenize", "/detokenize",
 )  # fmt: skip
 ZEROS = b"0," * 10**6 + b"0"
