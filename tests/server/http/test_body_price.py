@@ -22,8 +22,8 @@ MODELS = (
     DetokenizeRequest, UtilityRequest, ScaleRequest,
 )  # fmt: skip
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
-    "/v1/messages/count_tokens", "/tokenize", "/detokenize",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens",
+    "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize",
 )  # fmt: skip
 ZEROS = b"0," * 10**6 + b"0"
 FIELDS = (b"messages", b"input", b"prompt", b"tokens", b"tools", b"documents", b"stop", b"unknown")
