@@ -46,7 +46,15 @@ from server.api.messages.content import Message, MessageEvent, TokenCount
 from server.api.messages.endpoint import count_tokens, create_message
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
 from server.api.meta.endpoint import MetaRoutes
-from server.api.meta.schema import HealthResponse, Model, ModelList, VersionResponse
+from server.api.meta.schema import (
+    HealthResponse,
+    LoadResponse,
+    Model,
+    ModelList,
+    ServerInfo,
+    TokenizerInfo,
+    VersionResponse,
+)
 from server.api.openapi import (
     REQUEST_HEADERS,
     Responses,
@@ -116,7 +124,7 @@ def build_app(
     context = make_context(
         config, client, tokenizer, metrics, admission, tenancy, created, tracer, store
     )
-    meta = MetaRoutes(context)
+    meta = MetaRoutes(context, config)
     app = FastAPI(
         title="Swell",
         version=SWELL_VERSION,
@@ -174,13 +182,19 @@ def build_app(
         _plain("POST", "/ping", meta.ping, json_responses(HealthResponse, 503)),
         _get("/ready", meta.ready, json_responses(HealthResponse, 503)),
         _get("/version", meta.version, json_responses(VersionResponse)),
+        _get("/load", meta.load, json_responses(LoadResponse, 401)),
         _get("/metrics", meta.metrics, text_responses(401)),
         _get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 401, 404)),
         *status_routes(context),
     ]
     if store is not None:
         app.router.routes += _kept_routes(context, store)
+    if config.http.enable_tokenizer_info_endpoint:
+        told = json_responses(TokenizerInfo, 401)
+        app.router.routes.append(_get("/tokenizer_info", meta.tokenizer_info, told))
     if admin_keys(config.guards):
+        shown = json_responses(ServerInfo, 403)
+        app.router.routes.append(_get("/server_info", meta.server_info, shown))
         app.router.routes += _admin_routes(context, control)
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)

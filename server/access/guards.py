@@ -22,6 +22,7 @@ ADMIN_PREFIX = "/admin/"
 _PROBES = frozenset(("/health", "/ping", "/ready", "/version"))
 _PAGE = frozenset(("/", "/status.css", "/status.js"))
 """Files that hold nothing about the server: the page asks for the key and gets the data with it."""
+_ADMIN = frozenset(("/server_info",))
 _STATUS = frozenset(("/status.json",))
 _DOCS = frozenset(("/docs", "/docs/oauth2-redirect", "/openapi.json"))
 _METRICS = "/metrics"
@@ -134,7 +135,7 @@ class Doors:
     def refusal(self, scope: Scope) -> ApiError | None:
         """Return why a request does not get in, None if it does."""
         path = scope["path"]
-        if path.startswith(ADMIN_PREFIX) and self._admin:
+        if (path.startswith(ADMIN_PREFIX) or path in _ADMIN) and self._admin:
             return None if _carries(scope, (self._admin,)) else _NOT_ADMIN
         keys = self._keys_of(path)
         if keys is None or _carries(scope, keys):

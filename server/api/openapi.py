@@ -11,7 +11,15 @@ from server.api.admin import schema as admin
 from server.api.chat import schema as chat
 from server.api.completions import schema as completions
 from server.api.messages import content
-from server.api.meta.schema import HealthResponse, Model, ModelList, VersionResponse
+from server.api.meta.schema import (
+    HealthResponse,
+    LoadResponse,
+    Model,
+    ModelList,
+    ServerInfo,
+    TokenizerInfo,
+    VersionResponse,
+)
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent
 from server.api.status.schema import StatusResponse
@@ -39,6 +47,9 @@ _RESPONSES = (
     ModelList,
     HealthResponse,
     VersionResponse,
+    LoadResponse,
+    ServerInfo,
+    TokenizerInfo,
     StatusResponse,
     ErrorResponse,
     admin.EngineList,

@@ -32,7 +32,7 @@ def bench(config: BenchConfig) -> int:
                 writable_file(path)
         progress = _run(config, console)
     except TargetError as error:
-        print(f"swell bench: {config.target.url}: {error}", file=sys.stderr)
+        print(f"swell bench: {config.target.address}: {error}", file=sys.stderr)
         return 1
     except (BenchError, DatasetError, PlotUnavailable, ValueError, OSError) as error:
         print(f"swell bench: {error}", file=sys.stderr)
@@ -57,7 +57,7 @@ def bench(config: BenchConfig) -> int:
 
 def _print(config: BenchConfig, progress: Progress, summary: Summary, warnings: list[str]) -> None:
     out = Console()
-    out.print(f"[bold]{progress.model}[/] at {config.target.url}, {config.target.backend}")
+    out.print(f"[bold]{progress.model}[/] at {config.target.address}, {config.target.backend}")
     for table in report.summary_tables(summary, progress.planned):
         out.print(table)
     if summary.errors:
@@ -72,7 +72,7 @@ def _save(config: BenchConfig, progress: Progress, summary: Summary, warnings: l
         result = report.result_json(config, progress, summary, warnings)
         Path(config.report.output).write_text(report.dump(result), encoding="utf-8")
     if config.report.plot is not None:
-        save_plot(Path(config.report.plot), progress.records, config.target.url)
+        save_plot(Path(config.report.plot), progress.records, config.target.address)
 
 
 def _run(config: BenchConfig, console: Console) -> Progress:

@@ -16,6 +16,7 @@ class TargetConfig(Section, frozen=True, kw_only=True):
     url: Annotated[str, "Base address of the server; requests go nowhere else."] = (
         "http://127.0.0.1:8000"
     )
+    base_url: Annotated[str | None, "The same as --url, which it wins over."] = None
     backend: Annotated[
         Literal["openai", "openai-chat"], "openai sends completions, openai-chat chat completions."
     ] = "openai"
@@ -27,6 +28,11 @@ class TargetConfig(Section, frozen=True, kw_only=True):
     request_timeout: Annotated[PositiveFloat, "Seconds after which one request is given up."] = (
         120.0
     )
+
+    @property
+    def address(self) -> str:
+        """Base address of the server."""
+        return self.base_url or self.url
 
 
 class WorkloadConfig(Section, frozen=True, kw_only=True):

@@ -166,7 +166,7 @@ def result_json(
     """Return the result for a file; latencies under the names that vLLM's benchmark gives them."""
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "url": config.target.url,
+        "url": config.target.address,
         "backend": config.target.backend,
         "model_id": progress.model,
         "num_prompts": progress.planned,

@@ -104,7 +104,7 @@ async def make_bodies(config: BenchConfig) -> tuple[str, list[bytes]]:
         DatasetError, TargetError: see `datasets.make_prompts`.
     """
     extra = extra_fields(config)
-    client = HttpClient(base_address(config.target.url), request_headers(config))
+    client = HttpClient(base_address(config.target.address), request_headers(config))
     try:
         tokens = ServerTokens(client, config.target.model)
         model = await tokens.find_model()
@@ -126,7 +126,7 @@ def make_plans(config: BenchConfig, bodies: list[bytes]) -> list[WorkerPlan]:
     count = min(traffic.processes, limit or traffic.processes)
     return [
         WorkerPlan(
-            url=base_address(config.target.url),
+            url=base_address(config.target.address),
             path=(
                 "/v1/chat/completions"
                 if config.target.backend == "openai-chat"

@@ -25,6 +25,9 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     enable_force_include_usage: Annotated[
         bool, "End every stream with its usage, asked for or not."
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, "Serve /tokenizer_info, which shows the chat template and the special tokens."
+    ] = False
     shutdown_timeout: Annotated[
         float, Meta(ge=0), "Seconds that requests in flight get to end after SIGTERM."
     ] = 2.0

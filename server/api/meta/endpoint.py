@@ -1,12 +1,24 @@
 """Models, health, version and metrics."""
 
+import re
+from typing import Any
+
 import msgspec
 from fastapi import Response
 
 from engine.shared.version import SWELL_VERSION
 from server.api.context import Context
-from server.api.meta.schema import HealthResponse, Model, ModelList, VersionResponse
+from server.api.meta.schema import (
+    HealthResponse,
+    LoadResponse,
+    Model,
+    ModelList,
+    ServerInfo,
+    TokenizerInfo,
+    VersionResponse,
+)
 from server.api.tokenize.count import known_max_model_len
+from server.config import FrontEndConfig
 from server.http.errors import ApiError, model_not_found, unavailable
 from server.observe.metrics import CONTENT_TYPE
 from server.observe.shared_work import SharedWork
@@ -15,8 +27,9 @@ from server.observe.shared_work import SharedWork
 class MetaRoutes:
     """Endpoints that tell about the server."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, config: FrontEndConfig) -> None:
         self._context = context
+        self._config = config
         self._scrape = SharedWork(lambda: context.metrics.scrape(context.client))
 
     async def list_models(self) -> Response:
@@ -47,6 +60,29 @@ class MetaRoutes:
         """Tell the version of Swell."""
         return _json(VersionResponse(SWELL_VERSION))
 
+    async def load(self) -> Response:
+        """Tell how much the front ends of this node have taken on."""
+        totals = self._context.admission.table.totals()
+        return _json(LoadResponse(totals.requests, totals.tokens))
+
+    async def server_info(self) -> Response:
+        """Show the settings that this front end runs with."""
+        settings = _without_secrets(msgspec.to_builtins(self._config))
+        return _json(ServerInfo(SWELL_VERSION, settings))
+
+    async def tokenizer_info(self) -> Response:
+        """Show the special tokens, the vocabulary's size and the chat template."""
+        tokenizer = self._context.model.tokenizer
+        template = tokenizer.chat_template
+        info = TokenizerInfo(
+            tokenizer.vocab_size,
+            sorted(tokenizer.eos_token_ids),
+            list(tokenizer.special_tokens),
+            None if template is None else template.source,
+            known_max_model_len(self._context),
+        )
+        return _json(info)
+
     async def metrics(self) -> Response:
         """Show the node's metrics in Prometheus text format."""
         return Response(await self._scrape.result(), media_type=CONTENT_TYPE)
@@ -68,6 +104,19 @@ class MetaRoutes:
             root=context.names[0],
             max_model_len=known_max_model_len(context),
         )
+
+
+_SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$")
+"""Names of settings whose values are not shown; paths of files that hold them are."""
+
+
+def _without_secrets(settings: Any) -> Any:
+    if not isinstance(settings, dict):
+        return settings
+    return {
+        name: "(hidden)" if value and _SECRET.search(name) else _without_secrets(value)
+        for name, value in settings.items()
+    }
 
 
 def _json(payload: msgspec.Struct) -> Response:

@@ -1,6 +1,6 @@
 """What the server tells about itself."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,6 +28,33 @@ class HealthResponse(msgspec.Struct):
     """This process lives, or takes traffic."""
 
     status: str
+
+
+class LoadResponse(msgspec.Struct):
+    """How much the front ends of this node have taken on, as vLLM's servers tell it."""
+
+    server_load: int
+    """Sequences that have not ended."""
+    server_load_tokens: int
+    """Prompt tokens of them that have not been computed."""
+
+
+class ServerInfo(msgspec.Struct):
+    """What the server runs with."""
+
+    version: str
+    config: dict[str, Any]
+    """Settings by section; what is secret is not shown."""
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What there is to know of the served tokenizer."""
+
+    vocab_size: int
+    eos_token_ids: list[int]
+    special_tokens: list[str]
+    chat_template: str | None
+    max_model_len: int | None
 
 
 class VersionResponse(msgspec.Struct):

@@ -1,7 +1,9 @@
 from typing import Any
 
+import msgspec
 import pytest
 
+from server.config import FrontEndConfig, GuardConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 
@@ -82,6 +84,7 @@ def test_the_document_describes_every_path_with_bodies_and_errors(http: Any) -> 
         "/version",
         "/metrics",
         "/metrics/engine/{rank}",
+        "/load",
         "/status.json",
     }
     create = document["paths"]["/v1/chat/completions"]["post"]
@@ -132,3 +135,33 @@ class TestWithPickyTemplate:
         error = http.post("/v1/chat/completions", body).json()["error"]
         assert error["param"] == "messages"
         assert "one at a time" in error["message"]
+
+
+def test_the_load_is_what_was_taken_on(http: Any) -> None:
+    assert http.get("/load").json() == {"server_load": 0, "server_load_tokens": 0}
+
+
+def test_settings_are_shown_to_administrators_without_secrets(
+    http: Any, http_of: Any, config: FrontEndConfig
+) -> None:
+    assert http.get("/server_info").status_code == 404
+    guards = GuardConfig(api_key=("sesame",), admin_key="open")
+    guarded = http_of(msgspec.structs.replace(config, guards=guards))
+    assert guarded.get("/server_info").status_code == 403
+    plain = {"authorization": "Bearer sesame"}
+    assert guarded.get("/server_info", headers=plain).status_code == 403
+    shown = guarded.get("/server_info", headers={"authorization": "Bearer open"})
+    assert shown.json()["config"]["model"]["model"] == "org/tiny"
+    assert "sesame" not in shown.text
+    assert '"open"' not in shown.text
+
+
+def test_the_tokenizer_is_shown_where_the_operator_wants_it(
+    http: Any, http_of: Any, config: FrontEndConfig
+) -> None:
+    assert http.get("/tokenizer_info").status_code == 404
+    shows = msgspec.structs.replace(config.http, enable_tokenizer_info_endpoint=True)
+    info = http_of(msgspec.structs.replace(config, http=shows)).get("/tokenizer_info").json()
+    assert info["vocab_size"] > 0
+    assert "<|eos|>" in info["special_tokens"]
+    assert "message.role" in info["chat_template"]
