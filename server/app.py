@@ -82,6 +82,7 @@ from server.api.tokenize.schema import (
 from server.config import FrontEndConfig
 from server.fleet.control import SupervisorControl
 from server.http.call import Call, foreseen, raw_endpoint
+from server.http.direct import Direct
 from server.http.doorstep import Doorstep
 from server.http.errors import ApiError, MessagesErrorResponse
 from server.observe.access_log import AccessLog
@@ -141,7 +142,7 @@ def build_app(
         MessagesErrorResponse,
     )
     count = with_errors(json_responses(TokenCount, *_POST_ERRORS, 503), MessagesErrorResponse)
-    app.router.routes += [
+    direct = [
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
         _post("/v1/responses", create_response, ResponsesRequest, response, context),
@@ -175,6 +176,9 @@ def build_app(
             json_responses(DetokenizeResponse, *_POST_ERRORS, 503),
             context,
         ),
+    ]
+    app.router.routes += [
+        *direct,
         _get("/v1/models", meta.list_models, json_responses(ModelList, 401)),
         _get("/v1/models/{model_id:path}", meta.retrieve_model, json_responses(Model, 401, 404)),
         _get("/health", meta.health, json_responses(HealthResponse)),
@@ -198,6 +202,8 @@ def build_app(
         app.router.routes += _admin_routes(context, control)
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
+    # The last that is added is the outermost.
+    app.add_middleware(Direct, endpoints={route.path: route.app for route in direct})
     install(app, config.guards, metrics)
     if config.http.access_log:
         app.add_middleware(AccessLog)

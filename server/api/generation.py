@@ -175,7 +175,10 @@ class Answer:
     async def push(self, deltas: Sequence[tuple[int, Delta]], usage: Usage | None) -> None:
         """Show deltas; with `usage` they are the last."""
         call, renderer = self._call, self._renderer
-        shown = b"".join([renderer.push(index, delta) for index, delta in deltas])
+        if len(deltas) == 1:
+            shown = renderer.push(*deltas[0])
+        else:
+            shown = b"".join([renderer.push(index, delta) for index, delta in deltas])
         if usage is not None and self._before_end is not None:
             await self._before_end(usage)
         if renderer.streams:

@@ -193,9 +193,12 @@ class ChoiceFold:
         """Add tokens whose text is looked at by nobody; return what is left of it at the end."""
         delta.token_ids = shown = output.token_ids
         self.num_tokens += len(shown)
-        if self._index_of_silent_stop(output) >= 0:
-            shown = shown[:-1]
-        text = self._decoder.push_all(shown, last=output.finish_reason is not None)
+        if output.finish_reason is None and len(shown) == 1:
+            text = self._decoder.push(shown[0])
+        else:
+            if self._index_of_silent_stop(output) >= 0:
+                shown = shown[:-1]
+            text = self._decoder.push_all(shown, last=output.finish_reason is not None)
         delta.text = delta.text + text if delta.text else text
         return ""
 

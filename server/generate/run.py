@@ -149,9 +149,10 @@ class Run:
         if len(self._streams) == 1:
             if self._parts:
                 await asyncio.sleep(0)
-            else:
-                self._parts.extend(parts(await self._streams[0].next()))
-            return [(0, self._fold(0, self._parts.popleft()))]
+                return [(0, self._fold(0, self._parts.popleft()))]
+            first, *more = parts(await self._streams[0].next())
+            self._parts.extend(more)
+            return [(0, self._fold(0, first))]
         if not self._pumps:
             self._pumps = [
                 asyncio.create_task(self._pump(index)) for index in range(len(self._streams))

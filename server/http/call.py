@@ -173,7 +173,7 @@ class Call:
         if self.status is None:
             await self.start(200, list(_EVENT_STREAM))
         if frames or not more:
-            await self.write(frames, more=more)
+            await self._send({"type": "http.response.body", "body": frames, "more_body": more})
 
     async def start(self, status: int, headers: list[_Header]) -> None:
         """Begin the answer."""

@@ -148,6 +148,9 @@ class ChatChunks:
         self._plan = answering.spec.plan
         self._show_ids = bool(request.return_token_ids)
         self._readers: dict[int, AnswerReader | None] = {}
+        taken_apart = self._plan.reader() is not None
+        self._only_text = not (taken_apart or self._show_ids or answering.spec.fold.logprobs)
+        """Whether a delta is its text, but for the first and the last."""
         self.error = error_frames
 
     def push(self, index: int, delta: Delta) -> bytes:
@@ -155,6 +158,10 @@ class ChatChunks:
         if self._frames.so_far is not None:
             self._frames.so_far.add(index, len(delta.token_ids))
         first = index not in self._readers
+        if self._only_text and delta.finish_reason is None and not first:
+            content = ChatDelta(content=delta.text)
+            choice = ChatChunkChoice(index, content, None, None)
+            return self._frames.chunk(choice) if delta.text else b""
         if first:
             self._readers[index] = self._plan.reader()
         choices = self._begin(index) if first else []
