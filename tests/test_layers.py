@@ -91,10 +91,37 @@ def test_state_machines_know_no_sockets_or_clocks(path: Path) -> None:
     assert not {name.split(".")[0] for name in imports(path)} & forbidden
 
 
+BELOW_ENDPOINTS = (
+    "access", "answer", "generate", "http", "observe", "router", "text", "tool_calls",
+)  # fmt: skip
+SCHEMAS_OF_ALL = {
+    f"server.api.shared.{name}"
+    for name in ("answer", "body", "fields", "messages", "structured", "tools")
+}
+
+
+@pytest.mark.parametrize(
+    "path", [path for name in BELOW_ENDPOINTS for path in sources(f"server/{name}")], ids=str
+)
+def test_below_the_endpoints_nothing_knows_one(path: Path) -> None:
+    known = {name for name in own_imports(path) if name.startswith("server.api")}
+    assert known <= SCHEMAS_OF_ALL
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sources("server/api") if path.stem in ("parse", "render", "schema")],
+    ids=str,
+)
+def test_what_parses_and_renders_does_no_io(path: Path) -> None:
+    forbidden = {"zmq", "time", "asyncio", "threading", "socket", "starlette", "fastapi"}
+    assert not {name.split(".")[0] for name in imports(path)} & forbidden
+    assert "server.http.call" not in own_imports(path)
+
+
 TELLS_THE_TIME = {
     "server/app.py", "server/store/service.py", "server/api/responses/keeping.py",
-    "server/api/responses/render.py", "server/api/generation.py",
-    "server/api/status/endpoint.py",
+    "server/api/generation.py", "server/api/status/endpoint.py",
 }  # fmt: skip
 """What tells clients when something was; all else measures durations, and the clock may be set."""
 
