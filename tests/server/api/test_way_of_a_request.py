@@ -143,7 +143,9 @@ MESSAGES = {"messages": [{"role": "user", "content": "hello"}]}
 PLAIN = [
     ("/v1/completions", {"prompt": "hello"}),
     ("/v1/completions", {"prompt": [5, 6, 7]}),
+    ("/v1/completions", {"prompt": "hello", "n": 1, "temperature": 0, "user": "ann"}),
     ("/v1/chat/completions", MESSAGES),
+    ("/v1/chat/completions", {**MESSAGES, "response_format": {"type": "json_object"}}),
     ("/v1/responses", {"input": "hello"}),
     ("/v1/messages", {**MESSAGES, "max_tokens": 8}),
 ]
