@@ -79,7 +79,7 @@ async def generate(
     answering = Answering(
         call.request_id, model, int(time.time()), spec, context.table, context.force_usage
     )
-    answer = Answer(call, renderer(body, answering), before_end)
+    answer = AnswerOutput(call, renderer(body, answering), before_end)
     await _run(call, context, spec, cache_root, answer)
 
 
@@ -104,7 +104,7 @@ def _admit(call: Call, context: Context, request: GenerationRequest) -> bytes:
 
 
 async def _run(
-    call: Call, context: Context, spec: GenerationSpec, cache_root: bytes, answer: "Answer"
+    call: Call, context: Context, spec: GenerationSpec, cache_root: bytes, answer: "AnswerOutput"
 ) -> None:
     reservation = call.reservation
     sender = Sender(
@@ -151,7 +151,7 @@ async def _in_time(run: Run, output: Output, call: Call, most: float | None) -> 
         raise timed_out(f"The request took longer than {most:g} s.") from None
 
 
-class Answer:
+class AnswerOutput:
     """What a renderer shows, sent as it comes: everything new in one send.
 
     The answer begins with the first delta: what goes wrong before it is an ordinary error answer,
