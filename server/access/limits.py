@@ -5,6 +5,9 @@ through. Bounds that operators set are in `server.config`, those of grammars in
 `engine.shared.grammar_spec`. docs/security.md lists all of them.
 """
 
+MAX_LENGTH_PENALTY = 10.0
+MAX_BEAMS = 32
+"""Beams of one search: each step asks for several times as many alternatives to each."""
 MAX_CHOICES = 128
 """`n` of a request: choices per prompt."""
 MAX_PROMPTS = 2048

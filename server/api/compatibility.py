@@ -51,8 +51,6 @@ _NO_MEDIA = _ignored(
 )
 
 _UNSERVED: Rows = {
-    **_refused("beam search is not served", "use_beam_search early_stopping", False),
-    **_refused("beam search, to which it belongs, is not served", "length_penalty", 1, 0),
     **_refused("log probabilities of chosen tokens are not served", "logprob_token_ids"),
     **_refused("KV blocks are not handed between servers", "kv_transfer_params"),
     **_refused("there are no encoder caches to hand over", "ec_transfer_params"),
@@ -76,6 +74,10 @@ _GENERATION: Rows = {
         "request_id return_token_ids return_tokens_as_token_ids truncate_prompt_tokens "
         "truncation_side add_special_tokens"
     ),
+    "use_beam_search": Row(
+        "different", "as in transformers, with n (or best_of) beams; not with what changes draws"
+    ),
+    **_same("length_penalty early_stopping"),
     "user": Row("different", "the operator may have requests limited and queued by it"),
     "priority": Row("different", "refused unless the operator allows it"),
     "prompt_logprobs": Row("different", "not in a stream; bounded by --max-logprobs"),
@@ -136,7 +138,12 @@ _NO_BUDGET = _refused("/v1/chat/completions has it; limit max_tokens", "thinking
 
 COMPLETIONS |= _NO_BUDGET
 
+_NO_BEAMS = _refused(
+    "/v1/completions and /v1/chat/completions have it", "use_beam_search early_stopping", False
+) | _refused("/v1/completions and /v1/chat/completions have it", "length_penalty", 1, 0)
+
 RESPONSES: Rows = {
+    **_NO_BEAMS,
     **_NO_BUDGET,
     **_same(
         "model input instructions temperature top_p max_output_tokens tool_choice "

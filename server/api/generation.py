@@ -15,6 +15,7 @@ from server.access.tenants import Wishes
 from server.api.context import Context
 from server.api.shared.answer import Usage
 from server.api.shared.rendering import Answering, Renderer
+from server.generate.beam_run import BeamRun
 from server.generate.best_of import BestOf
 from server.generate.fold import Delta
 from server.generate.request import GenerationRequest, Limits
@@ -118,10 +119,13 @@ async def _run(
     if reservation is not None:
         reservation.recount(spec.best_of * spec.num_prompt_tokens, time.monotonic())
     output: Output = answer
-    if spec.best_of > spec.n:
+    if spec.best_of > spec.n and spec.beams is None:
         output = BestOf(output, len(spec.prompts), spec.n, spec.best_of)
     with CancelOnDisconnect(call.receive):
-        run = Run(spec, sender, context.client, context.table, context.metrics)
+        engines = context.client, context.table, context.metrics
+        run: Run | BeamRun = Run(spec, sender, *engines)
+        if spec.beams is not None:
+            run = BeamRun(spec, spec.beams, sender, *engines)
         try:
             await _in_time(run, output, call, context.request_timeout)
         except Exception as error:
@@ -135,7 +139,7 @@ async def _run(
                 context.tracer.record(_ended(call, context, spec, run))
 
 
-async def _in_time(run: Run, output: Output, call: Call, most: float | None) -> None:
+async def _in_time(run: Run | BeamRun, output: Output, call: Call, most: float | None) -> None:
     """Run within so many seconds of the call's arrival.
 
     Raises:
@@ -192,7 +196,7 @@ class AnswerOutput:
                 await call.send_json(200, renderer.finish(usage))
 
 
-def _ended(call: Call, context: Context, spec: GenerationSpec, run: Run) -> EndedRequest:
+def _ended(call: Call, context: Context, spec: GenerationSpec, run: Run | BeamRun) -> EndedRequest:
     usage, failure = run.usage(), sys.exception()
     error = None if failure is None else type(failure).__name__
     if isinstance(failure, asyncio.CancelledError):

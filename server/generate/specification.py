@@ -10,6 +10,7 @@ import msgspec
 from engine.shared.messages import GrammarSpec, LarkGrammar, SamplingParams
 from server.access.budget import room_for_output
 from server.answer.plan import AnswerPlan
+from server.generate.beams import Beams, beams_of
 from server.generate.fold import FoldOptions, Prompt
 from server.generate.model import ServedModel
 from server.generate.prompts import Prompts, prompts_of, rendered
@@ -46,6 +47,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     """What the client wants its cached prompts to be set apart by."""
+    beams: Beams | None = None
+    """How to search for answers instead of drawing them."""
     names_ids: bool = False
     """Whether scores name tokens by their ids, not their texts."""
 
@@ -105,6 +108,7 @@ async def specify(
         best_of=size.copies,
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt,
+        beams=beams_of(request),
         names_ids=bool(fields.return_tokens_as_token_ids),
     )
 

@@ -16,6 +16,7 @@ from server.access.limits import (
     MAX_BAD_WORDS,
     MAX_CACHE_SALT,
     MAX_CHOICES,
+    MAX_LENGTH_PENALTY,
     MAX_NAMED_TOKENS,
     MAX_REPETITION_PENALTY,
     MAX_STOP_LENGTH,
@@ -62,6 +63,21 @@ class SamplingFields(RequestBody):
         None, gt=0, le=1, description="Default: the model's, else 1, which keeps all tokens."
     )
     n: int | None = Field(1, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
+    use_beam_search: bool | None = Field(
+        False,
+        description="Search with as many beams as choices (or best_of) instead of drawing tokens.",
+    )
+    length_penalty: float | None = Field(
+        1.0,
+        ge=-MAX_LENGTH_PENALTY,
+        le=MAX_LENGTH_PENALTY,
+        description="With use_beam_search: above 0 long answers are preferred.",
+    )
+    early_stopping: bool | Literal["never"] | None = Field(
+        False,
+        description="With use_beam_search: whether to stop once enough beams have ended; never: "
+        "only when no other can become better.",
+    )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     stop: StopStrings | None = Field(

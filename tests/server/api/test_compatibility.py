@@ -57,10 +57,10 @@ def test_what_asks_for_nothing_is_taken(http: Any, path: str) -> None:
 
 
 def test_a_refused_field_is_found_however_its_name_is_spelled(http: Any) -> None:
-    body = b'{"prompt": "hello", "use_beam\\u005fsearch": true}'
+    body = b'{"prompt": "hello", "logprob\\u005ftoken_ids": true}'
     headers = {"content-type": "application/json"}
     answer = http.request("POST", "/v1/completions", content=body, headers=headers)
-    assert answer.json()["error"]["param"] == "use_beam_search"
+    assert answer.json()["error"]["param"] == "logprob_token_ids"
 
 
 def test_one_is_not_true(http: Any) -> None:
@@ -74,7 +74,7 @@ def test_fields_that_nobody_has_heard_of_are_ignored(http: Any) -> None:
 
 
 def test_the_last_of_several_values_counts(http: Any) -> None:
-    body = b'{"prompt": "hello", "use_beam_search": false, "use_beam_search": true}'
+    body = b'{"prompt": "hello", "logprob_token_ids": false, "logprob_token_ids": true}'
     headers = {"content-type": "application/json"}
     answer = http.request("POST", "/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from server.router.generation_client import NoSuchEngine
+from server.router.generation_client import NoEngineAvailable, NoSuchEngine
 
 TEXT = "hello 你好 world, a stream of 🙂🙂"
 
@@ -284,3 +284,41 @@ def test_a_rank_that_no_engine_has_is_no_reason_to_try_again(
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "X-data-parallel-rank"
     assert "retry-after" not in response.headers
+
+
+def test_the_best_beams_are_answered_best_first(http: Any, engines: Any) -> None:
+    body = http.complete(use_beam_search=True, n=2, best_of=3, max_tokens=4, logprobs=1)
+    first, second = body["choices"]
+    assert sum(first["logprobs"]["token_logprobs"]) >= sum(second["logprobs"]["token_logprobs"])
+    assert len(first["logprobs"]["tokens"]) == 4
+    assert (first["finish_reason"], body["usage"]["completion_tokens"]) == ("length", 8)
+    asked = engines.streams[-1].sampling
+    assert (asked.max_tokens, asked.temperature, asked.logprobs) == (1, 0.0, 6)
+    assert all(stream.closed.is_set() for stream in engines.streams)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 0.5}, "temperature"),
+        ({"stop": "x"}, "stop"),
+        ({"stream": True}, "stream"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 33}, "n"),
+        ({"length_penalty": 11}, "length_penalty"),
+        ({"early_stopping": "soon"}, "early_stopping"),
+    ],
+)
+def test_searches_do_not_look_at_everything(http: Any, fields: Any, param: str) -> None:
+    body = {"model": "tiny", "prompt": "hello", "use_beam_search": True, **fields}
+    answer = http.post("/v1/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_search_that_an_engine_fails_is_an_error(http: Any, engines: Any) -> None:
+    engines.script = lambda stream: [NoEngineAvailable("gone")]
+    answer = http.post(
+        "/v1/completions", {"model": "tiny", "prompt": ["a", "b"], "use_beam_search": True}
+    )
+    assert answer.status_code == 503

@@ -41,8 +41,8 @@ def test_invocations_cost_no_more_than_what_they_stand_for(http: Any) -> None:
     headers = {"content-type": "application/json"}
     answer = http.request("POST", "/invocations", content=body, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "body_too_complex")
-    refused = http.post("/invocations", {"prompt": "hello", "use_beam_search": True})
-    assert refused.json()["error"]["param"] == "use_beam_search"
+    refused = http.post("/invocations", {"prompt": "hello", "logprob_token_ids": True})
+    assert refused.json()["error"]["param"] == "logprob_token_ids"
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

@@ -1,0 +1,173 @@
+"""Beam search: which continuations of a prompt are followed, and which were the best.
+
+Source of the rules, among them those for stopping: `GenerationMixin._beam_search` of transformers.
+A state machine without I/O: the log probabilities of every beam's next tokens go in.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from engine.shared.messages import TokenLogprob
+from server.access.limits import MAX_BEAMS
+from server.generate.request import GenerationRequest
+from server.http.errors import invalid
+
+EarlyStopping = bool | Literal["never"]
+
+
+class Beams(msgspec.Struct, frozen=True):
+    """How a request searches."""
+
+    width: int
+    """Beams that are followed at a time."""
+    length_penalty: float = 1.0
+    """The sum of a beam's log probabilities is divided by its length to this power."""
+    early_stopping: EarlyStopping = False
+    """True: stop once `width` beams have ended; False: once no other seems to get better; "never":
+    once none can."""
+
+
+_NOT_SEARCHED: dict[str, tuple[object, ...]] = {
+    "temperature": (None, 0, 1),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None,),
+    "min_tokens": (None, 0),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "stop": (None, []),
+    "prompt_logprobs": (None,),
+    "response_format": (None,),
+    "structured_outputs": (None,),
+    "stream": (None, False),
+    "tools": (None,),
+    "echo": (None, False),
+    "thinking_token_budget": (None, -1),
+}
+"""Fields that searches do not look at, each with the values that ask for nothing."""
+
+
+def beams_of(request: GenerationRequest) -> Beams | None:
+    """Return how a request searches, None if it draws.
+
+    Raises:
+        ApiError: it asks for what a search does not look at.
+    """
+    fields = request.fields
+    if not fields.use_beam_search:
+        return None
+    for name, neutral in _NOT_SEARCHED.items():
+        if getattr(fields, name, None) not in neutral:
+            raise invalid(f"{name}: not together with use_beam_search", name)
+    width = request.size.copies
+    if width > MAX_BEAMS:
+        raise invalid(f"n: at most {MAX_BEAMS} beams are followed", "n")
+    return Beams(
+        width,
+        1.0 if fields.length_penalty is None else fields.length_penalty,
+        False if fields.early_stopping is None else fields.early_stopping,
+    )
+
+
+class Beam(msgspec.Struct, frozen=True):
+    """One continuation of the prompt."""
+
+    token_ids: tuple[int, ...] = ()
+    scores: tuple[TokenLogprob, ...] = ()
+    """Of each token, with the alternatives to it."""
+    logprob_sum: float = 0.0
+    ended: bool = False
+    """Whether its last token ends an output."""
+
+
+class _Candidate(msgspec.Struct, frozen=True):
+    logprob_sum: float
+    beam: Beam
+    scores: TokenLogprob
+    place: int
+    """Where the token is among the beam's next tokens, the most likely first."""
+
+
+class BeamSearch:
+    """The search for the best continuations of one prompt.
+
+    Args:
+        beams: how to search.
+        max_tokens: length at which a continuation ends.
+        ends: tokens that end one before.
+    """
+
+    def __init__(self, beams: Beams, max_tokens: int, ends: frozenset[int]) -> None:
+        self._beams = beams
+        self._max_tokens = max_tokens
+        self._ends = ends
+        self.num_alternatives = max(2, 1 + len(ends)) * beams.width
+        """How many next tokens of every beam have to be known: so many that enough go on."""
+        self.running = [Beam()]
+        """What is followed, the most likely first; empty once the search is over."""
+        self._finished: list[tuple[float, Beam]] = []
+        self._open = True
+        """Whether what is followed may still become one of the best."""
+
+    def advance(self, following: Sequence[TokenLogprob]) -> None:
+        """Take the most likely next tokens of every beam in `running`."""
+        candidates = sorted(
+            [
+                _Candidate(beam.logprob_sum + logprob, beam, scores, place)
+                for beam, scores in zip(self.running, following, strict=True)
+                for place, logprob in enumerate(scores.top_logprobs[: self.num_alternatives])
+            ],
+            key=lambda candidate: -candidate.logprob_sum,
+        )[: self.num_alternatives]
+        width = self._beams.width
+        length = len(self.running[0].token_ids) + 1
+        at_end = [
+            length == self._max_tokens or each.scores.top_ids[each.place] in self._ends
+            for each in candidates
+        ]
+        self._finish([each for each, ends in zip(candidates[:width], at_end, strict=False) if ends])
+        going_on = [each for each, ends in zip(candidates, at_end, strict=True) if not ends]
+        self.running = [self._extended(each) for each in going_on[:width]]
+        if not self.running or not self._goes_on(length):
+            self.running = []
+
+    def best(self, count: int) -> list[Beam]:
+        """Return the best of the beams that have ended, the best first."""
+        return [beam for _, beam in self._finished[:count]]
+
+    def _finish(self, candidates: Sequence[_Candidate]) -> None:
+        full = len(self._finished) == self._beams.width and self._beams.early_stopping is True
+        if full or not self._open:
+            return
+        for each in candidates:
+            beam = self._extended(each)
+            score = beam.logprob_sum / len(beam.token_ids) ** self._beams.length_penalty
+            self._finished.append((score, beam))
+        self._finished.sort(key=lambda scored: -scored[0])
+        del self._finished[self._beams.width :]
+
+    def _goes_on(self, length: int) -> bool:
+        full = len(self._finished) == self._beams.width
+        early, penalty = self._beams.early_stopping, self._beams.length_penalty
+        if full:
+            most = self._max_tokens if early == "never" and penalty > 0 else length
+            best_possible = self.running[0].logprob_sum / most**penalty
+            self._open = self._open and best_possible > self._finished[-1][0]
+        return self._open and not (full and early is True)
+
+    def _extended(self, candidate: _Candidate) -> Beam:
+        beam, scores, place = candidate.beam, candidate.scores, candidate.place
+        token_id = scores.top_ids[place]
+        chosen = msgspec.structs.replace(scores, logprob=scores.top_logprobs[place], rank=place + 1)
+        return Beam(
+            (*beam.token_ids, token_id),
+            (*beam.scores, chosen),
+            candidate.logprob_sum,
+            token_id in self._ends,
+        )
