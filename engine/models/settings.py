@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 
 from engine.models.formats.checkpoint import Checkpoint, DummyCheckpoint, SafetensorsCheckpoint
+from engine.models.formats.gguf.checkpoint import GgufCheckpoint
 from engine.models.products.processor import float32_is_faster
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import decoder_tensors
 from engine.shared.config import ModelConfig
+from engine.shared.gguf.directory import is_gguf
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -26,6 +28,9 @@ def open_checkpoint(directory: Path, spec: ModelSpec, config: ModelConfig) -> Ch
     """
     if config.load_format == "dummy":
         return DummyCheckpoint(directory, spec, config.seed, _dummy_dtype(spec, config))
+    if is_gguf(config.model):
+        dtype = None if config.dtype == "auto" else _DTYPES[config.dtype]
+        return GgufCheckpoint(Path(config.model).expanduser(), spec, dtype)
     return SafetensorsCheckpoint(directory, spec)
 
 

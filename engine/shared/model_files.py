@@ -1,8 +1,10 @@
-"""Where a model's files are: a local directory, or a download from the Hugging Face hub."""
+"""Where a model's files are: a directory, a GGUF file, or a download from the Hugging Face hub."""
 
 from pathlib import Path
 
 from engine.shared.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME, ModelConfig
+from engine.shared.gguf.directory import is_gguf, text_directory
+from engine.shared.gguf.reader import BadGguf
 
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
@@ -14,6 +16,8 @@ class ModelNotFound(ValueError):
 
 def model_directory(config: ModelConfig, *, weights: bool) -> Path:
     """Return the local directory of the model, downloading what is missing.
+
+    Of a GGUF file this is a directory with everything but the weights.
 
     Args:
         config: names a directory or a hub id.
@@ -29,9 +33,15 @@ def model_directory(config: ModelConfig, *, weights: bool) -> Path:
                 f"{local} has no config.json: is it a Hugging Face model directory?"
             )
         return local
+    if is_gguf(config.model):
+        try:
+            return text_directory(local)
+        except (BadGguf, OSError) as error:
+            raise ModelNotFound(str(error)) from error
     if config.model.startswith((".", "/", "~")) or config.model.count("/") != 1:
         raise ModelNotFound(
-            f"model {config.model!r} is neither a directory nor a hub id like 'org/name'"
+            f"model {config.model!r} is neither a directory nor a hub id like 'org/name', nor is "
+            "there a .gguf file"
         )
     from huggingface_hub import snapshot_download  # slow to import and needed for hub ids only
 
@@ -54,4 +64,6 @@ def served_names(config: ModelConfig) -> tuple[str, ...]:
     if Path(config.model) == BUNDLED_MODEL:
         return (BUNDLED_MODEL_NAME,)
     local = Path(config.model).expanduser()
+    if is_gguf(config.model):
+        return (local.stem,)
     return (local.resolve().name,) if local.is_dir() else (config.model,)

@@ -13,6 +13,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks, SlotStart
 from engine.shared.config import ModelConfig
 from engine.shared.messages import SamplingParams
+from engine.shared.model_files import model_directory
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 400
@@ -105,11 +106,12 @@ class Driver:
 
 
 def load_driver(directory: Path, *, batch_invariant: bool = False, **settings: Any) -> Driver:
-    """Load a model directory into a fresh runner."""
+    """Load a model directory, or a GGUF file, into a fresh runner."""
     config = ModelConfig(model=str(directory), **settings)
     device = torch.device("cpu")
-    spec = read_spec(directory)
-    weights = open_checkpoint(directory, spec, config)
+    files = model_directory(config, weights=True)
+    spec = read_spec(files)
+    weights = open_checkpoint(files, spec, config)
     loader = DecoderLoader(
         spec,
         weights,

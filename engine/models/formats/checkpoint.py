@@ -71,7 +71,13 @@ class SafetensorsCheckpoint:
             for name, shape in self._shapes.items()
             if not name.startswith(family.not_text)
         }
-        _compare(directory, stored_tensors(self._weights), found, spec)
+        redundant = ("lm_head.weight",) if spec.tie_word_embeddings else ()
+        compare(
+            directory,
+            stored_tensors(self._weights),
+            found,
+            redundant=(*redundant, ".rotary_emb.inv_freq"),
+        )
 
     def _open(self, path: Path) -> None:
         try:
@@ -144,12 +150,23 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _compare(directory: Path, expected: Layout, found: Layout, spec: ModelSpec) -> None:
+def compare(
+    path: Path, expected: Layout, found: Layout, *, redundant: tuple[str, ...] = ()
+) -> None:
+    """Refuse weights that are not those of the model.
+
+    Args:
+        redundant: how the names end of tensors that some tools store although they follow from
+            others.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or of another shape.
+    """
     problems = [f"missing {name}" for name in expected if name not in found]
     problems += [
         f"unexpected {name}"
         for name in found
-        if name not in expected and not _redundant(name, spec)
+        if name not in expected and not name.endswith(redundant)
     ]
     problems += [
         f"{name} has shape {list(found[name])} instead of {list(shape)}"
@@ -158,15 +175,8 @@ def _compare(directory: Path, expected: Layout, found: Layout, spec: ModelSpec) 
     ]
     if problems:
         raise CheckpointError(
-            f"the weights in {directory} do not fit its config.json: {_some(problems)}"
+            f"the weights in {path} do not fit the model's config: {_some(problems)}"
         )
-
-
-def _redundant(name: str, spec: ModelSpec) -> bool:
-    """Tensors that some tools store although they follow from others."""
-    if name.endswith("lm_head.weight"):
-        return spec.tie_word_embeddings
-    return name.endswith(".rotary_emb.inv_freq")
 
 
 def _some(items: list[str]) -> str:

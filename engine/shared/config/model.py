@@ -15,7 +15,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Model"""
 
     model: Annotated[
-        str, "Directory or hub id of a Hugging Face model; the bundled model if absent."
+        str,
+        "Directory or hub id of a Hugging Face model, or a GGUF file; the bundled model if absent.",
     ] = str(BUNDLED_MODEL)
     served_model_name: Annotated[
         tuple[str, ...], "Name(s) that clients use for the model; default: its directory or id."

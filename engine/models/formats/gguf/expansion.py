@@ -1,0 +1,132 @@
+"""Expands the blocks of GGUF's quantized types to float32.
+
+Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Blocks come as bytes
+[blocks, bytes of one]; numbers are little-endian.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_PARTS = 8
+"""Parts of a block of 256 with a scale each, in Q4_K and Q5_K."""
+
+
+def expand(blocks: Tensor, storage: str) -> Tensor:
+    """Return the elements [blocks, elements of one] in float32.
+
+    Args:
+        blocks: [blocks, bytes] uint8
+        storage: name of the type, as in `engine.shared.gguf.reader.STORAGE`.
+    """
+    return _EXPANSIONS[storage](blocks)
+
+
+def _float32(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.float32)
+
+
+def _float16(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.float16).float()
+
+
+def _bfloat16(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.bfloat16).float()
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """Return the 16-bit float at a byte of each block, [blocks, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Return all low halves of bytes, then all high ones, [.., 2 * bytes]."""
+    return torch.cat((packed & 0x0F, packed >> 4), dim=-1)
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """Return the bits of four bytes [blocks, 4], the lowest first, as 16 or 0: [blocks, 32]."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (((packed.unsqueeze(-1) >> shifts) & 1) << 4).flatten(1)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return (_nibbles(blocks[:, 2:]).float() - 8) * _half(blocks, 0)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 4:]).float() * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return (values.float() - 16) * _half(blocks, 0)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return values.float() * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
+
+
+def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 6-bit scales and minima of the parts of a block, each [blocks, 8], from 12 bytes.
+
+    The first four of each are the low six bits of bytes 0-3 and 4-7; the others have their low
+    four bits in bytes 8-11 and the rest above the former.
+    """
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)), dim=1)
+    minima = torch.cat((second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)), dim=1)
+    return scales.float(), minima.float()
+
+
+def _by_parts(blocks: Tensor, values: Tensor) -> Tensor:
+    """Scale the values [blocks, 8, 32] of Q4_K and Q5_K, and take the minima off."""
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    scaled = (_half(blocks, 0) * scales).unsqueeze(-1) * values.float()
+    return (scaled - (_half(blocks, 2) * minima).unsqueeze(-1)).flatten(1)
+
+
+def _parts_of_nibbles(packed: Tensor) -> Tensor:
+    """Return [blocks, 8, 32] from 128 bytes: each 32 hold one part low and the next one high."""
+    return _nibbles(packed.reshape(-1, _PARTS // 2, 32)).view(-1, _PARTS, 32)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _by_parts(blocks, _parts_of_nibbles(blocks[:, 16:]))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    parts = torch.arange(_PARTS, dtype=torch.uint8).view(1, -1, 1)
+    high = ((blocks[:, 16:48].unsqueeze(1) >> parts) & 1) << 4
+    return _by_parts(blocks, _parts_of_nibbles(blocks[:, 48:]) | high)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """Two halves of 128 elements; of each, four rows of 32 share bytes of low and high bits."""
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
+    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
+    high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
+    values = (low | high).view(-1, 16, 16).float() - 32
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)
+    return (values * scales.unsqueeze(-1)).flatten(1)
+
+
+_EXPANSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F32": _float32,
+    "F16": _float16,
+    "BF16": _bfloat16,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

@@ -1,0 +1,72 @@
+"""A GGUF file's network, tokenizer and chat template as a Hugging Face directory without weights.
+
+Every process of a stack reads these from files; the first one that needs them writes them, for all.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engine.shared.gguf.network import config_of, ending_ids
+from engine.shared.gguf.reader import Gguf, read_gguf
+from engine.shared.gguf.vocabulary import special_tokens, tokenizer_of
+
+_FORM = 1
+"""Raised when the files are written otherwise than before."""
+
+
+def is_gguf(model: str) -> bool:
+    """Whether a model is named by a GGUF file."""
+    return model.endswith(".gguf") and Path(model).expanduser().is_file()
+
+
+def text_directory(path: Path) -> Path:
+    """Return the directory with the text files of a GGUF model, in the user's cache.
+
+    Raises:
+        BadGguf: the file is broken, or of a kind that is not served.
+        OSError: it cannot be read, or the cache cannot be written.
+    """
+    gguf = read_gguf(path)
+    directory = _cache() / f"{gguf.digest[:32]}-{_FORM}"
+    if not directory.is_dir():
+        _write(_files(gguf, path), directory)
+    return directory
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "swell" / "gguf"
+
+
+def _files(gguf: Gguf, path: Path) -> dict[str, dict[str, Any]]:
+    metadata = gguf.metadata
+    text: dict[str, Any] = special_tokens(metadata)
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        text["chat_template"] = template
+    return {
+        "config.json": config_of(gguf, path),
+        "generation_config.json": {"eos_token_id": ending_ids(metadata)},
+        "tokenizer.json": tokenizer_of(metadata),
+        "tokenizer_config.json": text,
+    }
+
+
+def _write(files: dict[str, dict[str, Any]], directory: Path) -> None:
+    """Make the directory in one step, so that nobody finds half of it."""
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix="new-", dir=directory.parent))
+    try:
+        for name, content in files.items():
+            (made / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        try:
+            made.rename(directory)
+        except OSError:
+            if not directory.is_dir():  # else another process was first, with the same
+                raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

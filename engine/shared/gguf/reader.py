@@ -1,0 +1,203 @@
+"""Reads what stands before the weights of a GGUF file: metadata, and where each tensor is.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+Every count is compared with what the file has left before anything is made of it.
+"""
+
+import hashlib
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_HEADER = 1 << 28
+"""Bytes before the weights; those of models with the largest vocabularies have some 15 MB."""
+_MAX_KEY = 1 << 10
+_MAX_STRING = 1 << 22
+_MAX_ENTRIES = 1 << 16
+"""Metadata keys, and tensors."""
+_MAX_DIMENSIONS = 4
+_MAX_ELEMENTS = 1 << 40
+_DEFAULT_ALIGNMENT = 32
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_SIZES = {**{kind: struct.calcsize(code) for kind, code in _NUMBERS.items()}, _BOOL: 1, _STRING: 8}
+"""Bytes that a value takes at least."""
+
+
+class BadGguf(ValueError):
+    """The file is no GGUF file, or one that is not served; the message says why."""
+
+
+class Storage(msgspec.Struct, frozen=True):
+    """How a type of tensor is stored: blocks of so many elements in so many bytes."""
+
+    name: str
+    elements: int
+    num_bytes: int
+
+
+STORAGE = {
+    0: Storage("F32", 1, 4),
+    1: Storage("F16", 1, 2),
+    2: Storage("Q4_0", 32, 18),
+    3: Storage("Q4_1", 32, 20),
+    6: Storage("Q5_0", 32, 22),
+    7: Storage("Q5_1", 32, 24),
+    8: Storage("Q8_0", 32, 34),
+    12: Storage("Q4_K", 256, 144),
+    13: Storage("Q5_K", 256, 176),
+    14: Storage("Q6_K", 256, 210),
+    30: Storage("BF16", 1, 2),
+}
+"""By the number that stands for it."""
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """Where one tensor is."""
+
+    shape: tuple[int, ...]
+    """Outermost first, as in safetensors."""
+    storage: Storage
+    offset: int
+    """In bytes from the start of the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How long it is."""
+        return prod(self.shape) // self.storage.elements * self.storage.num_bytes
+
+
+class Gguf(msgspec.Struct, frozen=True):
+    """What a file says of itself."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    digest: str
+    """Of all that stands before the weights."""
+
+
+def read_gguf(path: Path) -> Gguf:
+    """Read metadata and the places of tensors.
+
+    Raises:
+        BadGguf: the file is broken, or of a kind that is not served.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        cursor = _Cursor(file, min(size, _MAX_HEADER), path)
+        return _read(cursor, size)
+
+
+class _Cursor:
+    """Reads values one after the other, and no further than it may."""
+
+    def __init__(self, file: BinaryIO, limit: int, path: Path) -> None:
+        self._file = file
+        self._limit = limit
+        self._path = path
+        self._hash = hashlib.sha256()
+        self.position = 0
+
+    def bad(self, reason: str) -> BadGguf:
+        return BadGguf(f"{self._path}: {reason}")
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def take(self, count: int) -> bytes:
+        if count > self._limit - self.position:
+            raise self.bad("the file ends, or its metadata goes on for too long")
+        read = self._file.read(count)
+        if len(read) != count:
+            raise self.bad("the file ends too early")
+        self._hash.update(read)
+        self.position += count
+        return read
+
+    def number(self, code: str) -> int:
+        value: int = struct.unpack("<" + code, self.take(struct.calcsize(code)))[0]
+        return value
+
+    def count(self, most: int, what: str) -> int:
+        value = self.number("Q")
+        if value > most:
+            raise self.bad(f"{value} {what} are more than the {most} that are read")
+        return value
+
+    def text(self, most: int = _MAX_STRING) -> str:
+        return self.take(self.count(most, "bytes of a string")).decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _BOOL:
+            return self.take(1) != b"\0"
+        if kind in _NUMBERS:
+            code = _NUMBERS[kind]
+            return struct.unpack("<" + code, self.take(struct.calcsize(code)))[0]
+        if kind == _ARRAY:
+            return self._array()
+        raise self.bad(f"metadata of the unknown type {kind}")
+
+    def _array(self) -> list[Any]:
+        kind = self.number("I")
+        if kind not in _SIZES:
+            raise self.bad(f"arrays of type {kind} are not read")
+        count = self.count((self._limit - self.position) // _SIZES[kind], "entries of an array")
+        if kind == _STRING:
+            return [self.text() for _ in range(count)]
+        if kind == _BOOL:
+            return [byte != 0 for byte in self.take(count)]
+        code = _NUMBERS[kind]
+        return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(code))))
+
+
+def _read(cursor: _Cursor, size: int) -> Gguf:
+    if cursor.take(4) != _MAGIC:
+        raise cursor.bad("this is no GGUF file")
+    version = cursor.number("I")
+    if version not in _VERSIONS:
+        raise cursor.bad(f"GGUF version {version} is not served, only 2 and 3, little-endian")
+    num_tensors = cursor.count(_MAX_ENTRIES, "tensors")
+    num_keys = cursor.count(_MAX_ENTRIES, "metadata keys")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.text(_MAX_KEY)
+        metadata[key] = cursor.value(cursor.number("I"))
+    placed = dict(_tensor(cursor) for _ in range(num_tensors))
+    if len(placed) != num_tensors:
+        raise cursor.bad("two tensors have one name")
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
+        raise cursor.bad(f"the alignment {alignment!r} is not possible")
+    start = -(-cursor.position // alignment) * alignment
+    tensors = {}
+    for name, info in placed.items():
+        moved = msgspec.structs.replace(info, offset=start + info.offset)
+        if moved.offset + moved.num_bytes > size:
+            raise cursor.bad(f"the tensor {name} lies beyond the end of the file")
+        tensors[name] = moved
+    return Gguf(metadata, tensors, cursor.digest())
+
+
+def _tensor(cursor: _Cursor) -> tuple[str, TensorInfo]:
+    name = cursor.text(_MAX_KEY)
+    num_dimensions = cursor.number("I")
+    if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+        raise cursor.bad(f"the tensor {name} has {num_dimensions} dimensions")
+    shape = tuple(reversed([cursor.number("Q") for _ in range(num_dimensions)]))
+    kind, offset = cursor.number("I"), cursor.number("Q")
+    storage = STORAGE.get(kind)
+    if storage is None:
+        served = ", ".join(each.name for each in STORAGE.values())
+        raise cursor.bad(f"the tensor {name} is of type {kind}; served are {served}")
+    if prod(shape) > _MAX_ELEMENTS or shape[-1] % storage.elements or 0 in shape:
+        raise cursor.bad(f"the tensor {name} has the impossible shape {list(shape)}")
+    return name, TensorInfo(shape, storage, offset)

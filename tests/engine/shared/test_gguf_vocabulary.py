@@ -1,0 +1,95 @@
+"""Tokenizers of GGUF files cut and join texts as those that they were made from."""
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.shared.gguf.reader import BadGguf
+from engine.shared.gguf.vocabulary import special_tokens, tokenizer_of
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+def made(**metadata: Any) -> Tokenizer:
+    import json
+
+    found = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    return Tokenizer.from_str(json.dumps(tokenizer_of(found)))
+
+
+def byte_level(**changes: Any) -> dict[str, Any]:
+    tokens = ["<end>", "h", "i", "hi", "1", "2", "12", "Ġ", "Ġhi", "<tool>"]
+    return {
+        "model": "gpt2",
+        "pre": "smollm",
+        "tokens": tokens,
+        "token_type": [3, 1, 1, 1, 1, 1, 1, 1, 1, 4],
+        "merges": ["h i", "1 2", "Ġ hi"],
+        "eos_token_id": 0,
+        **changes,
+    }
+
+
+def sentence_piece(**changes: Any) -> dict[str, Any]:
+    tokens = ["<unk>", "<s>", "</s>", "<0xC3>", "<0x9F>", SPACE, "a", "b", SPACE + "a", "ab"]
+    return {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [0.0, 0.0, 0.0, 0.0, 0.0, -3.0, -4.0, -5.0, -2.0, -1.0],
+        "token_type": [2, 3, 3, 6, 6, 1, 1, 1, 1, 1],
+        "bos_token_id": 1,
+        "unknown_token_id": 0,
+        **changes,
+    }
+
+
+def test_byte_level_tokens_are_merged_and_special_ones_found() -> None:
+    tokenizer = made(**byte_level())
+    assert tokenizer.encode("hi hi<end>").tokens == ["hi", "Ġhi", "<end>"]
+    assert tokenizer.decode([3, 8, 9, 0], skip_special_tokens=True) == "hi hi<tool>"
+
+
+def test_digits_are_cut_where_the_model_learnt_them_so() -> None:
+    assert made(**byte_level()).encode("12").tokens == ["1", "2"]
+    assert made(**byte_level(pre="gpt-2")).encode("12").tokens == ["12"]
+    assert made(**byte_level(pre="llama-bpe")).encode("12").tokens == ["12"]
+    assert made(**byte_level(pre="qwen2")).encode("12").tokens == ["1", "2"]
+
+
+def test_sentence_piece_merges_by_scores_and_falls_back_to_bytes() -> None:
+    tokenizer = made(**sentence_piece())
+    assert tokenizer.encode("ab").tokens == ["<s>", SPACE, "ab"]
+    assert tokenizer.encode("aß", add_special_tokens=False).tokens == [
+        SPACE + "a",
+        "<0xC3>",
+        "<0x9F>",
+    ]
+    assert tokenizer.decode([8, 3, 4]) == "aß"
+    assert made(**sentence_piece(add_bos_token=False)).encode("ab").tokens == [SPACE, "ab"]
+    assert made(**sentence_piece(add_space_prefix=False)).encode("ab").tokens == ["<s>", "ab"]
+
+
+def test_named_tokens_are_told() -> None:
+    found = {f"tokenizer.ggml.{key}": value for key, value in sentence_piece().items()}
+    assert special_tokens(found) == {"bos_token": "<s>", "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        (byte_level(model="rwkv"), "type 'rwkv'"),
+        (byte_level(pre="tekken"), "'tekken'.*smollm"),
+        (byte_level(tokens=None), "no tokenizer.ggml.tokens"),
+        (byte_level(tokens=[]), "not possible"),
+        (byte_level(tokens=["a", "a"]), "twice"),
+        (byte_level(tokens=["a", 5]), "holds no tokenizer"),
+        (byte_level(merges=["h x"]), "no token"),
+        (byte_level(merges=["h"]), "no token"),
+        (sentence_piece(scores=[1.0]), "scores"),
+        (sentence_piece(scores=[0.0] * 2, tokens=["a" * 9000, "a" * 9001]), "too long"),
+    ],
+)
+def test_tokenizers_that_make_no_sense_are_refused(metadata: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadGguf, match=reason):
+        made(**metadata)
