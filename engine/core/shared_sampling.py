@@ -21,7 +21,7 @@ class SharedSampling:
     def shared(self, message: AddRequest) -> AddRequest:
         """Return an equal message with the lists of the one before where these are equal."""
         sampling = message.sampling
-        if not any(getattr(sampling, name) for name in _LISTS):
+        if not _has_lists(sampling):
             self._newest.pop(message.front_end, None)
             return message
         before = self._newest.get(message.front_end)
@@ -39,3 +39,14 @@ class SharedSampling:
     def forget(self, front_end: int) -> None:
         """A front end has gone."""
         self._newest.pop(front_end, None)
+
+
+def _has_lists(sampling: SamplingParams) -> bool:
+    """Whether any of `_LISTS` is there; spelled out, as this is asked for every request."""
+    return bool(
+        sampling.stop_token_ids
+        or sampling.logit_bias
+        or sampling.allowed_token_ids
+        or sampling.bad_words
+        or sampling.grammar
+    )

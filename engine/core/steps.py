@@ -3,8 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.core.outbox import Outbox
@@ -93,10 +92,12 @@ class Steps:
         Raises:
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
-        with self._explained():
+        try:
             launched = may_launch and self._launch()
             if not launched or len(self._in_flight) == self._max_in_flight:
                 self._land()
+        except Exception as error:
+            raise self._failed(error) from error
 
     def vacate(self) -> None:
         """Take the results of all steps in flight, then give up all slots, blocks and prefixes.
@@ -107,11 +108,13 @@ class Steps:
         """
         if self._in_flight and self._in_flight[0].pending is None and self._in_flight[0].plan.slots:
             raise CannotDo("a step that its group gave up has to be finished first")
-        with self._explained():
+        try:
             while self._in_flight:
                 self._land()
             self._scheduler.preempt_all()
             self._scheduler.reset_prefix_cache()
+        except Exception as error:
+            raise self._failed(error) from error
 
     # -- of the member of a lockstep group -------------------------------------------------------
 
@@ -136,7 +139,7 @@ class Steps:
             GroupBroken: a member failed. The same step is taken again when this is called next.
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
-        with self._explained():
+        try:
             grant = self._grant(number, loads)
             if not self._in_flight:
                 planned = self._scheduler.schedule(grant, self._now())
@@ -145,22 +148,20 @@ class Steps:
             result = self._executor.submit(plan).result()
             self._in_flight.popleft()
             self._outbox.collect(self._scheduler.update(plan, result, self._now()))
+        except GroupBroken:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
         self.count += 1
         self._scheduler.counters.dummy_steps += not plan.slots
         self._last_prefill_tokens = plan.num_prefill_tokens
 
     # -- parts of a step -------------------------------------------------------------------------
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn whatever goes wrong inside into StepFailed, with a description in the log."""
-        try:
-            yield
-        except GroupBroken:
-            raise
-        except Exception as error:
-            logger.exception("step failed: %s", self._scheduler.describe_in_flight())
-            raise StepFailed(f"engine {self._rank}: {type(error).__name__} in a step") from error
+    def _failed(self, error: Exception) -> StepFailed:
+        """Describe in the log what failed; return what to raise."""
+        logger.error("step failed: %s", self._scheduler.describe_in_flight(), exc_info=error)
+        return StepFailed(f"engine {self._rank}: {type(error).__name__} in a step")
 
     def _grant(self, number: int, loads: Sequence[RankState] = ()) -> Grant:
         if isinstance(self._admission, AdmitAll):
