@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.core.outbox import CoreStep
@@ -288,15 +288,20 @@ class Engine(Process):
     def halt(self, seconds: float, *, hand_over: bool) -> None:
         """An operator pauses the engine for a while."""
         mode: dict[str, UtilityValue] = {"mode": "move" if hand_over else "keep"}
-        self._operate("pause", mode)
-        self.after(seconds, self._operate, "resume", {})
+        self._operate("pause", mode, lambda: self.after(seconds, self._operate, "resume", {}))
 
-    def _operate(self, name: str, arguments: dict[str, UtilityValue]) -> None:
+    def _operate(
+        self,
+        name: str,
+        arguments: dict[str, UtilityValue],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         front_end = next(iter(self.links), None)
         if front_end is None:  # nobody who could pass it on
-            self.after(1.0, self._operate, name, arguments)
+            self.after(0.1, self._operate, name, arguments, then)
         else:
             self._receive(UtilityCall(0, front_end, name, arguments))
+            then()
 
     def drain(self) -> None:
         """SIGTERM: finish what there is, and end."""
