@@ -84,7 +84,7 @@ class Engine(Process):
         self._step_watch = StepWatch(STEP_TIMEOUT)
         self._throttle = StatsThrottle(STATS_INTERVAL)
         self._inbox: list[InboxItem] = []
-        self._is_busy = True
+        self.is_busy = True
         """The loop takes nothing: it loads its model, or a step."""
         self._turn_at = float("inf")
         self._tick_at = float("inf")
@@ -177,12 +177,12 @@ class Engine(Process):
 
     def _loaded(self) -> None:
         self._receive(reception.Serve(self.core.setup))
-        self._is_busy = False
+        self.is_busy = False
         self._turn()
 
     def _put(self, item: InboxItem) -> None:
         self._inbox.append(item)
-        if not self._is_busy:
+        if not self.is_busy:
             self._turn_after(0.0)
 
     def _turn_after(self, seconds: float) -> None:
@@ -192,7 +192,7 @@ class Engine(Process):
             self.after(seconds + LATENESS, self._due_turn, due)
 
     def _due_turn(self, due: float) -> None:
-        if due == self._turn_at and not self._is_busy:
+        if due == self._turn_at and not self.is_busy:
             self._turn()
 
     def _turn(self) -> None:
@@ -220,11 +220,11 @@ class Engine(Process):
                 case turns.End(stop):
                     self._end(stop)
         if pause is not None:
-            self._is_busy = True
+            self.is_busy = True
             self.after(pause, self._next_turn)
 
     def _compute(self, tokens: int) -> None:
-        self._is_busy = True
+        self.is_busy = True
         self.alone_in_step = self.alone
         self._step_watch.begin(tokens, self.clock.now)
         step = self.core.step()
@@ -235,13 +235,13 @@ class Engine(Process):
         if self.hung:
             return
         self._step_watch.end()
-        self._is_busy = False
+        self.is_busy = False
         self._do(self._turns.computed(step, self.clock.now))
-        if not self._is_busy:
+        if not self.is_busy:
             self._turn()
 
     def _next_turn(self) -> None:
-        self._is_busy = False
+        self.is_busy = False
         self._turn()
 
     def _end(self, stop: Stop) -> None:

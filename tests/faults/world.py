@@ -402,6 +402,7 @@ class World:
     def _check_engine(self, engine: Engine) -> None:
         core = engine.core
         assert not core.has_work, f"{engine.name} still has work"
+        assert not engine.is_busy, f"{engine.name} loads its model, or is in a step"
         assert engine.is_announced, f"{engine.name} was never said to be ready"
         core._scheduler.check_integrity()
         gauges = core._scheduler.gauges()
