@@ -120,9 +120,15 @@ def test_enforced_calls_fit_their_schema(client: openai.OpenAI, named: bool) -> 
     assert choice.finish_reason == ("stop" if named else "tool_calls")
 
 
-def test_a_response_cannot_be_stored(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="store"):
-        client.responses.create(model=MODEL, input="x", store=True)
+def test_a_conversation_goes_on_with_kept_responses(client: openai.OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input="Good morrow!", max_output_tokens=8)
+    second = client.responses.create(
+        model=MODEL, input="And?", max_output_tokens=8, previous_response_id=first.id
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+    assert client.responses.retrieve(second.id).output_text == second.output_text
 
 
 def test_async_client_streams_many_at_once(stack: RunningStack) -> None:
