@@ -315,7 +315,8 @@ class SimulatedExecutor:
                 has_logprobs = True
                 logprobs += [_token_logprob(t, sampling.logprobs, vocab_size) for t in new]
         scores = logprobs if has_logprobs else None
-        return BatchResult(drawn, scores, prompt_logprobs, accepted, ends, stalls)
+        mask_us = {} if grammars is None else grammars.mask_us
+        return BatchResult(drawn, scores, prompt_logprobs, accepted, ends, stalls, mask_us)
 
     def _draw(self, state: _Slot, proposed: list[int], choices: list[list[int]]) -> list[int]:
         """Replace the proposed tokens at the end of a slot by those that are right and one more."""

@@ -1,5 +1,6 @@
 """Which tokens each row of a batch may draw."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 
 WORD_BITS = 32
+MUCH_NS = 200_000
+"""Nanoseconds of the masks of a slot from which on they are worth being known."""
 _NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
@@ -87,6 +90,8 @@ class GrammarTable:
         self._free = _all_but(eos_token_ids, vocab_size)
         self._followers: dict[int, GrammarFollower] = {}
         self._assigned: dict[int, CompiledGrammar] = {}
+        self.mask_us: dict[int, int] = {}
+        """By slot: microseconds that the newest masks took, where that is much."""
 
     def ask(self, spec: GrammarSpec) -> CompiledGrammar:
         """Return the grammar, compiled or not; it is kept while the answer is."""
@@ -132,13 +137,14 @@ class GrammarTable:
             proposed: by slot, tokens that may follow its output. Such a slot has as many rows
                 more, one after the other: each draws what follows one more of these tokens.
         """
+        self.mask_us = {}
         if not self._followers:
             return None
         masked: list[_Rows] = []
         for row, slot in enumerate(slots):
             follower = self._followers.get(slot)
             if follower is not None and (row == 0 or slots[row - 1] != slot):
-                masked.append(_Rows(row, follower, proposed.get(slot, ())))
+                masked.append(_Rows(slot, row, follower, proposed.get(slot, ())))
         return self._masks(masked) if masked else None
 
     def choices(
@@ -204,19 +210,28 @@ class GrammarTable:
         One after the other: requests with one grammar share what is known of it, and threads that
         wait for each other there take several times as long.
         """
-        row_bytes = self._words * bits.itemsize
+        began = time.perf_counter_ns()
         for each, place in zip(masked, places, strict=False):
-            if each.follower.is_special(1 + len(each.proposed)):
-                _fill_special(bits, each, place)
-                continue
-            free, matcher = each.follower.ahead(each.proposed)
-            if matcher is None:
-                continue
-            address = bits.ctypes.data + (place + free) * row_bytes
-            matcher.unsafe_compute_mask_ptr(address, row_bytes)
-            rest = each.proposed[free:]
-            if rest:
-                _fill_ahead(matcher, rest, address + row_bytes, row_bytes)
+            self._fill_rows(bits, each, place)
+            ended = time.perf_counter_ns()
+            if ended - began >= MUCH_NS:
+                self.mask_us[each.slot] = (ended - began) // 1000
+            began = ended
+
+    def _fill_rows(self, bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
+        """Compute the masks of one slot."""
+        if rows.follower.is_special(1 + len(rows.proposed)):
+            _fill_special(bits, rows, place)
+            return
+        free, matcher = rows.follower.ahead(rows.proposed)
+        if matcher is None:
+            return
+        row_bytes = self._words * bits.itemsize
+        address = bits.ctypes.data + (place + free) * row_bytes
+        matcher.unsafe_compute_mask_ptr(address, row_bytes)
+        rest = rows.proposed[free:]
+        if rest:
+            _fill_ahead(matcher, rest, address + row_bytes, row_bytes)
 
 
 def _fill_special(bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
@@ -245,6 +260,7 @@ def _fill_ahead(matcher: "LLMatcher", proposed: Sequence[int], address: int, siz
 class _Rows(NamedTuple):
     """The rows of one slot."""
 
+    slot: int
     first: int
     follower: GrammarFollower
     proposed: Sequence[int]

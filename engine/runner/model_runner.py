@@ -109,6 +109,7 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
             grammar_ends=ends.reasons,
             grammar_stalls=ends.stalls,
+            mask_us={} if grammars is None else grammars.mask_us,
         )
 
     @torch.inference_mode()

@@ -104,5 +104,11 @@ def verified(
     if logprobs is not None:
         logprobs = [logprobs[index] for index in np.flatnonzero(kept).tolist()]
     return BatchResult(
-        token_ids[kept].tolist(), logprobs, prompt_logprobs, accepted, ends.reasons, ends.stalls
+        token_ids[kept].tolist(),
+        logprobs,
+        prompt_logprobs,
+        accepted,
+        ends.reasons,
+        ends.stalls,
+        mask_us={} if grammars is None else grammars.mask_us,
     )

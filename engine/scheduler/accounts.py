@@ -21,10 +21,12 @@ class InFlight(NamedTuple):
     plan: BatchPlan
     requests: list[Request]
     num_prefill_tokens: int
+    planned_at: float = 0.0
+    """In seconds of the loop's clock."""
 
     def describe(self) -> str:
         """Return what is computed, in numbers and names only (never a prompt), for the log."""
-        plan, requests, _ = self
+        plan, requests, *_ = self
         head = (
             f"step {plan.step}: {len(requests)} rows, {plan.num_tokens} tokens, "
             f"{len(plan.starting)} starting"

@@ -93,3 +93,5 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     grammar_stalls: dict[int, str] = {}
     """By slot: its tokens do not count, because the grammar failed for the reason given. Compiled
     anew, with nothing shared yet, it may go on."""
+    mask_us: dict[int, int] = {}
+    """By slot: microseconds that its masks took, where that is much."""

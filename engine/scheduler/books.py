@@ -5,6 +5,7 @@ from engine.scheduler.isolation import Isolation
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
+from engine.scheduler.turns import Turns
 from engine.scheduler.waiting import WaitingQueue
 from engine.shared.messages import EngineCounters
 
@@ -18,6 +19,7 @@ class RequestBooks:
     def __init__(
         self,
         shares: Shares,
+        turns: Turns,
         slots: Slots,
         isolation: Isolation,
         speculator: Speculator | None,
@@ -32,6 +34,7 @@ class RequestBooks:
         self.queued_tokens = 0
         """Tokens to compute of all requests, see `Request.queued_tokens`."""
         self._shares = shares
+        self._turns = turns
         self._slots = slots
         self._isolation = isolation
         self._speculator = speculator
@@ -46,6 +49,7 @@ class RequestBooks:
         """A request is here; whoever calls this puts it into its first place."""
         self.all[request.id] = request
         self._shares.come(request.tenant)
+        self._turns.come(request)
         self.queued_tokens += request.queued_tokens
 
     def queue(self, request: Request) -> None:
@@ -67,6 +71,7 @@ class RequestBooks:
         self.waiting.remove(request)
         self.running[request.id] = request
         self._shares.start(request.tenant)
+        self._turns.start(request)
         request.status = RequestStatus.RUNNING
         self._slots.take(request)
         request.num_computed_tokens = cached
@@ -96,6 +101,7 @@ class RequestBooks:
         was_running = request.status is RequestStatus.RUNNING
         request.status = RequestStatus.FINISHED
         self._shares.leave(request.tenant)
+        self._turns.leave(request)
         if was_running:
             del self.running[request.id]
             self._vacate(request)
@@ -105,6 +111,7 @@ class RequestBooks:
     def _vacate(self, request: Request) -> None:
         """Take back what a request holds that runs no longer."""
         self._shares.stop(request.tenant)
+        self._turns.stop(request)
         if self._speculator is not None:
             self._speculator.forget(request)
         self._slots.vacate(request)
@@ -119,5 +126,6 @@ class RequestBooks:
         assert self.queued_tokens == sum(r.queued_tokens for r in known.values())
         assert len(self.all) == len(self.running) + self.num_waiting
         self._shares.check_integrity(self.all.values(), self.running.values())
+        self._turns.check_integrity(self.all.values(), self.running.values())
         if self._speculator is not None:
             assert self._speculator.num_tracked <= len(self.running)

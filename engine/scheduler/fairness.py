@@ -8,7 +8,8 @@ for a bounded amount of work only, however many they are. A tenant alone is not 
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from engine.scheduler.request import Request
 
@@ -19,20 +20,29 @@ GUARDED_STEPS = 256
 """Steps for which an engine keeps its steps short after the last request of another tenant: who
 sends now and then does not find it in the middle of a long one."""
 
+_NOTHING: Mapping[int, int] = MappingProxyType({})
+
 _FEW = 256
 """Tenants that have left and are not looked through for what can be forgotten."""
 
 
 class PrefillParts:
-    """How many prompt tokens each tenant may still have in one step."""
+    """How many prompt tokens each tenant may still have in one step.
 
-    def __init__(self, most: int) -> None:
+    Args:
+        most: what each may have.
+        saved: what some may have, where that is less.
+    """
+
+    def __init__(self, most: int, saved: Mapping[int, int] = _NOTHING) -> None:
         self._max = most
+        self._saved = saved
         self._taken: dict[int, int] = {}
 
     def left(self, tenant: int) -> int:
         """Return what is left for a tenant."""
-        return self._max - self._taken.get(tenant, 0)
+        most = min(self._max, self._saved.get(tenant, self._max))
+        return max(0, most - self._taken.get(tenant, 0))
 
     def take(self, tenant: int, tokens: int) -> int:
         """Take up to so many tokens for a tenant; return how many."""
@@ -44,8 +54,13 @@ class PrefillParts:
 class Shares:
     """The books of one engine about its tenants.
 
+    While there are others a tenant has a purse of prompt tokens: it is filled a little with every
+    step, and what is computed is taken out. So short prompts now and then do not wait, and long
+    ones without end make no step long.
+
     Args:
-        max_prefill: prompt tokens of one tenant in a step, while there are others.
+        max_prefill: prompt tokens of one tenant in a step, while there are others; also what its
+            purse holds.
     """
 
     def __init__(self, max_prefill: int = sys.maxsize) -> None:
@@ -55,6 +70,8 @@ class Shares:
         self._served: dict[int, float] = {}
         self._present: dict[int, int] = {}
         self._running: dict[int, int] = {}
+        self._purses: dict[int, int] = {}
+        """Prompt tokens that each may have; who is not in it has as many as a purse holds."""
 
     @property
     def contended(self) -> bool:
@@ -96,18 +113,40 @@ class Shares:
         _decrement(self._running, tenant)
 
     def charge(self, tenant: int, tokens: int) -> None:
-        """Count prompt tokens that are computed for a tenant."""
+        """Count work that is done for a tenant."""
         if self.contended:
             self._served[tenant] += tokens
             self._time += tokens / len(self._present)
 
-    def parts(self) -> PrefillParts:
-        """Return what each tenant may have of a step's prefill."""
-        guarded = self.contended or self._quiet_steps < GUARDED_STEPS
-        return PrefillParts(self._max_prefill if guarded else sys.maxsize)
+    def prefill(self, tenant: int, tokens: int) -> None:
+        """Count prompt tokens that are computed for a tenant."""
+        self.charge(tenant, tokens)
+        if self._guarded:
+            self._purses[tenant] = self._purses.get(tenant, self._max_prefill) - tokens
 
-    def begin_step(self) -> None:
-        """Count a step's decodes: one token for each request that runs."""
+    def parts(self, *, saved: bool = True) -> PrefillParts:
+        """Return what each tenant may have of a step's prefill, purses left out if not `saved`."""
+        if not self._guarded:
+            return PrefillParts(sys.maxsize)
+        if not saved:
+            return PrefillParts(self._max_prefill)
+        return PrefillParts(self._max_prefill, self._purses.copy())
+
+    @property
+    def _guarded(self) -> bool:
+        return self.contended or self._quiet_steps < GUARDED_STEPS
+
+    def begin_step(self, refill: int = sys.maxsize) -> None:
+        """Count a step's decodes: one token for each request that runs.
+
+        Args:
+            refill: prompt tokens that each tenant's purse gets.
+        """
+        self._purses = {
+            tenant: tokens + refill
+            for tenant, tokens in self._purses.items()
+            if tokens + refill < self._max_prefill
+        }
         if not self.contended:
             self._quiet_steps += 1
             return

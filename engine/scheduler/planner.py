@@ -10,9 +10,10 @@ from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.precedence import Precedence
-from engine.scheduler.preemption import Room
+from engine.scheduler.preemption import Room, choose_crowding
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.slots import Slots
+from engine.scheduler.turns import Turns
 from engine.shared.messages import EngineCounters
 
 
@@ -38,6 +39,7 @@ class Planner:
         kv: KVCacheManager,
         slots: Slots,
         shares: Shares,
+        turns: Turns,
         limits: StepLimits,
         counters: EngineCounters,
     ) -> None:
@@ -49,6 +51,7 @@ class Planner:
         self._num_slots = slots.num_free
         self._shares = shares
         self._parts = shares.parts()
+        self._turns = turns
         self._limits = limits
         self._counters = counters
 
@@ -60,7 +63,6 @@ class Planner:
             budget: what it may compute.
             passed_over: waiting requests that the plan before did not admit.
         """
-        self._parts = self._shares.parts()
         alone = self._isolation.current
         if alone is None:
             self._schedule_all(plan, budget, passed_over)
@@ -75,7 +77,7 @@ class Planner:
     def _schedule_all(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
         if budget.can_admit and self._books.waiting:
             self._make_room(short=passed_over > 0 or not self._slots.num_free)
-        self._shares.begin_step()
+        self._shares.begin_step(self._turns.part_of_prefill(len(self._books.running)))
         self._parts = self._shares.parts()
         short = self._kv.num_free_blocks < len(self._books.running)
         self._precedence.look(self._books.running.values(), short=short)
@@ -85,6 +87,7 @@ class Planner:
 
     def _schedule_alone(self, plan: PlanBuilder, budget: StepBudget, request: Request) -> None:
         """Plan the next step of a suspect; others keep what they hold unless it needs that."""
+        self._parts = self._shares.parts(saved=False)
         for partial in self._schedule_decodes(plan, budget):
             count = budget.try_continue(self._chunk(partial))
             if count:
@@ -111,14 +114,27 @@ class Planner:
             headroom=self._limits.headroom,
             tokens=self._limits.tokens,
         )
-        for victim in self._precedence.victims(
+        victims = self._precedence.victims(
             self._books.waiting,
             self._books.running.values(),
             room,
             self._blocks_needed,
             short=short,
-        ):
+        )
+        if short and not victims:
+            victims = self._crowding(room)
+        for victim in victims:
             self._books.preempt(victim)
+
+    def _crowding(self, room: Room) -> list[Request]:
+        """Return sequences of large requests that give way to the first one of another request."""
+        crowds = self._turns.crowds()
+        newcomer = self._books.waiting.first((), crowds) if crowds else None
+        if newcomer is None:
+            return []
+        running = self._precedence.in_order(self._books.running.values())
+        most = self._turns.most_beside_others
+        return choose_crowding(newcomer, running, crowds, most, room, self._blocks_needed)
 
     def _blocks_needed(self, request: Request) -> int:
         use_cache = not request.lacks_prompt_logprobs
@@ -126,21 +142,20 @@ class Planner:
 
     def _schedule_decodes(self, plan: PlanBuilder, budget: StepBudget) -> list[Request]:
         """Plan one token for each decode and return the requests that are still in prefill."""
-        partials = []
         running = self._isolation.planned(self._books.running.values())
-        for request in self._precedence.in_order(running):
-            if request.queued_tokens:
-                partials.append(request)
+        ordered = self._precedence.in_order(running)
+        ready = [request for request in ordered if request.can_decode]
+        held = self._turns.begin(ready)
+        for request in ready:
+            if request.id in held or request.status is not RequestStatus.RUNNING:
                 continue
-            start = request.num_computed_tokens
-            if start + 1 >= request.max_total_tokens or request.num_proposed_tokens:
-                continue  # its last token is pending, or it is not known which is its newest
             if not budget.try_decode():
                 break
+            start = request.num_computed_tokens
             if start == request.table.capacity and not self._grow(plan, request):
                 continue
             plan.decode(request)
-        return partials
+        return [request for request in ordered if request.queued_tokens]
 
     def _schedule_partials(
         self, plan: PlanBuilder, budget: StepBudget, partials: list[Request]
@@ -163,14 +178,23 @@ class Planner:
     ) -> None:
         """Start waiting requests, or only those that go before a running one."""
         passed: set[int] = set()
+        crowds = set(self._turns.crowds())  # others first
+        groups = set(crowds)
         while budget.can_admit and self._slots.num_free and not plan.short_of_blocks:
-            request = self._books.waiting.first(passed)
+            request = self._books.waiting.first(passed, groups)
+            if request is None and crowds:
+                groups -= crowds
+                crowds.clear()
+                continue
             if request is None:
                 return
             if before is not None and not self._precedence.before(request, before):
                 return
             if not self._parts.left(request.tenant):
                 passed.add(request.tenant)
+                continue
+            if not self._turns.tokens(request):
+                groups.add(request.group)
                 continue
             cached = self._try_admit(request)
             if cached is None:
@@ -195,12 +219,13 @@ class Planner:
 
     def _chunk(self, request: Request) -> int:
         """Return how much of its prompt a request may have computed in this step."""
-        most = min(request.queued_tokens, self._limits.prefill)
+        most = min(request.queued_tokens, self._limits.prefill, self._turns.tokens(request))
         return min(most, self._parts.left(request.tenant))
 
     def _plan_prefill(self, plan: PlanBuilder, request: Request, count: int) -> None:
         self._books.planned(count)
-        self._shares.charge(request.tenant, count)
+        self._shares.prefill(request.tenant, count)
+        self._turns.prefill(request, count)
         self._parts.take(request.tenant, count)
         plan.prefill(request, count)
 

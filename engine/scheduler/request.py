@@ -39,6 +39,8 @@ class Request:
     """The lowest number goes first; 0 for all where the scheduling policy ignores it."""
     tenant: int
     """Whose it is."""
+    group: int
+    """Id of the first sequence of its client's request."""
     sampling: SamplingParams
     token_ids: list[int]
     """All known tokens: the prompt, then the output."""
@@ -50,6 +52,8 @@ class Request:
     was_taken_over: bool
     """Came with output of another engine: its first output has been sent before."""
 
+    last_turn: int = 0
+    """The newest step in which it had to take turns with others of its request or tenant."""
     steps_alone: int = 0
     """Steps with a draw that nobody else may be computed in; more than 0 for suspects."""
     status: RequestStatus = RequestStatus.WAITING
@@ -82,6 +86,11 @@ class Request:
     """Output tokens that it had at the last time."""
 
     @property
+    def leads(self) -> bool:
+        """Whether it is the first sequence of its client's request."""
+        return self.group == self.id
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the sequence, pending ones included."""
         return len(self.token_ids) + self.num_pending_tokens
@@ -90,6 +99,15 @@ class Request:
     def num_output_tokens(self) -> int:
         """Known output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether its next token can be planned, if it runs."""
+        return not (
+            self.queued_tokens
+            or self.num_proposed_tokens  # it is not known which token is its newest
+            or self.num_computed_tokens + 1 >= self.max_total_tokens  # its last token is pending
+        )
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -144,6 +162,7 @@ def request_from_message(
         arrival=arrival,
         priority=priority,
         tenant=message.tenant,
+        group=message.group or message.id,
         sampling=sampling,
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,

@@ -9,6 +9,7 @@ from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
+from engine.scheduler.turns import Turns
 from engine.shared.messages import EngineCounters, RequestOutput
 
 
@@ -21,6 +22,7 @@ class Results:
         arrivals: Arrivals,
         kv: KVCacheManager,
         slots: Slots,
+        turns: Turns,
         speculator: Speculator | None,
         counters: EngineCounters,
     ) -> None:
@@ -28,16 +30,18 @@ class Results:
         self._arrivals = arrivals
         self._kv = kv
         self._slots = slots
+        self._turns = turns
         self._speculator = speculator
         self._counters = counters
 
     def take(self, entry: InFlight, result: BatchResult, outputs: Outputs, now: float) -> None:
         """Add to `outputs` what the result of a plan adds to each request."""
-        plan, requests, step_tokens = entry
+        plan, requests, step_tokens, _ = entry
         for row, logprobs in result.prompt_logprobs.items():
             if requests[row].lacks_prompt_logprobs:
                 requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
+        masked = bool(result.mask_us) or self._turns.any_costly
         first = 0
         for row, (request, start, count, sampled) in enumerate(
             zip(requests, plan.starts, plan.counts, plan.samples, strict=True)
@@ -45,6 +49,8 @@ class Results:
             drawn = range(first, first + sampled + result.accepted.get(row, 0))
             first = drawn.stop
             request.num_steps_in_flight -= 1
+            if masked and sampled and request.status is running:
+                self._turns.masked(request, result.mask_us.get(request.slot, 0))
             if request.status is not finished:
                 stall = result.grammar_stalls.get(request.slot) if sampled else None
                 if row in result.accepted:

@@ -28,6 +28,8 @@ from engine.scheduler.preemption import Engine
 from engine.scheduler.results import Results
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
+from engine.scheduler.step_costs import StepCosts
+from engine.scheduler.turns import Turns
 from engine.shared.config import CacheConfig, SchedulerConfig
 from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
 
@@ -64,11 +66,15 @@ class Scheduler:
         )
         slots = Slots(scheduling.max_num_seqs, kv, grammars)
         shares = Shares(scheduling.max_tenant_prefill)
+        self._costs = StepCosts()
+        self._turns = turns = Turns(shares, self._costs, scheduling.max_slowdown or None)
         self._speculator = (
             Speculator(scheduling, counters) if scheduling.speculative_ngram else None
         )
         self._isolation = isolation = Isolation()
-        self._books = books = RequestBooks(shares, slots, isolation, self._speculator, counters)
+        self._books = books = RequestBooks(
+            shares, turns, slots, isolation, self._speculator, counters
+        )
         precedence = Precedence(
             shares,
             Engine(scheduling.max_num_seqs, executor.num_kv_blocks),
@@ -83,13 +89,16 @@ class Scheduler:
             max_model_len=self.max_model_len,
             by_priority=by_priority,
         )
-        self._planner = Planner(books, isolation, precedence, kv, slots, shares, limits, counters)
-        self._results = Results(books, self._arrivals, kv, slots, self._speculator, counters)
+        self._planner = Planner(
+            books, isolation, precedence, kv, slots, shares, turns, limits, counters
+        )
+        self._results = Results(books, self._arrivals, kv, slots, turns, self._speculator, counters)
         self._load = Load(books, isolation, kv, slots, shares, limits)
         self._refused: Outputs = {}  # answers to suspects whose turn ended before its first step
         self._in_flight: deque[InFlight] = deque()
         self._num_plans = 0
         self._num_passed_over = 0
+        self._ended_at = 0.0
 
     # -- what is there ---------------------------------------------------------------------------
 
@@ -186,11 +195,12 @@ class Scheduler:
         else:
             self._planner.plan(building, budget, self._num_passed_over)
         if self._speculator is not None:
-            self._speculator.propose(building, budget, self._kv, headroom=self._limits.headroom)
+            headroom = self._limits.headroom
+            self._speculator.propose(building, budget, self._kv, self._turns, headroom=headroom)
         self._num_passed_over = len(self._books.waiting)
         self._num_plans += 1
         plan, requests = building.seal(self._num_plans)
-        self._in_flight.append(InFlight(plan, requests, plan.num_prefill_tokens))
+        self._in_flight.append(InFlight(plan, requests, plan.num_prefill_tokens, now))
         return plan
 
     def _begin_turn(self) -> None:
@@ -211,10 +221,20 @@ class Scheduler:
         assert plan is entry.plan, "results have to come in the order of the plans"
         outputs, self._refused = self._refused, {}
         self._results.take(entry, result, outputs, now)
+        self._observe(entry, result, now)
         self._in_flight.popleft()
         if self._isolation.current is not None:
             self._isolation.landed(entry.requests, plan.samples)
         return outputs
+
+    def _observe(self, entry: InFlight, result: BatchResult, now: float) -> None:
+        """Learn what the step took, since its plan or since the end of the step before."""
+        seconds = now - max(entry.planned_at, self._ended_at)
+        self._ended_at = now
+        plan = entry.plan
+        prefill = entry.num_prefill_tokens - sum(plan.counts[row] for row in plan.proposed)
+        rows = plan.num_tokens - prefill
+        self._costs.observe(rows, prefill, seconds, sum(result.mask_us.values()))
 
     def check_integrity(self) -> None:
         """Check that slots, blocks and gauges agree with the requests.

@@ -8,6 +8,7 @@ from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.ngram import NgramIndex
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.request import Request
+from engine.scheduler.turns import Turns
 from engine.shared.config import SchedulerConfig
 from engine.shared.messages import EngineCounters
 
@@ -38,7 +39,13 @@ class Speculator:
         self._drafts: dict[int, _Drafts] = {}
 
     def propose(
-        self, plan: PlanBuilder, budget: StepBudget, kv: KVCacheManager, *, headroom: int
+        self,
+        plan: PlanBuilder,
+        budget: StepBudget,
+        kv: KVCacheManager,
+        turns: Turns,
+        *,
+        headroom: int,
     ) -> None:
         """Let decodes verify drafts with the tokens and blocks that nobody else wants now.
 
@@ -46,6 +53,7 @@ class Speculator:
             plan: a step that is complete but for drafts.
             budget: what is left of its tokens.
             kv: gives blocks for drafts.
+            turns: says what others leave to the request.
             headroom: blocks that must stay free.
         """
         for request in plan.decodes:
@@ -60,6 +68,8 @@ class Speculator:
                 if new is not None:
                     plan.blocks.append(SlotBlocks(request.slot, first, new))
             proposed = proposed[: table.capacity - start]
+            if proposed:
+                proposed = proposed[: turns.drafts(request, len(proposed))]
             if proposed:
                 budget.speculate(len(proposed))
                 plan.propose(request, proposed)

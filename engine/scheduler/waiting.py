@@ -20,6 +20,75 @@ _Place = tuple[float, int, int]
 """Work done for a tenant when it was last looked at, arrival of a request of it, the tenant."""
 
 
+class _Line:
+    """Waiting requests of one priority and tenant, in the order of their arrival.
+
+    Sequences of one request of a client are a group. Groups are kept in the order of their first
+    ones, so that whole groups can be passed over.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, list[Request]] = {}
+        self._order: list[tuple[int, int]] = []
+        """Arrival of the first of each group, and the group."""
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def __iter__(self) -> Iterator[Request]:
+        begun: list[tuple[int, int, int]] = []  # arrival, group, index of the next of each
+        for arrival, group in self._order:
+            while begun and begun[0][0] < arrival:
+                yield self._next(begun)
+            heapq.heappush(begun, (arrival, group, 0))
+        while begun:
+            yield self._next(begun)
+
+    def _next(self, begun: list[tuple[int, int, int]]) -> Request:
+        _, group, index = begun[0]
+        requests = self._groups[group]
+        if index + 1 < len(requests):
+            heapq.heapreplace(begun, (requests[index + 1].arrival, group, index + 1))
+        else:
+            heapq.heappop(begun)
+        return requests[index]
+
+    @property
+    def first_arrival(self) -> int:
+        """Arrival of the first request."""
+        return self._order[0][0]
+
+    def first(self, passed: Collection[int] = ()) -> Request | None:
+        """Return the first request of a group that is not passed over."""
+        for _, group in self._order:
+            if group not in passed:
+                return self._groups[group][0]
+        return None
+
+    def add(self, request: Request) -> None:
+        requests = self._groups.setdefault(request.group, [])
+        if requests and requests[0].arrival > request.arrival:
+            self._take_out(requests[0])
+        insort(requests, request, key=_arrival)
+        if requests[0] is request:
+            insort(self._order, (request.arrival, request.group))
+
+    def remove(self, request: Request) -> None:
+        requests = self._groups[request.group]
+        index = bisect_left(requests, request.arrival, key=_arrival)
+        assert requests[index] is request
+        if index == 0:
+            self._take_out(request)
+        del requests[index]
+        if not requests:
+            del self._groups[request.group]
+        elif index == 0:
+            insort(self._order, (requests[0].arrival, request.group))
+
+    def _take_out(self, first: Request) -> None:
+        del self._order[bisect_left(self._order, (first.arrival, first.group))]
+
+
 class _Level:
     """Waiting requests of one priority.
 
@@ -29,53 +98,52 @@ class _Level:
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._requests: dict[int, list[Request]] = {}
+        self._lines: dict[int, _Line] = {}
         self._order: list[_Place] = []
         self._place_of: dict[int, _Place] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._requests)
+        return bool(self._lines)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests as they would be admitted if all were computed one after another."""
-        if len(self._requests) == 1:
-            for requests in self._requests.values():
-                yield from requests
+        if len(self._lines) == 1:
+            for line in self._lines.values():
+                yield from line
             return
+        rest = {tenant: iter(line) for tenant, line in self._lines.items()}
         heads = [
-            (self._shares.served(tenant), requests[0].arrival, tenant, 0)
-            for tenant, requests in self._requests.items()
+            (self._shares.served(tenant), first.arrival, tenant, first)
+            for tenant, line in rest.items()
+            for first in [next(line)]
         ]
         heapq.heapify(heads)
         while heads:
-            served, _, tenant, index = heads[0]
-            requests = self._requests[tenant]
-            request = requests[index]
+            served, _, tenant, request = heads[0]
             yield request
-            if index + 1 < len(requests):
-                follower = requests[index + 1].arrival
+            follower = next(rest[tenant], None)
+            if follower is not None:
                 after = served + request.queued_tokens
-                heapq.heapreplace(heads, (after, follower, tenant, index + 1))
+                heapq.heapreplace(heads, (after, follower.arrival, tenant, follower))
             else:
                 heapq.heappop(heads)
 
     def add(self, request: Request) -> None:
-        requests = self._requests.setdefault(request.tenant, [])
-        insort(requests, request, key=_arrival)
-        if len(requests) == 1:
+        line = self._lines.setdefault(request.tenant, _Line())
+        is_new = not line
+        line.add(request)
+        if is_new:
             self._place(request.tenant)
 
     def remove(self, request: Request) -> None:
         tenant = request.tenant
-        requests = self._requests[tenant]
-        index = bisect_left(requests, request.arrival, key=_arrival)
-        assert requests[index] is request
-        del requests[index]
-        if not requests:
-            del self._requests[tenant]
+        line = self._lines[tenant]
+        line.remove(request)
+        if not line:
+            del self._lines[tenant]
             del self._order[bisect_left(self._order, self._place_of.pop(tenant))]
 
-    def first(self, passed: Collection[int]) -> Request | None:
+    def first(self, passed: Collection[int], groups: Collection[int]) -> Request | None:
         order, index = self._order, 0
         while index < len(order):
             served, _, tenant = order[index]
@@ -84,12 +152,14 @@ class _Level:
             elif served != self._shares.served(tenant):
                 del order[index]
                 self._place(tenant)
+            elif (request := self._lines[tenant].first(groups)) is not None:
+                return request
             else:
-                return self._requests[tenant][0]
+                index += 1
         return None
 
     def _place(self, tenant: int) -> None:
-        place = self._shares.served(tenant), self._requests[tenant][0].arrival, tenant
+        place = self._shares.served(tenant), self._lines[tenant].first_arrival, tenant
         self._place_of[tenant] = place
         insort(self._order, place)
 
@@ -123,14 +193,14 @@ class WaitingQueue:
         level.add(request)
         self._size += 1
 
-    def first(self, passed: Collection[int] = ()) -> Request | None:
-        """Return the request to admit next, of a tenant that is not passed over.
+    def first(self, passed: Collection[int] = (), groups: Collection[int] = ()) -> Request | None:
+        """Return the request to admit next, of a tenant and a group that are not passed over.
 
         Nobody goes before those of higher priority, whether they are passed over or not.
         """
         if not self._priorities:
             return None
-        return self._levels[self._priorities[0]].first(passed)
+        return self._levels[self._priorities[0]].first(passed, groups)
 
     def remove(self, request: Request) -> None:
         """Take a request out, from wherever it is."""

@@ -5,8 +5,10 @@ form. Both must do so in a thread of `GrammarThreads`: what clients send may tak
 analyse, and nests deeper than an ordinary thread's stack has room for.
 """
 
+import contextlib
 import functools
 import json
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -54,6 +56,7 @@ _BUILD_FUEL = 250_000
 properties fit, but not repetitions of repetitions that would take hundreds of megabytes."""
 _STEP_FUEL = 100_000
 """What may be spent on one mask, in the library's units: some ten milliseconds."""
+_NICE = 10
 _STACK_BYTES = 256 * 1024 * 1024
 """Of a thread that analyses grammars; memory is used as far as the stack is."""
 
@@ -318,7 +321,9 @@ class GrammarThreads:
     """Threads in which grammars are analysed; none is started before its first use."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._pool = ThreadPoolExecutor(
+            count, thread_name_prefix=name, initializer=_let_others_go_first
+        )
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have a thread call the function, as soon as one has time."""
@@ -332,6 +337,12 @@ class GrammarThreads:
     def shutdown(self) -> None:
         """Drop what has not begun; what has begun ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _let_others_go_first() -> None:
+    """Have the processor work on this thread when the process's others leave it time."""
+    with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere it is not
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 _stack_size = threading.Lock()

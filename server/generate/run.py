@@ -140,6 +140,7 @@ class Run:
             pinned_rank=sender.pinned_rank,
             tenant=sender.tenant,
             cache_root=sender.cache_root,
+            group=self._streams[0].id if index else 0,
         )
         self._streams.append(stream)
         return stream

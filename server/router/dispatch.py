@@ -101,6 +101,7 @@ class Dispatcher:
         pinned_rank: int | None = None,
         tenant: int = 0,
         cache_root: bytes = b"",
+        group: int = 0,
     ) -> RequestStream:
         """Route one sequence to an engine and return its stream.
 
@@ -122,6 +123,7 @@ class Dispatcher:
             priority=priority,
             tenant=tenant,
             cache_root=cache_root,
+            group=group,
         )
         stream = RequestStream(request, self.close, pinned_rank)
         self.in_flight[request.id] = stream

@@ -138,6 +138,7 @@ class EngineClient:
         pinned_rank: int | None = None,
         tenant: int = 0,
         cache_root: bytes = b"",
+        group: int = 0,
     ) -> RequestStream:
         """Route one sequence to an engine and return its stream."""
         if self._draining:
@@ -151,6 +152,7 @@ class EngineClient:
             pinned_rank=pinned_rank,
             tenant=tenant,
             cache_root=cache_root,
+            group=group,
         )
 
     async def call_utility(

@@ -32,6 +32,11 @@ class TokenStream(Protocol):
     """The tokens of one request, in order, from whichever engine runs it."""
 
     @property
+    def id(self) -> int:
+        """What engines call the sequence."""
+        ...
+
+    @property
     def times(self) -> EngineTimes:
         """Which engine that is, and how long the request took there and in those before."""
         ...
@@ -110,8 +115,12 @@ class GenerationClient(Protocol):
         pinned_rank: int | None = None,
         tenant: int = 0,
         cache_root: bytes = b"",
+        group: int = 0,
     ) -> TokenStream:
         """Route one sequence to an engine and return its stream.
+
+        `tenant`, `cache_root` and `group` are what engines are told
+        (`engine.shared.messages.AddRequest`).
 
         Raises:
             NoEngineAvailable: there is no engine (or the pinned one is not there).

@@ -47,6 +47,11 @@ class RequestStream:
         self._error: NoEngineAvailable | KillsEngines | ReaderTooSlow | None = None
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def id(self) -> int:
+        """What engines call the sequence."""
+        return self.request.id
+
     # -- for the engine client -------------------------------------------------------------------
 
     def runs_on(self, rank: int, incarnation: int) -> bool:

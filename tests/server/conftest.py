@@ -81,6 +81,7 @@ class FakeStream:
         self.pinned_rank: int | None = None
         self.tenant = 0
         self.cache_root = b""
+        self.id = self.group = 0
         self.times = EngineTimes()
         self.times.sent(0, time.monotonic())
         self.closed = asyncio.Event()
@@ -153,12 +154,14 @@ class FakeGenerationClient:
         pinned_rank: int | None = None,
         tenant: int = 0,
         cache_root: bytes = b"",
+        group: int = 0,
     ) -> FakeStream:
         if len(self.streams) >= self.refuse_from:
             raise NoEngineAvailable
         stream = FakeStream(request_id, prompt_token_ids, sampling)
         stream.priority, stream.pinned_rank = priority, pinned_rank
         stream.tenant, stream.cache_root = tenant, cache_root
+        stream.id, stream.group = len(self.streams) + 1, group
         self.streams.append(stream)
         stream.feed(*self.script(stream))
         self.submitted.set()

@@ -28,6 +28,13 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "less keeps their tokens flowing, more computes long prompts faster; default: a quarter "
         "of --max-num-batched-tokens.",
     ] = None
+    max_slowdown: Annotated[
+        float,
+        Meta(ge=0),
+        "How many times as long one request of several sequences, or one tenant, may make steps "
+        "while others decode: more of its sequences take turns then. Less keeps others' tokens "
+        "flowing, more computes large requests faster; 0: no limit.",
+    ] = 1.3
     async_scheduling: Annotated[bool, "Plan the next step while the one before it runs."] = False
     speculative_ngram: Annotated[
         int,
@@ -63,6 +70,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is not None and longest is not None and shortest > longest:
             raise ValueError(f"prompt_lookup_min is {shortest}: more than prompt_lookup_max")
+        if 0 < self.max_slowdown < 1:
+            raise ValueError(f"max_slowdown is {self.max_slowdown}: nobody makes steps shorter")
 
     @property
     def max_tenant_prefill(self) -> int:

@@ -117,6 +117,9 @@ class AddRequest(Message, frozen=True):
     alone: int = 0
     """It may be what killed engines: nobody else is computed beside it until so many of its own
     steps have ended well. 0: an ordinary request."""
+    group: int = 0
+    """Id of the first sequence of the client's request that this one is of: together they have one
+    share of a step. 0: it is the first, or the only one."""
 
     @property
     def num_tokens(self) -> int:
