@@ -8,6 +8,7 @@ what else the machine does meets both.
 
     python -m benchmarks.tenants
     python -m benchmarks.tenants --seconds 30 --rate 2
+    python -m benchmarks.tenants --limit           # a key may have 16 sequences at once
     python -m benchmarks.tenants --one-name        # all keys are one tenant: no fairness
 """
 
@@ -37,11 +38,9 @@ OTHERS = 7
 HOSTILE = "hostile"
 BOUND = 2.0
 BUDGET = 16
-"""Sequences that a key may have at once."""
+"""Sequences of the hostile tenant's requests, and with --limit of all of a key at once."""
 
-SERVE = (
-    "--data-parallel-size", "2", "--api-server-count", "2", "--max-tenant-prefill-tokens", "128",
-)  # fmt: skip
+SERVE = ("--data-parallel-size", "2", "--api-server-count", "2")
 
 
 @dataclass
@@ -190,13 +189,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="phases of each kind")
     parser.add_argument("--floods", type=int, default=32, help="connections of the hostile one")
     parser.add_argument("--pause", type=float, default=0.2, help="seconds after a refusal")
+    parser.add_argument("--limit", action="store_true", help="limit the sequences of each key")
     parser.add_argument("--one-name", action="store_true", help="make all keys one tenant")
     parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
     options = parser.parse_args()
     console = Console()
     with tempfile.TemporaryDirectory() as directory:
         keys = key_file(Path(directory), one_name=options.one_name)
-        limit = [] if options.one_name else ["--max-sequences-per-key", str(BUDGET)]
+        limit = ["--max-sequences-per-key", str(BUDGET)] if options.limit else []
         flags = [*SERVE, *limit, "--api-key-file", str(keys), *options.serve]
         with RunningStack(*flags, timeout=120) as stack:
             asyncio.run(run_phase(stack.url, options, Phase(), floods=0))

@@ -4,10 +4,17 @@ Without I/O: the protocol tells what happens and does what is decided.
 """
 
 import ipaddress
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-C = TypeVar("C", bound=Hashable)
+C = TypeVar("C")
+
+
+class Connection(Protocol):
+    """A connection that can be ended."""
+
+    def cut(self) -> None:
+        """End it at once, whatever is unsent."""
+        ...
 
 
 class TooManyConnections(Exception):

@@ -1,24 +1,27 @@
-"""uvicorn's server with an end to TLS handshakes, below a process that handles signals itself."""
+"""uvicorn's server with limits on TLS handshakes, below a process that handles signals itself."""
 
-import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import uvicorn
+
+from server.http.handshake import Handshakes
+from server.http.protocol import LimitedHttpProtocol
 
 
 class HttpServer(uvicorn.Server):
     """Serves on sockets; a client that does not finish its TLS handshake is cut off.
 
     `handshake_timeout` is in seconds. A connection is one of the protocol's only once its
-    handshake has ended, so nothing else would end it.
+    handshake has ended; until then it counts as one that waits (`Handshake`).
     """
 
     def __init__(self, config: uvicorn.Config, handshake_timeout: float) -> None:
         super().__init__(config)
         self._handshake_timeout = handshake_timeout
+        self._handshakes: Handshakes | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -32,17 +35,26 @@ class HttpServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup([])
-        make: Callable[..., asyncio.Protocol] = config.http_protocol_class
-        protocol = functools.partial(
-            make, config=config, server_state=self.server_state, app_state=self.lifespan.state
+        protocol_class = config.http_protocol_class
+        assert issubclass(protocol_class, LimitedHttpProtocol)
+        assert config.ssl is not None
+        make = functools.partial(
+            protocol_class,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
         )
-        loop = asyncio.get_running_loop()
+        self._handshakes = Handshakes(
+            lambda done: make(on_made=done),
+            protocol_class.book,
+            config.ssl,
+            self._handshake_timeout,
+        )
         for each in sockets if sockets is not None else [config.bind_socket()]:
-            server = await loop.create_server(
-                protocol,
-                sock=each,
-                ssl=config.ssl,
-                backlog=config.backlog,
-                ssl_handshake_timeout=self._handshake_timeout,
-            )
-            self.servers.append(server)
+            self._handshakes.listen(each, config.backlog)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End as uvicorn does, handshakes first."""
+        if self._handshakes is not None:
+            self._handshakes.stop()
+        await super().shutdown(sockets)

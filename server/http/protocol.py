@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -15,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from server.config import GuardConfig
-from server.http.connection_book import ConnectionBook, TooManyConnections, client_of
+from server.http.connection_book import Connection, ConnectionBook, TooManyConnections, client_of
 from server.http.descriptors import room_for_connections
 from server.http.request_meter import Excess, MeterLimits, Phase, RequestMeter
 
@@ -38,7 +39,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     limits: MeterLimits
     receive_timeout: float
     send_timeout: float
-    book: ConnectionBook["LimitedHttpProtocol"]
+    book: ConnectionBook[Connection]
 
     _address: str | None = None
     _answering: RequestResponseCycle | None = None
@@ -47,12 +48,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _wait_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, on_made: Callable[[], None] = lambda: None, **options: Any
+    ) -> None:
+        """`on_made` is called when the connection comes, before it takes its place."""
         super().__init__(*args, **options)
+        self._on_made = on_made
         self._meter = RequestMeter(self.limits)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._on_made()
         address = client_of(self.client[0] if self.client else "")
         try:
             victim = self.book.open(self, address)
@@ -62,7 +68,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._address = address
         self._wait(self.receive_timeout)
         if victim is not None:
-            logger.info("a connection gives way to a new one (%s)", victim.client)
+            logger.info("a connection gives way to a new one (%s)", self.client)
             victim.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -258,6 +264,8 @@ def limited_protocol(guards: GuardConfig) -> type[LimitedHttpProtocol]:
         limits = MeterLimits(guards.max_header_bytes, guards.max_body_bytes)
         receive_timeout = guards.receive_timeout
         send_timeout = guards.send_timeout
-        book = ConnectionBook(room_for_connections(guards.max_connections))
+        book: ConnectionBook[Connection] = ConnectionBook(
+            room_for_connections(guards.max_connections)
+        )
 
     return Configured

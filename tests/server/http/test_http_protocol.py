@@ -483,6 +483,46 @@ def certified(tmp_path: Path) -> GuardConfig:
     return GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
 
 
+def test_unfinished_handshakes_count_as_connections_and_give_way(
+    app: Any, certified: GuardConfig
+) -> None:
+    async def scenario() -> None:
+        import ssl
+
+        trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
+        limited = msgspec.structs.replace(certified, max_connections=4)
+        async with served(app, limited) as port:
+            silent = [await connect(port) for _ in range(9)]
+            cut = [asyncio.create_task(reader.read()) for reader, _ in silent]
+            done, _ = await asyncio.wait(cut, return_when=asyncio.FIRST_COMPLETED)
+            while len(done) < 5:
+                await asyncio.wait([each for each in cut if each not in done],
+                                   return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+                done = {each for each in cut if each.done()}
+            assert {cut.index(each) for each in done} == set(range(5)), "the oldest give way"
+            async with httpx.AsyncClient(verify=trusting) as client:
+                answer = await client.get(f"https://127.0.0.1:{port}/health")
+                assert answer.status_code == 200, "one more gave way"
+            for _, writer in silent:
+                writer.close()
+            await asyncio.gather(*cut, return_exceptions=True)
+
+    run(scenario)
+
+
+def test_a_server_that_ends_does_not_wait_for_handshakes(app: Any, certified: GuardConfig) -> None:
+    async def scenario() -> None:
+        async with served(app, certified) as port:
+            reader, writer = await connect(port)
+            writer.write(b"\x16\x03\x01\x02\x00\x01")
+            await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+
+    run(scenario)
+
+
 def test_https_is_served_with_a_certificate(app: Any, certified: GuardConfig) -> None:
     async def scenario() -> None:
         import ssl

@@ -1,0 +1,127 @@
+"""TLS handshakes of new connections, which count as connections from their first moment on."""
+
+import asyncio
+import functools
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from server.http.connection_book import Connection, ConnectionBook, TooManyConnections, client_of
+
+_PAUSE = 0.1
+"""Seconds until connections are accepted again when that failed, as for lack of descriptors."""
+
+Leave = Callable[[], None]
+
+logger = logging.getLogger(__name__)
+
+
+class Handshake:
+    """A connection until its handshake is done.
+
+    Like a connection that waits for its client it gives way to new ones when there are too many.
+    """
+
+    def __init__(self, book: ConnectionBook[Connection], address: str) -> None:
+        """Take a place in the book.
+
+        Raises:
+            TooManyConnections: there is none.
+        """
+        self.task: asyncio.Task[None] | None = None
+        """Makes the handshake."""
+        self._book = book
+        self._address = address
+        self._counts = True
+        victim = book.open(self, address)
+        if victim is not None:
+            victim.cut()
+
+    def leave(self) -> None:
+        """It is done, or has failed: who serves the connection now takes its place; idempotent."""
+        if self._counts:
+            self._counts = False
+            self._book.close(self, self._address)
+
+    def cut(self) -> None:
+        """End the connection at once."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Handshakes:
+    """Accepts connections and has their clients finish their handshakes.
+
+    Args:
+        make: makes what serves a connection; it calls what it is given when it takes it over.
+        timeout: seconds that a client has for its handshake.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Leave], asyncio.Protocol],
+        book: ConnectionBook[Connection],
+        context: ssl.SSLContext,
+        timeout: float,
+    ) -> None:
+        self._make = make
+        self._book = book
+        self._context = context
+        self._timeout = timeout
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def listen(self, listener: socket.socket, backlog: int) -> None:
+        """Accept connections on a socket until `stop`."""
+        listener.setblocking(False)
+        listener.listen(backlog)
+        self._begin(self._accept(listener))
+
+    def stop(self) -> None:
+        """Accept no more, and end the handshakes that are under way."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, peer = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.warning("a connection could not be accepted: %s", error)
+                await asyncio.sleep(_PAUSE)
+                continue
+            try:
+                address = client_of(peer[0] if isinstance(peer, tuple) else "")
+                handshake = Handshake(self._book, address)
+            except TooManyConnections:
+                connection.close()
+                continue
+            handshake.task = self._begin(self._shake(connection, handshake))
+            handshake.task.add_done_callback(functools.partial(_ended, connection, handshake))
+
+    async def _shake(self, connection: socket.socket, handshake: Handshake) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                lambda: self._make(handshake.leave),
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=self._timeout,
+            )
+        except (OSError, TimeoutError) as error:
+            logger.debug("a handshake failed: %s", error)
+            connection.close()
+
+
+def _ended(connection: socket.socket, handshake: Handshake, task: asyncio.Task[None]) -> None:
+    handshake.leave()
+    if task.cancelled():  # perhaps before it began
+        connection.close()
