@@ -82,4 +82,4 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
         deaths = sum("SIGSEGV" in line for line in running.lines)
     assert (status, body["error"]["code"]) == (500, "request_kills_engines")
     assert "alone" in body["error"]["message"]
-    assert 3 <= deaths <= 3 * sequences, "\n".join(running.lines[-100:])
+    assert 4 <= deaths <= 3 * sequences + 1, "\n".join(running.lines[-100:])

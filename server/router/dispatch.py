@@ -27,7 +27,7 @@ from engine.shared.messages import (
 )
 from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
 from server.router.outgoing import ClientMetrics, Outgoing
-from server.router.probation import MAX_TRIES, Probation
+from server.router.probation import CONVICTING_DEATHS, MAX_TRIES, Probation
 from server.router.routing import RoutingPolicy
 from server.router.state import ClusterState, EngineLost
 from server.router.suspicion import Engine
@@ -281,9 +281,11 @@ class Dispatcher:
                     continue
                 ran_alone = suspicion.alone_on == engine or each.alone == stream.request.id
                 if ran_alone and not each.was_silent:
-                    self._convict(stream, engine)
-                    continue
-                if each.alone and not each.was_silent:
+                    suspicion.deaths_alone += 1
+                    if suspicion.deaths_alone >= CONVICTING_DEATHS:
+                        self._convict(stream, engine)
+                        continue
+                if each.alone and not ran_alone and not each.was_silent:
                     suspicion.excused(engine)
                 else:
                     suspicion.ended(engine, was_silent=each.was_silent)

@@ -18,6 +18,10 @@ STEPS_ALONE = 8
 STEPS_GROWTH = 4
 """How many times as long a request is tried that had been cleared before, up to twice."""
 
+CONVICTING_DEATHS = 2
+"""Engines that have to die while they run the same suspect alone: one may have been killed by
+somebody who restarts engines, or by its machine."""
+
 MAX_TRIES = 3
 """Engines that may die, nobody knows why, while the same suspect waits there to run alone."""
 
@@ -77,8 +81,9 @@ class Probation:
         return stream
 
     def broke_off(self, stream: RequestStream) -> None:
-        """A suspect has lost its engine before anything was known: others are tried first."""
-        self._since[stream] = self._since.pop(stream)
+        """A suspect has lost its engine: others are tried first unless it ran there alone."""
+        if not stream.suspicion.deaths_alone:
+            self._since[stream] = self._since.pop(stream)
         if self.on_trial is stream:
             self.on_trial = None
 

@@ -23,6 +23,8 @@ class Suspicion:
     """The engine that it was last sent to, to run alone."""
     tries: int = 0
     """Engines that died, nobody knows why, while the request waited there to run alone."""
+    deaths_alone: int = 0
+    """Engines that died while they ran it alone."""
     clearances: int = 0
     """How often it has run alone and nothing happened."""
 
@@ -31,8 +33,8 @@ class Suspicion:
         deaths = len(self.died_on) + (self.alone_on is not None)
         if self.alone_on is not None:
             return (
-                f"the request ended {deaths} engines, the last of them while it ran there alone: "
-                "it must not be sent again"
+                f"the request ended {deaths} engines, {self.deaths_alone} of them while it ran "
+                "there alone: it must not be sent again"
             )
         return (
             f"the request was in flight on {deaths} engines that died and could not be run alone: "
@@ -77,5 +79,5 @@ class Suspicion:
         """It has run alone, and nothing happened: what died did so for other reasons."""
         self.died_on.clear()
         self.alone_on = self.tried_on = None
-        self.tries = 0
+        self.tries = self.deaths_alone = 0
         self.clearances += 1

@@ -4,7 +4,7 @@ import pytest
 
 from engine.shared.messages import RequestOutput
 from server.router.generation_client import KillsEngines
-from server.router.probation import MAX_TRIES, STEPS_ALONE
+from server.router.probation import CONVICTING_DEATHS, MAX_TRIES, STEPS_ALONE
 from server.router.token_stream import RequestStream
 from tests.server.router.played_cluster import Cluster, Played, error_of
 
@@ -26,6 +26,19 @@ def on_trial(cluster: Cluster) -> tuple[Played, int]:
     """Return the engine that has a request to run alone, and the request's id."""
     [(engine, request)] = [(e, r) for e in cluster.engines.values() for r in e.alone]
     return engine, request.id
+
+
+def dies_with(cluster: Cluster, stream: RequestStream) -> Played:
+    """Let one engine after the other die while it runs a suspect alone; return the last."""
+    for remaining in reversed(range(CONVICTING_DEATHS)):
+        engine, id_ = on_trial(cluster)
+        assert id_ == stream.request.id, "it is tried again before others"
+        cluster.tell(engine, alone=id_)
+        cluster.die(engine)
+        if remaining:
+            assert error_of(stream) is None
+            cluster.start(engine.rank)
+    return engine
 
 
 def stream_of(streams: list[RequestStream], id_: int) -> RequestStream:
@@ -55,6 +68,23 @@ def test_a_request_that_survived_two_engines_runs_alone_instead_of_failing() -> 
     assert cluster.runs(stream) is not None, "an ordinary request again"
 
 
+def test_somebody_who_kills_an_engine_does_not_convict_the_request_that_ran_there_alone() -> None:
+    cluster = Cluster(0)
+    [stream] = all_died_twice(cluster, "a")
+    engine, id_ = on_trial(cluster)
+    cluster.tell(engine, alone=id_)
+    cluster.die(engine)
+    assert error_of(stream) is None
+    cluster.start(0)
+    engine, id_ = on_trial(cluster)
+    assert id_ == stream.request.id
+    cluster.tell(engine, alone=id_)
+    cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
+    assert cluster.runs(stream) is engine
+    assert not stream.request.alone
+    assert not stream.suspicion.deaths_alone, "it starts anew"
+
+
 def test_suspects_are_tried_one_at_a_time() -> None:
     cluster = Cluster(0)
     streams = all_died_twice(cluster, "a", "b", "c")
@@ -73,8 +103,7 @@ def test_only_what_ran_alone_is_convicted_and_the_others_are_cleared() -> None:
     engine, id_ = on_trial(cluster)
     killer = stream_of(streams, id_)
     innocent = cluster.submit("d")
-    cluster.tell(engine, alone=id_)
-    cluster.die(engine)
+    engine = dies_with(cluster, killer)
     error = error_of(killer)
     assert isinstance(error, KillsEngines)
     assert "alone" in str(error)
@@ -92,6 +121,10 @@ def test_only_what_ran_alone_is_convicted_and_the_others_are_cleared() -> None:
 def test_a_killer_is_convicted_however_its_end_is_noticed(how: str) -> None:
     cluster = Cluster(0)
     [killer] = all_died_twice(cluster, "killer")
+    engine, id_ = on_trial(cluster)
+    cluster.tell(engine, alone=id_)
+    cluster.die(engine)
+    cluster.start(engine.rank)
     engine, id_ = on_trial(cluster)
     cluster.tell(engine, alone=id_)
     if how == "unreachable":
@@ -165,11 +198,9 @@ def test_no_sibling_of_a_convicted_request_is_tried_before_its_client_is_told() 
             cluster.die(engine)
         cluster.start(0)
         cluster.start(1)
-    engine, id_ = on_trial(cluster)
-    cluster.tell(engine, alone=id_)
-    cluster.die(engine)
+    convicted = stream_of(streams, on_trial(cluster)[1])
+    engine = dies_with(cluster, convicted)
     cluster.start(engine.rank)
-    convicted = stream_of(streams, id_)
     [sibling] = [each for each in streams if each is not convicted]
     assert isinstance(error_of(convicted), KillsEngines)
     assert cluster.runs(sibling) is None
