@@ -5,8 +5,10 @@ came of it in a few words.
 """
 
 import contextlib
+import select
 import selectors
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +16,8 @@ from collections.abc import Callable, Iterator
 Address = tuple[str, int]
 Attack = Callable[[Address], str]
 
+_LOOK = 0.05
+"""Seconds between looks at whether an exchange is over."""
 _PATIENCE = 8.0
 """Seconds after which an attack that the server lets go on ends by itself."""
 _JSON_HEAD = "POST {path} HTTP/1.1\r\nHost: swell\r\nContent-Type: application/json\r\n"
@@ -29,8 +33,10 @@ def request(path: str, body: bytes, *headers: str) -> bytes:
     return _head(path, f"Content-Length: {len(body)}", *headers) + body
 
 
-def exchange(address: Address, wire: bytes, timeout: float = 30.0) -> tuple[int, bytes]:
-    """Send a request on a new connection and read the whole answer.
+def exchange(
+    address: Address, wire: bytes, timeout: float = 30.0, over: threading.Event | None = None
+) -> tuple[int, bytes]:
+    """Send a request on a new connection and read the whole answer, or hang up once it is `over`.
 
     Returns:
         Its status, 0 if there was none, and what came after its head.
@@ -43,6 +49,10 @@ def exchange(address: Address, wire: bytes, timeout: float = 30.0) -> tuple[int,
             connection.sendall(wire)
         with contextlib.suppress(OSError):
             while not _complete(data):
+                if over is not None:
+                    while not select.select([connection], [], [], _LOOK)[0]:
+                        if over.is_set():
+                            return 0, data
                 piece = connection.recv(1 << 16)
                 if not piece:
                     break

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 import pytest
 
-from benchmarks.hostile.trial import Row, Trial
+from benchmarks.hostile.gaps import slowdown
+from benchmarks.hostile.trial import GAP_BOUND, Row, Trial
+from benchmarks.running_stack import RunningStack
 
 pytestmark = pytest.mark.stack
 
@@ -47,3 +50,26 @@ def test_of_a_stranger_nothing_is_read() -> None:
         if not row.name.startswith("GET "):
             assert row.outcome.startswith("401, "), row.name
             assert row.cost.memory <= 2**22, row.name
+
+
+SLOW_STEPS = (
+    "--executor", "simulated", "--simulated-step-us", "16000", "--simulated-token-us", "500",
+    "--api-server-count", "1", "--data-parallel-size", "1",
+)  # fmt: skip
+"""Steps that sleep, at the proportions of a small model on a processor: what else the machine does
+is little beside them."""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "ROMEO:", "n": 127, "max_tokens": 20},
+        {"prompt": ["a b c d e f g h i j k l m n o p"] * 512, "max_tokens": 1},
+    ],
+    ids=["127 choices", "512 prompts"],
+)
+def test_one_request_never_slows_the_streams_of_others_by_more_than_half(
+    body: dict[str, Any],
+) -> None:
+    with RunningStack(*SLOW_STEPS) as stack:
+        assert slowdown(stack.url, {**body, "ignore_eos": True}, rounds=3, seconds=1.0) <= GAP_BOUND

@@ -72,6 +72,7 @@ class Rig:
         tenant: int = 0,
         cache_root: bytes = b"",
         alone: int = 0,
+        group: int = 0,
         **sampling: object,
     ) -> AddRequest:
         """Note what `expected` has to know about a request, and return its message."""
@@ -88,6 +89,7 @@ class Rig:
             tenant,
             cache_root,
             alone=alone,
+            group=group,
         )
         return self.requests[id]
 

@@ -102,6 +102,7 @@ class Traffic(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
         tenant=st.sampled_from([0, 0, 1, 2]),
         alone=st.sampled_from([0, 0, 0, 1, 3]),
+        follows=st.booleans(),
     )
     def add(
         self,
@@ -116,6 +117,7 @@ class Traffic(RuleBasedStateMachine):
         logprobs: int | None = None,
         tenant: int = 0,
         alone: int = 0,
+        follows: bool = False,
     ) -> None:
         rig, id = self.rig, len(self.rig.requests)
         limit = rig.scheduler.max_model_len
@@ -141,6 +143,7 @@ class Traffic(RuleBasedStateMachine):
             tenant=tenant,
             cache_root=bytes(15) + b"x" if tenant == 2 else b"",
             alone=alone,
+            group=id - id % 5 if follows else 0,
             **sampling,
         )
 

@@ -1,0 +1,220 @@
+"""No request or tenant makes steps long for others: more of its sequences take turns."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.scheduler.fairness import Shares
+from engine.scheduler.request import Request, request_from_message
+from engine.scheduler.step_costs import PRIOR_BASE, StepCosts
+from engine.scheduler.turns import Turns
+from engine.shared.messages import AddRequest, SamplingParams
+
+MakeRig = Callable[..., Any]
+
+SLOWDOWN = 1.3
+PART = int((SLOWDOWN - 1) * (PRIOR_BASE + 1))
+"""Rows of a party beside one row of others, as long as nothing is known of costs."""
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    return [(7 * first + i) % 1000 for i in range(length)]
+
+
+def roomy(make_rig: MakeRig, **options: Any) -> Any:
+    sizes = {"num_kv_blocks": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    return make_rig(**{**sizes, **options})
+
+
+def add_group(rig: Any, first: int, count: int, **options: Any) -> None:
+    """Add the sequences of one client's request."""
+    options = {"max_tokens": 60, **options}
+    for id in range(first, first + count):
+        rig.add(id, prompt(3, id), group=0 if id == first else first, **options)
+
+
+def rows_of(rig: Any, first: int, count: int) -> int:
+    """Step once; return how many sequences of a group got a token."""
+    before = Counter({id: len(rig.tokens[id]) for id in range(first, first + count)})
+    rig.step()
+    return sum(len(rig.tokens[id]) > before[id] for id in range(first, first + count))
+
+
+def finish(rig: Any) -> None:
+    rig.run()
+    rig.assert_complete()
+    rig.assert_idle()
+
+
+def test_a_request_of_many_sequences_gets_its_part_of_a_step_while_another_decodes(
+    make_rig: MakeRig,
+) -> None:
+    rig = roomy(make_rig)
+    add_group(rig, 100, 60)
+    assert rows_of(rig, 100, 60) == 60, "alone it gets everything"
+    assert rows_of(rig, 100, 60) == 60
+    rig.add(1, prompt(4), max_tokens=40)
+    rig.step()
+    for _ in range(30):
+        shown = len(rig.tokens[1])
+        assert rows_of(rig, 100, 60) <= PART + 1
+        assert len(rig.tokens[1]) == shown + 1, "the other one gets a token in every step"
+    while 1 not in rig.last:
+        rig.step()
+    assert rows_of(rig, 100, 60) == 60, "alone again"
+    finish(rig)
+
+
+def test_all_sequences_of_a_request_take_turns(make_rig: MakeRig) -> None:
+    rig = roomy(make_rig)
+    add_group(rig, 100, 60)
+    rig.step()
+    rig.add(1, prompt(4), max_tokens=100)
+    for _ in range(70):
+        rig.step()
+    got = [len(rig.tokens[id]) for id in range(100, 160)]
+    assert max(got) - min(got) <= 2
+    assert min(got) >= 70 * PART // 60
+    finish(rig)
+
+
+def test_a_request_without_limit_gets_all_rows(make_rig: MakeRig) -> None:
+    rig = roomy(make_rig, max_slowdown=0)
+    add_group(rig, 100, 60)
+    rig.add(1, prompt(4), max_tokens=40)
+    rig.step()
+    assert rows_of(rig, 100, 60) == 60
+    finish(rig)
+
+
+def test_many_prompts_of_a_request_are_begun_little_by_little(make_rig: MakeRig) -> None:
+    rig = roomy(make_rig, enable_prefix_caching=False)
+    rig.add(1, prompt(4), max_tokens=100)
+    rig.step()
+    for id in range(100, 160):
+        rig.add(id, prompt(30, id), max_tokens=1, group=0 if id == 100 else 100)
+    first = rig.step().num_tokens
+    assert 1 + 30 < first <= 1 + 30 + 2 * PART, "the first prompt is computed freely"
+    for _ in range(20):
+        assert rig.step().num_tokens <= 1 + 2 * PART + 4
+    rig.add(2, prompt(50, 7), max_tokens=2)
+    rig.step()
+    assert rig.tokens[2], "a request of one sequence is not held up, neither by others nor at all"
+    finish(rig)
+
+
+def test_a_newcomer_gets_a_slot_of_a_request_that_holds_all(make_rig: MakeRig) -> None:
+    rig = roomy(make_rig, max_num_seqs=20)
+    add_group(rig, 100, 50)
+    for _ in range(3):
+        rig.step()
+    assert rig.scheduler.gauges().running == 20
+    rig.add(1, prompt(4), max_tokens=5)
+    for _ in range(3):
+        rig.step()
+    assert rig.tokens[1]
+    assert rig.scheduler.counters.preemptions == 1
+    finish(rig)
+
+
+def test_a_newcomer_gets_no_slot_of_many_requests_that_hold_one_each(make_rig: MakeRig) -> None:
+    rig = roomy(make_rig, max_num_seqs=20)
+    for id in range(20):
+        rig.add(id, prompt(3, id), max_tokens=30)
+    rig.step()
+    rig.add(50, prompt(3, 50))
+    for _ in range(10):
+        rig.step()
+    assert not rig.tokens[50]
+    assert not rig.scheduler.counters.preemptions
+    finish(rig)
+
+
+def test_two_requests_of_the_same_size_do_not_hold_each_other(make_rig: MakeRig) -> None:
+    rig = roomy(make_rig)
+    add_group(rig, 100, 30)
+    add_group(rig, 200, 30)
+    rig.step()
+    while not all(rig.tokens[id] for id in (*range(100, 130), *range(200, 230))):
+        rig.step()
+    assert len(rig.step().slots) == 60
+    finish(rig)
+
+
+def test_a_tenant_of_many_requests_gets_its_part_of_a_step(make_rig: MakeRig) -> None:
+    rig = roomy(make_rig)
+    for id in range(100, 160):
+        rig.add(id, prompt(3, id), max_tokens=60, tenant=1)
+    rig.step()
+    rig.add(1, prompt(4), max_tokens=40, tenant=2)
+    rig.step()
+    for _ in range(30):
+        assert rows_of(rig, 100, 60) <= PART + 1
+    finish(rig)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.001])
+def test_even_the_smallest_part_comes_to_an_end(make_rig: MakeRig, slowdown: float) -> None:
+    rig = roomy(make_rig, max_slowdown=slowdown)
+    rig.add(1, prompt(4), max_tokens=90)
+    add_group(rig, 100, 8, max_tokens=5)
+    rig.add(2, prompt(4), max_tokens=90, tenant=1)
+    finish(rig)
+
+
+# -- by themselves --------------------------------------------------------------------------------
+
+
+def running(id: int, group: int = 0) -> Request:
+    message = AddRequest(id, "", 0, 0, [1], SamplingParams(max_tokens=9, seed=0), group=group)
+    return request_from_message(
+        message, arrival=id, priority=0, max_model_len=99, eos_token_ids=frozenset()
+    )
+
+
+def test_a_sequence_with_costly_masks_waits_until_its_request_has_saved_enough() -> None:
+    costs = StepCosts()
+    for rows in (1, 64):
+        for _ in range(50):
+            costs.observe(rows, 0, (32 + rows) * 1e-4)
+    turns = Turns(Shares(), costs, SLOWDOWN)
+    costly, plain = running(1), running(2)
+    for each in (costly, plain):
+        turns.come(each)
+        turns.start(each)
+    turns.masked(costly, 10_000)
+    held = [turns.begin([costly, plain]) for _ in range(100)]
+    assert not any(plain.id in each for each in held)
+    computed = sum(costly.id not in each for each in held)
+    # Ten milliseconds are a hundred rows, and its part of a step is a tenth of that.
+    assert 100 * SLOWDOWN / 15 < computed < 100 * SLOWDOWN / 8 + 3
+
+
+def test_costs_of_steps_are_learned() -> None:
+    costs = StepCosts()
+    for step in range(200):
+        rows = (1, 4, 16, 100)[step % 4]
+        costs.observe(rows, 0, 5e-3 + rows * 2e-5)
+    assert costs.base == pytest.approx(250, rel=0.15)
+    for _ in range(100):
+        costs.observe(4, 100, 5e-3 + 4 * 2e-5 + 100 * 4e-5)
+    assert costs.prefill == pytest.approx(2, rel=0.3)
+    assert costs.of_masks(200) == pytest.approx(10, rel=0.15)
+
+
+def test_a_step_that_waited_for_a_processor_teaches_little() -> None:
+    costs = StepCosts()
+    for step in range(64):
+        costs.observe((1, 64)[step % 2], 0, (3.2 + (0.1, 6.4)[step % 2]) * 1e-3)
+    before = costs.base
+    costs.observe(1, 0, 0.5)
+    costs.observe(64, 0, 0.5)
+    assert costs.base == pytest.approx(before, rel=0.5)
+
+
+def test_without_measured_times_the_prior_holds() -> None:
+    costs = StepCosts()
+    costs.observe(5, 0, 0.0)
+    assert costs.base == PRIOR_BASE
