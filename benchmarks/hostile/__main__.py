@@ -38,7 +38,7 @@ def table(trial: Trial) -> Table:
 def main() -> None:
     """Parse the arguments, attack, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = ("fields", "costly", "large", "shown", "connections")
+    kinds = ("fields", "costly", "large", "shown", "gaps", "connections")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--share", type=float, default=1.0, help="of the values of fields, 0 to 1")
     parser.add_argument("--paths", nargs="+", choices=RIGHT, default=RIGHT, help="of the fields")
@@ -56,6 +56,7 @@ def main() -> None:
                 "costly": trial.costly,
                 "large": trial.large,
                 "shown": trial.shown,
+                "gaps": trial.gaps,
                 "connections": trial.connections,
             }
             for name in steps[kind]():

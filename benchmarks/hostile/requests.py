@@ -54,6 +54,24 @@ def costly_requests() -> list[Request]:
     ]  # fmt: skip
 
 
+def long_requests() -> dict[str, dict[str, Any]]:
+    """Return completions that take an engine seconds, by what is much in them."""
+    prompt = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
+    body = {"prompt": _WORD, "max_tokens": 200, "ignore_eos": True}
+    return {
+        "127 choices": {**body, "n": 127},
+        "8 choices": {**body, "n": 8},
+        "2,048 prompts": {**body, "prompt": ["a"] * 2048, "max_tokens": 1},
+        "512 prompts of a line": {
+            **body, "prompt": [f"{index} {prompt}" for index in range(512)], "max_tokens": 1,
+        },
+        "8 choices in a costly grammar": {
+            **body, "n": 8,
+            "structured_outputs": {"grammar": "start: /(.*a.*){40}/ /(.*b.*){40}/"},
+        },
+    }  # fmt: skip
+
+
 def _of_sampling() -> list[Request]:
     return [
         _completion("best_of 2**62", best_of=2**62),

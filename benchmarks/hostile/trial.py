@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 from benchmarks.hostile.bodies import Body, bodies
 from benchmarks.hostile.bystanders import Bystanders
 from benchmarks.hostile.connections import ATTACKS, Address, exchange, request
+from benchmarks.hostile.gaps import slowdown
 from benchmarks.hostile.large import large_requests
-from benchmarks.hostile.requests import Request, costly_requests
+from benchmarks.hostile.requests import Request, costly_requests, long_requests
 from benchmarks.hostile.watch import Cost, Watch
 from benchmarks.running_stack import RunningStack
 
@@ -30,6 +31,7 @@ ATTEMPTS = 3
 """How often an attack that seems to hold the loop up is made: other work on the machine only ever
 adds to a stall, and one that the attack causes comes each time."""
 _CALM_SECONDS = 4.0
+_GAP_ROUNDS, _GAP_SECONDS = 3, 1.5
 _ANSWERS = {200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 422, 429, 431, 503}
 
 RIGHT: dict[str, dict[str, Any]] = {
@@ -43,6 +45,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1]},
+    "/invocations": {"prompt": "ROMEO:", "max_tokens": 1},
 }
 """A small body that each operation accepts."""
 SHOWN = (
@@ -169,6 +172,17 @@ class Trial:
             self.rows.append(self._exchange(f"GET {path}", 0, "\r\n".join(lines).encode()))
             yield path
 
+    def gaps(self) -> Iterator[str]:
+        """Measure what the requests that last cost other streams, in turn with and without them."""
+        for name, body in long_requests().items():
+            began = time.monotonic()
+            ratio = slowdown(self._stack.url, body, rounds=_GAP_ROUNDS, seconds=_GAP_SECONDS)
+            row = Row(name, "", 0, Cost(0, 0.0, 0.0), began, time.monotonic(), gap_ratio=ratio)
+            if ratio > GAP_BOUND:
+                row.wrong.append(f"others' gaps {ratio:.2f} times as long")
+            self.rows.append(row)
+            yield name
+
     def connections(self) -> Iterator[str]:
         """Let the clients come that are hostile by how they send and read."""
         for attack in ATTACKS:
@@ -214,7 +228,7 @@ class Trial:
         if self._beside is None:
             return
         calm = self._beside.median_between(self._calm_from, self._calm_until)
-        for row in self.rows:
+        for row in [each for each in self.rows if each.gap_ratio is None]:
             gap = self._beside.median_between(row.began, row.ended)
             if calm is not None and gap is not None:
                 row.gap_ratio = gap / calm

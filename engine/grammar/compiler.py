@@ -1,6 +1,8 @@
 """Compiles grammars beside the engine's loop, and keeps those that were used last."""
 
+import contextlib
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ from engine.shared.grammar_spec import (
     BadGrammar,
     GrammarThreads,
     grammar_error,
+    grammar_size,
     grammar_text,
     new_matcher,
 )
@@ -24,7 +27,13 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED = 32
 """Compiled grammars that are kept while no request uses them."""
+MAX_CACHED_BYTES = 256 << 20
+"""What these may take together; the newest one is kept in any case."""
 COMPILE_THREADS = 2
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_BYTES_PER_CHARACTER = 256
+"""Of a compiled grammar, where nothing can be measured: tenths to hundreds of these are usual."""
 
 
 class CannotCompile(Exception):
@@ -37,7 +46,7 @@ class CompiledGrammar:
     Whoever holds it keeps it from being compiled again.
     """
 
-    __slots__ = ("__weakref__", "_done", "error", "matcher", "spec")
+    __slots__ = ("__weakref__", "_done", "error", "matcher", "num_bytes", "spec")
 
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
@@ -45,6 +54,8 @@ class CompiledGrammar:
         """Why it cannot be compiled."""
         self.matcher: LLMatcher | None = None
         """At the beginning of the grammar, to be copied; None until it is compiled."""
+        self.num_bytes = 0
+        """What the process grew by while it was compiled; known when it is settled."""
         self._done = threading.Event()
 
     @property
@@ -164,11 +175,19 @@ class GrammarCompiler:
     def _keep(self, grammar: CompiledGrammar) -> None:
         self._recent[grammar.spec] = grammar
         self._recent.move_to_end(grammar.spec)
-        while len(self._recent) > MAX_CACHED:
-            self._recent.popitem(last=False)
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        total = sum(each.num_bytes for each in self._recent.values())
+        while len(self._recent) > MAX_CACHED or (
+            total > MAX_CACHED_BYTES and len(self._recent) > 1
+        ):
+            _, oldest = self._recent.popitem(last=False)
+            total -= oldest.num_bytes
 
     def _compile(self, grammar: CompiledGrammar) -> None:
         matcher, error = None, None
+        before = _resident_bytes()
         try:
             matcher = self.new_matcher(grammar.spec)
         except CannotCompile as reason:
@@ -176,7 +195,22 @@ class GrammarCompiler:
         except Exception:  # whatever it is, somebody waits for the grammar
             logger.exception("a grammar could not be compiled")
             error = "the grammar could not be compiled"
+        least = _BYTES_PER_CHARACTER * grammar_size(grammar.spec)
+        grammar.num_bytes = max(least, _resident_bytes() - before)
         if error is not None:
             self.forget(grammar)
+        else:
+            with self._lock:
+                self._forget_oldest()
         grammar.settle(matcher, error)
         self.on_settled()
+
+
+def _resident_bytes() -> int:
+    """Return what the process holds in memory; 0 where that cannot be told."""
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        open("/proc/self/statm", encoding="ascii") as file,
+    ):
+        return int(file.read().split()[1]) * _PAGE
+    return 0

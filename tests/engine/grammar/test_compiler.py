@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.grammar.compiler import MAX_CACHED, GrammarCompiler
+from engine.grammar.compiler import MAX_CACHED, MAX_CACHED_BYTES, GrammarCompiler
 from engine.shared.messages import JsonSchemaGrammar, LarkGrammar, RegexGrammar
 
 
@@ -91,3 +91,18 @@ def test_nothing_is_read_before_the_first_grammar(tmp_path: Path) -> None:
     compiler = GrammarCompiler(tmp_path / "missing.json", 100)
     compiler.shutdown()
     assert compiler.num_cached == 0
+
+
+def test_grammars_that_nobody_uses_are_kept_within_a_number_of_bytes(
+    compiler: GrammarCompiler,
+) -> None:
+    grammars = [compiler.ask(RegexGrammar(f"{number}[a-z]+")) for number in range(4)]
+    for each in grammars:
+        each.wait()
+        assert 0 < each.num_bytes < MAX_CACHED_BYTES
+    for each in grammars[1:3]:
+        each.num_bytes = MAX_CACHED_BYTES  # as if they were large
+    del each, grammars
+    compiler.ask(RegexGrammar("one more")).wait()
+    gc.collect()
+    assert compiler.num_cached == 2, "the newest, and the newest before it, which is small"
