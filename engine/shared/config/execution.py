@@ -34,7 +34,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "How many times as long one request of several sequences, or one tenant, may make steps "
         "while others decode: more of its sequences take turns then. Less keeps others' tokens "
         "flowing, more computes large requests faster; 0: no limit.",
-    ] = 1.3
+    ] = 1.25
     async_scheduling: Annotated[bool, "Plan the next step while the one before it runs."] = False
     speculative_ngram: Annotated[
         int,

@@ -24,7 +24,12 @@ def prompt(length: int, first: int = 0) -> list[int]:
 
 
 def roomy(make_rig: MakeRig, **options: Any) -> Any:
-    sizes = {"num_kv_blocks": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    sizes = {
+        "num_kv_blocks": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "max_slowdown": SLOWDOWN,
+    }
     return make_rig(**{**sizes, **options})
 
 
