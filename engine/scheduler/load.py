@@ -39,6 +39,9 @@ class Load:
     ) -> RankState:
         """Return what an admission policy is told about this rank.
 
+        Sequences that have to take turns are counted as if they had not: whose turn it is turns
+        out when the step is planned.
+
         Args:
             passed_over: waiting requests that the newest plan did not admit.
             last_step_us: duration of the newest step that is over, for policies that weigh costs.

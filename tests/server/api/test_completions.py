@@ -131,6 +131,14 @@ def test_choices_draw_with_their_own_seeds(http: Any, engines: Any) -> None:
     assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
 
 
+def test_engines_are_told_which_sequences_are_of_one_request(http: Any, engines: Any) -> None:
+    http.complete(prompt=["hello", "world"], n=2)
+    http.complete(prompt="hello")
+    first, *others, alone = engines.streams
+    assert [each.group for each in others] == [first.id] * 3
+    assert first.group == alone.group == 0
+
+
 def test_streamed_choices_are_told_apart(http: Any, engines: Any) -> None:
     events = http.stream("/v1/completions", {"prompt": ["hello", "world"], "n": 2})
     texts = dict.fromkeys(range(4), "")
