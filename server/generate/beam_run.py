@@ -45,6 +45,8 @@ class BeamRun:
         self._timers: list[SequenceTimer] = []
         self._unfinished: list[SequenceTimer] = []
         self._num_sent = 0
+        self._group = 0
+        """What engines call the request, once it has a sequence."""
         self._num_tokens = 0
         self._cached: dict[int, int] = {}
         self._finish_reasons: list[str] = []
@@ -126,7 +128,9 @@ class BeamRun:
             pinned_rank=sender.pinned_rank,
             tenant=sender.tenant,
             cache_root=sender.cache_root,
+            group=self._group,
         )
+        self._group = self._group or stream.id
         self._streams.add(stream)
         return stream
 
