@@ -1,6 +1,6 @@
 """Compares routing policies in virtual time: skewed lengths, bursts and shared prefixes.
 
-The engines' cores and schedulers, the front ends' cluster states, the table they share and the
+The engines' cores and schedulers, the front ends' members and loads, the table they share and the
 policies are those of production; only the model and the clock are simulated.
 
 python -m benchmarks.routing_bench
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
+from benchmarks.simulation.front_end import BalancingFrontEnd
 from engine.core.engine_core import CoreStep, EngineCore
 from engine.executor.simulated import SimulatedExecutor
 from engine.shared.config import (
@@ -32,7 +33,6 @@ from engine.shared.config import (
 from engine.shared.messages import AddRequest, ClusterView, EngineEntry, EngineStats, SamplingParams
 from server.router.load_table import LoadTable, create_load_table
 from server.router.routing import POLICIES, RoutingPolicy
-from server.router.state import ClusterState
 
 HOP = 0.0002
 """Seconds from a front end to an engine."""
@@ -146,9 +146,8 @@ class Simulation:
             create_load_table(directory / f"loads-{node}", per_node)
         self.result = Result(busy=[0.0] * engines)
         self._engines = [_Engine(rank, front_ends) for rank in range(engines)]
-        self._policies = [policy(index) for index in range(front_ends)]
         self._front_ends = [
-            ClusterState(index, index + 1, 5.0, LoadTable(table, place))
+            BalancingFrontEnd(index, policy(index), 5.0, LoadTable(table, place))
             for index in range(front_ends)
             for node, place in [divmod(index, per_node)]
             for table in [directory / f"loads-{node}"]
@@ -157,10 +156,10 @@ class Simulation:
             EngineEntry(rank, rank + 1, True, "node", 0, engine.core.setup, None)
             for rank, engine in enumerate(self._engines)
         ]
-        for state in self._front_ends:
-            state.update_view(ClusterView(1, 1, 0, True, entries, front_ends), 0.0)
+        for front_end in self._front_ends:
+            front_end.take_view(ClusterView(1, 1, 0, True, entries, front_ends), 0.0)
             for rank in range(engines):
-                state.heard_hello(rank, rank + 1, b"route", session=1, now=0.0)
+                front_end.open_route(rank, rank + 1)
         self._arrived: dict[int, float] = {}
         self._begun: set[int] = set()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -187,18 +186,15 @@ class Simulation:
     def _publish(self, now: float) -> None:
         for engine in self._engines:
             if engine.stats is not None:
-                for state in self._front_ends:
-                    state.observe(engine.stats, now)
+                for front_end in self._front_ends:
+                    front_end.observe(engine.stats, now)
         self._at(now + VIEW_INTERVAL, self._publish)
 
     def _arrive(self, index: int, spec: Spec, now: float) -> None:
         sender = index % len(self._front_ends)
-        state = self._front_ends[sender]
-        policy = self._policies[sender]
-        rank = policy.choose(state.loads(), spec.prompt, state.unseen_front_ends).rank
         sampling = SamplingParams(max_tokens=spec.output_tokens, seed=index, ignore_eos=True)
         request = AddRequest(index, "", sender, 0, spec.prompt, sampling)
-        state.sent(rank, request.num_tokens)
+        rank = self._front_ends[sender].send(spec.prompt, request.num_tokens)
         self._arrived[index] = now
         self.result.prompt_tokens += len(spec.prompt)
         self._at(now + HOP, lambda at: self._receive(rank, request, at))

@@ -47,8 +47,8 @@ from server.observe.tracing import TracingUnavailable, request_tracer
 from server.router.engine_client import EngineClient
 from server.router.link import ClusterLink, JoinRefused
 from server.router.load_table import LoadTable
+from server.router.router import Router, build_router
 from server.router.routing import POLICIES
-from server.router.state import ClusterState
 from server.store.service import ResponseStore
 from server.store.sqlite import SqliteBackend
 from server.text.tokenizer import ServedTokenizer, TokenizerError
@@ -118,8 +118,14 @@ class FrontEnd:
             log = self._config.log
             name_process(f"api {index}", log.log_level, log.log_format)
         metrics = FrontEndMetrics(self._config, index)
-        client = self._client(index, metrics)
-        client.connect_coordinator(link.notify)
+        client = EngineClient(
+            front_end=index,
+            router=self._router(index),
+            metrics=metrics,
+            notify=link.notify,
+            requests=self._requests,
+            outputs=self._outputs,
+        )
         link.subscribe(client.view_changed)
         interval = self._config.http.log_stats_interval
         stats = None
@@ -192,27 +198,22 @@ class FrontEnd:
         backend = SqliteBackend(path, config.response_store_bytes, config.response_store_age)
         return ResponseStore(backend)
 
-    def _client(self, index: int, metrics: FrontEndMetrics) -> EngineClient:
+    def _router(self, index: int) -> Router:
         table = None
         if self._launch.load_table is not None:
             table = LoadTable(Path(self._launch.load_table), self._launch.place)
-        state = ClusterState(
-            index,
-            self._launch.incarnation,
-            self._config.cluster.engine_timeout,
-            table,
-            self._scope,
-            num_ranks=self._config.parallel.data_parallel_size,
-        )
-        return EngineClient(
+        config = self._config
+        return build_router(
             front_end=index,
-            state=state,
-            policy=POLICIES[self._config.routing.routing_policy](index),
-            metrics=metrics,
-            requests=self._requests,
-            outputs=self._outputs,
-            max_resumes=self._config.routing.max_resumes,
-            resume_timeout=self._config.routing.resume_timeout,
+            incarnation=self._launch.incarnation,
+            first_id=secrets.randbits(42) << 20,
+            policy=POLICIES[config.routing.routing_policy](index),
+            table=table,
+            grace=config.cluster.engine_timeout,
+            max_resumes=config.routing.max_resumes,
+            resume_timeout=config.routing.resume_timeout,
+            scope=self._scope,
+            num_ranks=config.parallel.data_parallel_size,
         )
 
     async def _serve_http(self, app: FastAPI, link: ClusterLink, client: EngineClient) -> None:

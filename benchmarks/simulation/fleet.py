@@ -1,6 +1,6 @@
 """Independent engines behind many front ends, in virtual time.
 
-The schedulers, the front ends' cluster states and balancers and the coordinator's state are those
+The schedulers, the front ends' members, loads and balancers and the coordinator's state are those
 of production; this module is the network and the clock. A request takes `hop_ns` to its engine, a
 cluster view as long to the front ends; tokens and stats are delivered when their step ends.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from benchmarks.simulation.costs import CostModel
+from benchmarks.simulation.front_end import BalancingFrontEnd
 from benchmarks.simulation.records import Recorder
 from benchmarks.simulation.replica import EngineShape, Replica, message
 from benchmarks.simulation.workload import NS, Workload, first_arrivals
@@ -30,8 +31,7 @@ from engine.shared.messages import (
     Received,
 )
 from engine.shared.version import PROTOCOL_VERSION
-from server.router.routing import POLICIES, RoutingPolicy
-from server.router.state import ClusterState
+from server.router.routing import POLICIES
 
 Progress = Callable[[int], None]
 
@@ -106,11 +106,6 @@ class _Engine:
         return outputs, stats
 
 
-class _FrontEnd(NamedTuple):
-    cluster: ClusterState
-    routing: RoutingPolicy
-
-
 class Fleet:
     """All processes of a fleet and the events between them.
 
@@ -130,10 +125,7 @@ class Fleet:
         self._rng = random.Random(seed)
         self._engines = [_Engine(rank, shape) for rank in range(shape.engines)]
         self._front_ends = [
-            _FrontEnd(
-                ClusterState(index, index + 1, ROSTER_GRACE, None),
-                POLICIES[shape.routing_policy](index),
-            )
+            BalancingFrontEnd(index, POLICIES[shape.routing_policy](index), ROSTER_GRACE)
             for index in range(shape.front_ends)
         ]
         self._coordinator = CoordinatorState(
@@ -204,8 +196,8 @@ class Fleet:
         view = self._coordinator.view()
         for front_end in self._front_ends:
             for rank in range(self._shape.engines):
-                front_end.cluster.heard_hello(rank, rank + 1, b"route", session=1, now=0.0)
-            front_end.cluster.update_view(view, 0.0)
+                front_end.open_route(rank, rank + 1)
+            front_end.take_view(view, 0.0)
 
     def _tick(self, now: int) -> None:
         self._carry_out(self._coordinator.handle(Tick(), now / NS), now)
@@ -220,7 +212,7 @@ class Fleet:
     def _publish(self, view: ClusterView, now: int) -> None:
         def deliver(at: int) -> None:
             for front_end in self._front_ends:
-                front_end.cluster.update_view(view, at / NS)
+                front_end.take_view(view, at / NS)
 
         self._at(now + self._shape.hop_ns, deliver)
 
@@ -233,9 +225,7 @@ class Fleet:
         spec = self._workload.requests[self._num_sent]
         self._num_sent += 1
         index = self._rng.randrange(len(self._front_ends))
-        cluster, routing = self._front_ends[index]
-        rank = routing.choose(cluster.loads(), unseen_front_ends=cluster.unseen_front_ends).rank
-        cluster.sent(rank, spec.prompt_tokens)
+        rank = self._front_ends[index].send((), spec.prompt_tokens)
         request = message(self.recorder.arrived(spec, rank, now), spec, index)
         self._at(now + self._shape.hop_ns, lambda at: self._receive(rank, request, at))
 
@@ -255,7 +245,7 @@ class Fleet:
         by_front_end, stats = engine.finish()
         seconds = now / NS
         for index, outputs in by_front_end.items():
-            self._front_ends[index].cluster.observe(stats, seconds)
+            self._front_ends[index].observe(stats, seconds)
             done = self.recorder.tokens_out(outputs, now)
             if done and self._workload.arrivals_ns is None:
                 for _ in done:

@@ -4,12 +4,13 @@ One cell of a cache line per front end and engine; a front end writes only its o
 all others. Together with what an engine says it has received from whom, every front end knows
 the requests that are on their way to an engine, its peers' included, at the moment it chooses.
 
-Counts only grow and each is one aligned 8-byte store, so readers need no lock: they see the old
-or the new value of each.
+Each count is one aligned 8-byte store, so readers need no lock: they see the old or the new value
+of each.
 """
 
 import mmap
 import os
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from engine.shared.messages import EngineStats, Received
 MAX_ENGINES = 1024
 _CELL_WORDS = 8  # one cache line
 _WORD = 8
+_CELL = _CELL_WORDS * _WORD
 
 
 class Sent(NamedTuple):
@@ -29,13 +31,14 @@ class Sent(NamedTuple):
     prompt_tokens: int
 
 
-NOTHING = Sent(0, 0, 0, 0)
+_WRITTEN = struct.Struct(f"={len(Sent._fields)}Q")
+_EMPTY = bytes(_WRITTEN.size)
 
 
 def create_load_table(path: Path, num_front_ends: int) -> None:
     """Make an empty table for front ends 0 to `num_front_ends` - 1 (sparse on disk)."""
     with path.open("wb") as file:
-        os.truncate(file.fileno(), num_front_ends * MAX_ENGINES * _CELL_WORDS * _WORD)
+        os.truncate(file.fileno(), num_front_ends * MAX_ENGINES * _CELL)
 
 
 class LoadTable:
@@ -48,6 +51,7 @@ class LoadTable:
         self._front_end = front_end
         self.num_front_ends = len(self._words) // (MAX_ENGINES * _CELL_WORDS)
         self._peers = [i for i in range(self.num_front_ends) if i != front_end]
+        self._rows = [peer * MAX_ENGINES * _CELL for peer in self._peers]
 
     def publish(self, rank: int, sent: Sent) -> None:
         """Write this front end's cell for an engine."""
@@ -56,16 +60,21 @@ class LoadTable:
             for offset, value in enumerate(sent):
                 self._words[at + offset] = value
 
-    def peers(self, rank: int) -> list[tuple[int, Sent]]:
-        """Return what each other front end has sent to an engine, where it has sent anything."""
+    def cells(self, rank: int) -> list[bytes]:
+        """Return the cells of all other front ends for an engine, to compare and for `peers`."""
         if rank >= MAX_ENGINES:
             return []
-        found = []
-        for peer in self._peers:
-            at = self._at(peer, rank)
-            if self._words[at + 2]:
-                found.append((peer, Sent(*self._words[at : at + 4])))
-        return found
+        memory, at = self._map, rank * _CELL
+        end = at + _WRITTEN.size
+        return [memory[row + at : row + end] for row in self._rows]
+
+    def peers(self, cells: list[bytes]) -> list[tuple[int, Sent]]:
+        """Return what each other front end has sent to an engine, where it has sent anything."""
+        return [
+            (peer, Sent(*_WRITTEN.unpack(cell)))
+            for peer, cell in zip(self._peers, cells, strict=False)
+            if cell != _EMPTY
+        ]
 
     def _at(self, front_end: int, rank: int) -> int:
         return (front_end * MAX_ENGINES + rank) * _CELL_WORDS

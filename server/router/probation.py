@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from engine.shared.messages import EngineStats
-from server.router.token_stream import RequestStream
+from server.router.request import RoutedRequest
 
 STEPS_ALONE = 8
 """Steps with a draw that a suspect is computed alone: more than were lost of it with its engine."""
@@ -35,100 +35,95 @@ class Probation:
     """
 
     def __init__(self, max_resumes: int, patience: float) -> None:
-        self.on_trial: RequestStream | None = None
+        self.on_trial: RoutedRequest | None = None
         """The suspect that was sent to an engine, or is as soon as there is one."""
+        self.suspects: dict[RoutedRequest, float] = {}
+        """Since when each is one, in the order of their turns."""
         self._max_resumes = max_resumes
-        self._since: dict[RequestStream, float] = {}  # in the order of their turns
         self._patience = patience
         self._rests = False
 
-    def __contains__(self, stream: RequestStream) -> bool:
-        return stream in self._since
-
-    def __len__(self) -> int:
-        return len(self._since)
-
-    def is_suspect(self, stream: RequestStream) -> bool:
+    def is_suspect(self, request: RoutedRequest) -> bool:
         """Whether too many engines died with a request for it to run beside others."""
-        return len(stream.suspicion.died_on) > self._max_resumes
+        return len(request.suspicion.died_on) > self._max_resumes
 
-    def may_run(self, stream: RequestStream) -> bool:
+    def may_run(self, request: RoutedRequest) -> bool:
         """Whether a request may be sent to an engine: it is on trial, or cannot become a suspect.
 
         One that would be a suspect if an engine that it left has died waits to know.
         """
-        suspicion = stream.suspicion
+        suspicion = request.suspicion
         possible = len(suspicion.died_on) + len(suspicion.in_doubt)
-        return possible <= self._max_resumes or stream is self.on_trial
+        return possible <= self._max_resumes or request is self.on_trial
 
-    def add(self, stream: RequestStream, now: float) -> None:
+    def add(self, request: RoutedRequest, now: float) -> None:
         """Let a suspect wait for its turn."""
-        self._since.setdefault(stream, now)
+        self.suspects.setdefault(request, now)
 
-    def next(self) -> RequestStream | None:
+    def next(self) -> RoutedRequest | None:
         """Begin the next trial if it is time for one, and return who is tried.
 
         Whoever left an engine that may have died waits until that is known.
         """
         if self.on_trial is not None or self._rests:
             return None
-        stream = next((each for each in self._since if not each.suspicion.in_doubt), None)
-        if stream is not None:
-            steps = STEPS_ALONE * STEPS_GROWTH ** min(stream.suspicion.clearances, 2)
-            stream.request = msgspec.structs.replace(stream.request, alone=steps)
-            stream.suspicion.alone_on = None
-            self.on_trial = stream
-        return stream
+        request = next((each for each in self.suspects if not each.suspicion.in_doubt), None)
+        if request is not None:
+            steps = STEPS_ALONE * STEPS_GROWTH ** min(request.suspicion.clearances, 2)
+            request.message = msgspec.structs.replace(request.message, alone=steps)
+            request.suspicion.alone_on = None
+            self.on_trial = request
+        return request
 
-    def broke_off(self, stream: RequestStream) -> None:
+    def broke_off(self, request: RoutedRequest) -> None:
         """A suspect has lost its engine: others are tried first unless it ran there alone."""
-        if not stream.suspicion.deaths_alone:
-            self._since[stream] = self._since.pop(stream)
-        if self.on_trial is stream:
+        if not request.suspicion.deaths_alone:
+            self.suspects[request] = self.suspects.pop(request)
+        if self.on_trial is request:
             self.on_trial = None
 
     def watch(self, stats: EngineStats) -> None:
         """An engine says whom it runs alone: the trial begins there, or is over and ended well."""
-        stream = self.on_trial
-        if stream is None or not stream.runs_on(stats.rank, stats.incarnation):
-            return
+        request = self.on_trial
         engine = (stats.rank, stats.incarnation)
-        if stats.alone == stream.request.id:
-            stream.suspicion.alone_on = engine
-        elif stream.suspicion.alone_on == engine:
-            self._acquit(stream)
-            stream.suspicion.cleared()
+        if request is None or request.engine != engine:
+            return
+        if stats.alone == request.id:
+            request.suspicion.alone_on = engine
+        elif request.suspicion.alone_on == engine:
+            self._acquit(request)
+            request.suspicion.cleared()
 
-    def convicted(self, stream: RequestStream, in_flight: Iterable[RequestStream]) -> None:
+    def convicted(self, request: RoutedRequest, in_flight: Iterable[RoutedRequest]) -> None:
         """A request is the reason for the deaths that others are suspected of, too.
 
         Nobody runs for that before the next tick: others of the same client's request are closed
         by then.
         """
-        self.drop(stream)
+        self.drop(request)
         self._rests = True
         for other in in_flight:
-            if other is not stream:
-                other.suspicion.died_on -= stream.suspicion.died_on
+            if other is not request:
+                other.suspicion.explained(request.suspicion.died_on)
 
-    def _acquit(self, stream: RequestStream) -> None:
-        self.drop(stream)
-        stream.request = msgspec.structs.replace(stream.request, alone=0)
+    def _acquit(self, request: RoutedRequest) -> None:
+        self.drop(request)
+        request.message = msgspec.structs.replace(request.message, alone=0)
 
-    def drop(self, stream: RequestStream) -> None:
+    def drop(self, request: RoutedRequest) -> None:
         """The request has ended, or is a suspect no more."""
-        self._since.pop(stream, None)
-        if self.on_trial is stream:
+        self.suspects.pop(request, None)
+        if self.on_trial is request:
             self.on_trial = None
 
-    def overdue(self, now: float) -> list[RequestStream]:
+    def overdue(self, now: float) -> list[RoutedRequest]:
         """Return the suspects that have waited too long."""
-        return [each for each, since in self._since.items() if now - since > self._patience]
+        return [each for each, since in self.suspects.items() if now - since > self._patience]
 
-    def tick(self) -> list[RequestStream]:
+    def tick(self) -> list[RoutedRequest]:
         """Time has passed; return those who wait for their turn and need it no more."""
         self._rests = False
-        waiting = [each for each in self._since if each is not self.on_trial]
+        waiting = [each for each in self.suspects if each is not self.on_trial]
         acquitted = [each for each in waiting if not self.is_suspect(each)]
         for each in acquitted:
             self._acquit(each)

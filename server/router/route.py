@@ -1,29 +1,87 @@
 """What a front end knows of one engine process, and what that says of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.shared.messages import EngineEntry, EngineStats
-from server.router.load_table import NOTHING, Sent
+from server.router.load_table import Sent
 from server.router.routing import KV_PRESSURE_FROM, EngineLoad
 
+Engine = tuple[int, int]
+"""Rank and incarnation of one engine process."""
 
-@dataclass
-class Route:
-    """One engine process: how to reach it and what has been sent there."""
 
-    entry: EngineEntry
-    identity: bytes | None = None
+@dataclass(slots=True)
+class Traffic:
+    """What went to an engine process and came from it; `server.router.load` keeps it."""
+
+    sent: Sent
     stats: EngineStats | None = None
     stats_at: float = 0.0
-    heard_at: float = 0.0
-    """When the engine itself was last heard on one of its two connections to this front end."""
-    sent: Sent = NOTHING
     outputs: int = 0
     """How many of its messages with outputs have arrived here."""
     behind: "Behind | None" = None
     load: EngineLoad | None = None
-    """Its load as of `stats` and `sent`, if it was asked for since they changed."""
+    """Its load as of `stats`, `sent` and `cells`, if it was asked for since the first two changed.
+    """
+    cells: list[bytes] = field(default_factory=list)
+    """What neighbours had sent to it then, as the shared table holds it."""
+
+
+@dataclass(slots=True)
+class Route:
+    """One engine process: what the coordinator says of it, how to reach it, and its traffic."""
+
+    entry: EngineEntry
+    traffic: Traffic
+    identity: bytes | None = None
+    """Its socket's, while it can be reached."""
+    heard_at: float = 0.0
+    """When its request route was last said to be open."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.entry.rank, self.entry.incarnation
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests, if only to keep them while it is halted."""
+        return self.identity is not None and self.entry.ready
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it runs what it is sent."""
+        stats = self.traffic.stats
+        return self.is_open and not (stats is not None and stats.halted)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it is halted and others are to take its requests."""
+        stats = self.traffic.stats
+        return self.is_open and stats is not None and stats.hands_over
+
+    @property
+    def alone(self) -> int:
+        """Id of the request that it runs alone; 0 if there is none."""
+        stats = self.traffic.stats
+        return 0 if stats is None else stats.alone
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do, as far as its stats are known."""
+        stats = self.traffic.stats
+        return stats is None or stats.running + stats.waiting == 0
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that it can run at once."""
+        setup, stats = self.entry.setup, self.traffic.stats
+        configured = 0 if setup is None else setup.max_num_seqs
+        if stats is None:
+            return configured
+        if stats.waiting and stats.kv_usage >= KV_PRESSURE_FROM:
+            return stats.running  # memory is what limits it now
+        return max(configured, stats.running)
 
 
 class HeardHello(NamedTuple):
@@ -40,35 +98,3 @@ class Behind(NamedTuple):
     since: float
     requests: int
     outputs: int
-
-
-def is_open(route: Route) -> bool:
-    """Whether an engine takes requests, if only to keep them while it is halted."""
-    return route.entry.ready and route.identity is not None
-
-
-def is_usable(route: Route) -> bool:
-    """Whether an engine runs what it is sent."""
-    halted = route.stats is not None and route.stats.halted
-    return is_open(route) and not halted
-
-
-def alone_on(route: Route) -> int:
-    """Return the id of the request that an engine runs alone; 0 if there is none."""
-    return 0 if route.stats is None else route.stats.alone
-
-
-def slots_of(route: Route) -> int:
-    """Return how many sequences an engine can run at once."""
-    setup, stats = route.entry.setup, route.stats
-    configured = 0 if setup is None else setup.max_num_seqs
-    if stats is None:
-        return configured
-    if stats.waiting and stats.kv_usage >= KV_PRESSURE_FROM:
-        return stats.running  # memory is what limits it now
-    return max(configured, stats.running)
-
-
-def is_idle(stats: EngineStats | None) -> bool:
-    """Whether an engine has nothing to do, as far as its stats are known."""
-    return stats is None or stats.running + stats.waiting == 0

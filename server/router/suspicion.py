@@ -1,21 +1,22 @@
 """Which engines ended while a request was in flight on them, and what that says of the request."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-Engine = tuple[int, int]
-"""Rank and incarnation of one engine process."""
+from server.router.route import Engine
+
+_NONE: frozenset[Engine] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
 class Suspicion:
     """The deaths that one request may have been the reason for."""
 
-    died_on: set[Engine] = field(default_factory=set)
+    died_on: frozenset[Engine] = _NONE
     """Engines that died with the request in flight, for a reason that is not known."""
-    in_doubt: set[Engine] = field(default_factory=set)
+    in_doubt: frozenset[Engine] = _NONE
     """Engines that it was moved away from and that may have died."""
-    silent_on: set[Engine] = field(default_factory=set)
+    silent_on: frozenset[Engine] = _NONE
     """Engines that fell silent with it in flight: they died if others take their places."""
     alone_on: Engine | None = None
     """The engine that said that it runs this request alone."""
@@ -43,7 +44,10 @@ class Suspicion:
 
     def left(self, engine: Engine, *, was_silent: bool) -> None:
         """The request leaves an engine that is out of reach."""
-        (self.silent_on if was_silent else self.in_doubt).add(engine)
+        if was_silent:
+            self.silent_on |= {engine}
+        else:
+            self.in_doubt |= {engine}
 
     def left_on(self, engine: Engine) -> bool:
         """Whether it left that engine without knowing what would become of it."""
@@ -51,33 +55,42 @@ class Suspicion:
 
     def heard(self, engine: Engine) -> None:
         """An engine lives: it was only out of reach."""
+        if not (self.died_on or self.in_doubt or self.silent_on):
+            return
         if self.left_on(engine) and self.alone_on == engine:
             self.alone_on = None
         self.excused(engine)
-        self.died_on.discard(engine)
+        self.died_on -= {engine}
 
     def excused(self, engine: Engine) -> None:
         """Whatever happened to an engine, it was not this request."""
-        self.in_doubt.discard(engine)
-        self.silent_on.discard(engine)
+        self.in_doubt -= {engine}
+        self.silent_on -= {engine}
 
     def ended(self, engine: Engine, *, was_silent: bool) -> None:
         """An engine has gone; one that had been silent may be back some day."""
         self.excused(engine)
-        (self.silent_on if was_silent else self.died_on).add(engine)
+        if was_silent:
+            self.silent_on |= {engine}
+        else:
+            self.died_on |= {engine}
         if engine == self.tried_on and not was_silent:
             self.tries += 1
             self.tried_on = None
 
     def replaced(self, incarnations: Mapping[int, int]) -> None:
         """Engines that fell silent have died if other processes are in their places."""
-        for rank, incarnation in list(self.silent_on):
+        for rank, incarnation in self.silent_on:
             if incarnations.get(rank, incarnation) != incarnation:
                 self.ended((rank, incarnation), was_silent=False)
 
+    def explained(self, deaths: frozenset[Engine]) -> None:
+        """Another request is the reason for these deaths."""
+        self.died_on -= deaths
+
     def cleared(self) -> None:
         """It has run alone, and nothing happened: what died did so for other reasons."""
-        self.died_on.clear()
+        self.died_on = _NONE
         self.alone_on = self.tried_on = None
         self.tries = self.deaths_alone = 0
         self.clearances += 1

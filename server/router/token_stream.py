@@ -1,18 +1,12 @@
-"""The tokens of one request on their way from the engines to the HTTP layer.
-
-The front end owns the request: prompt, sampling parameters and every token so far stay here, so
-that another engine can go on where one has died.
-"""
+"""The tokens of one request on their way from its front end's router to the HTTP layer."""
 
 import asyncio
 from collections.abc import Callable
 
-import msgspec
-
 from engine.shared.messages import AddRequest, RequestOutput
 from server.router.engine_times import EngineTimes
 from server.router.generation_client import KillsEngines, NoEngineAvailable, ReaderTooSlow
-from server.router.suspicion import Suspicion
+from server.router.request import RoutedRequest
 
 MAX_BACKLOG = 1 << 16
 """Tokens that are kept for a client that does not read before its request is aborted."""
@@ -22,23 +16,22 @@ _MERGED = 64
 
 
 class RequestStream:
-    """One request in flight: what it is, where it runs, and what has not been read yet."""
+    """What has come of one request and has not been read yet.
+
+    Args:
+        message: what is asked for; the router gives it its id.
+        on_close: called when nobody reads any more.
+        pinned_rank: the only engine that may run it.
+    """
 
     def __init__(
         self,
-        request: AddRequest,
+        message: AddRequest,
         on_close: Callable[["RequestStream"], None],
         pinned_rank: int | None = None,
     ) -> None:
-        self.request = request
-        self.pinned_rank = pinned_rank
-        """The only engine that may run it; None: any may."""
-        self.output_token_ids: list[int] = []
-        """Tokens received so far, from all engines that ran the request."""
-        self.times = EngineTimes()
-        self.rank = -1
-        self.incarnation = 0
-        self.suspicion = Suspicion()
+        self.request = RoutedRequest(message, pinned_rank)
+        """The request as the router keeps it."""
         self.finished = False
         self._on_close = on_close
         self._unread: list[RequestOutput] = []
@@ -52,15 +45,10 @@ class RequestStream:
         """What engines call the sequence."""
         return self.request.id
 
-    # -- for the engine client -------------------------------------------------------------------
-
-    def runs_on(self, rank: int, incarnation: int) -> bool:
-        """Whether outputs of this engine process are this request's."""
-        return self.rank == rank and self.incarnation == incarnation
+    # -- for the router's shell ------------------------------------------------------------------
 
     def put(self, output: RequestOutput) -> None:
         """Take what one step added."""
-        self.output_token_ids += output.token_ids
         self._unread.append(output)
         self.finished = output.finish_reason is not None
         if len(self._unread) >= self._merge_at:
@@ -83,25 +71,15 @@ class RequestStream:
         self._error = error
         self._wake()
 
-    def message(self, wave: int) -> AddRequest:
-        """Return the request as an engine has to take it (over): with the tokens so far."""
-        if not self.output_token_ids:
-            return msgspec.structs.replace(self.request, wave=wave)
-        sampling = self.request.sampling
-        if sampling.prompt_logprobs is not None:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        return msgspec.structs.replace(
-            self.request,
-            wave=wave,
-            sampling=sampling,
-            output_token_ids=list(self.output_token_ids),
-        )
-
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # -- for the HTTP layer (`server.router.generation_client.TokenStream`) ---
+    # -- for the HTTP layer (`server.router.generation_client.TokenStream`) ----------------------
+
+    @property
+    def times(self) -> EngineTimes:
+        return self.request.times
 
     async def next(self) -> RequestOutput:
         """Wait for and return everything new since the last call, merged."""

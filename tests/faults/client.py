@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.executor.simulated import _token_logprob
-from engine.shared.messages import RequestOutput
+from engine.shared.messages import AddRequest, RequestOutput
 from server.router.generation_client import KillsEngines, NoEngineAvailable, ReaderTooSlow
 from server.router.token_stream import RequestStream, merge
 from tests.faults.front import Front
@@ -46,15 +46,19 @@ class Client:
         front = fronts[self._world.rng.randrange(len(fronts))]
         ask, now = self.ask, self._world.clock.now
         try:
-            stream = front.dispatcher.submit(
-                ask.name,
-                list(ask.prompt),
-                ask.sampling,
-                now,
-                priority=ask.priority,
-                pinned_rank=ask.pinned_rank,
-                tenant=ask.tenant,
-                cache_root=ask.tenant.to_bytes(16) if ask.tenant else b"",
+            stream = front.shell.submit(
+                AddRequest(
+                    id=0,
+                    request_id=ask.name,
+                    front_end=front.index,
+                    wave=0,
+                    prompt_token_ids=list(ask.prompt),
+                    sampling=ask.sampling,
+                    priority=ask.priority,
+                    tenant=ask.tenant,
+                    cache_root=ask.tenant.to_bytes(16) if ask.tenant else b"",
+                ),
+                ask.pinned_rank,
             )
         except NoEngineAvailable as error:
             if self._world.is_retired(ask.pinned_rank):

@@ -1,4 +1,4 @@
-"""The front end's shell in virtual time: registration, views, and the dispatcher's sends."""
+"""A front end in virtual time: registration, and the router in its shell."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from engine.shared.messages import (
     StepOutputs,
 )
 from server.router.engine_client import TICK_INTERVAL
-from server.router.routing import LeastLoaded
+from server.router.events import Heard, Tick
+from server.router.shell import RouterShell
 from tests.faults.network import Process
-from tests.faults.parts import HEARTBEAT, TIMEOUT
+from tests.faults.parts import HEARTBEAT
 
 if TYPE_CHECKING:
     from tests.faults.engine import Engine
@@ -59,24 +60,20 @@ class Front(Process):
             ),
             HEARTBEAT,
         )
-        self.cluster = parts.cluster(index, incarnation, TIMEOUT, None)
-        self.dispatcher = parts.dispatcher(
-            front_end=index,
-            first_id=incarnation << 20,
-            state=self.cluster,
-            policy=LeastLoaded(index),
-            metrics=self,
+        self.router = parts.router(index, incarnation, world.plan.max_resumes)
+        self.shell = RouterShell(
+            self.router,
             send=self._send,
             notify=self._notify,
             on_idle=lambda: None,
-            max_resumes=world.plan.max_resumes,
-            resume_timeout=30.0,
+            metrics=self,
+            clock=lambda: self.clock.now,
         )
         self._links: dict[bytes, Line] = {}
         self.after(0.0, self._membership_tick)
         self.after(TICK_INTERVAL, self._client_tick)
 
-    # -- what the dispatcher counts --------------------------------------------------------------
+    # -- what the shell counts -------------------------------------------------------------------
 
     def routing_decision(self, rank: int, reason: str) -> None:
         pass
@@ -96,7 +93,8 @@ class Front(Process):
         engine = line.engine
         if isinstance(message, AddRequest):
             self._world.assigned(message, engine)
-            awake = [load.rank for load in self.cluster.loads(self.cluster.awake)]
+            routes = self.router.members.routes.values()
+            awake = [route.entry.rank for route in routes if route.is_usable]
             pinned = self._world.is_pinned(message.request_id)
             assert pinned or engine.rank in awake, f"{engine.name} is halted, {awake} are not"
         network = self._world.network
@@ -117,7 +115,7 @@ class Front(Process):
             self._world.to_hub(self, message)
 
     def _client_tick(self) -> None:
-        self.dispatcher.tick(self.clock.now)
+        self.shell.handle(Tick())
         self.after(TICK_INTERVAL, self._client_tick)
 
     # -- in --------------------------------------------------------------------------------------
@@ -139,17 +137,14 @@ class Front(Process):
 
     def view_arrived(self, view: ClusterView) -> None:
         """A cluster view of the coordinator."""
-        self.dispatcher.view_changed(view, self.clock.now)
+        self.shell.handle(view)
 
     def greeting_arrived(self, identity: bytes, line: Line, hello: RouteHello) -> None:
         """An engine's hello, the first message on each of its connections."""
         if line.up and not line.closed:
             self._links[identity] = line
-            self.dispatcher.route_hello(identity, hello, self.clock.now)
+            self.shell.handle(Heard(identity, hello))
 
     def output_arrived(self, message: StepOutputs | EngineDead) -> None:
         """Tokens, or last words."""
-        if isinstance(message, StepOutputs):
-            self.dispatcher.step_outputs(message, self.clock.now)
-        else:
-            self.dispatcher.engine_died(message, self.clock.now)
+        self.shell.handle(message)

@@ -8,8 +8,13 @@ from engine.process.links import FrontEndLinks
 from engine.process.reception import Reception
 from engine.process.turns import Turns
 from engine.shared.membership import Membership
-from server.router.dispatch import Dispatcher
-from server.router.state import ClusterState
+from server.router.calls import UtilityCalls
+from server.router.delivery import Delivery
+from server.router.failover import Failover
+from server.router.load import Loads
+from server.router.members import Members
+from server.router.router import Router
+from server.router.routing import LeastLoaded
 
 
 @dataclass(frozen=True)
@@ -22,8 +27,36 @@ class Parts:
     links: type[FrontEndLinks] = FrontEndLinks
     reception: type[Reception] = Reception
     turns: type[Turns] = Turns
-    cluster: type[ClusterState] = ClusterState
-    dispatcher: type[Dispatcher] = Dispatcher
+    members: type[Members] = Members
+    loads: type[Loads] = Loads
+    delivery: type[Delivery] = Delivery
+    failover: type[Failover] = Failover
+
+    def router(self, index: int, incarnation: int, max_resumes: int) -> Router:
+        """Return the router of a front-end process."""
+        members = self.members(incarnation, TIMEOUT)
+        loads = self.loads(index, incarnation, TIMEOUT, None)
+        delivery = self.delivery(
+            front_end=index,
+            first_id=incarnation << 20,
+            members=members,
+            loads=loads,
+            policy=LeastLoaded(index),
+        )
+        failover = self.failover(
+            members=members,
+            loads=loads,
+            delivery=delivery,
+            max_resumes=max_resumes,
+            resume_timeout=30.0,
+        )
+        return Router(
+            members=members,
+            loads=loads,
+            delivery=delivery,
+            failover=failover,
+            calls=UtilityCalls(index),
+        )
 
 
 HEARTBEAT = 1.0

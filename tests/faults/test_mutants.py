@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.events import Action
+from coordinator.events import Action as CoordinatorAction
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
 from engine.process.events import Drain, InboxItem
@@ -28,9 +28,13 @@ from engine.shared.messages import (
     FrontEndEntry,
     HeartbeatAck,
 )
-from server.router.dispatch import Dispatcher
-from server.router.state import ClusterState, EngineLost
-from server.router.token_stream import RequestStream
+from server.router.delivery import Delivery
+from server.router.events import Action
+from server.router.failover import Failover
+from server.router.load import Loads
+from server.router.members import EngineLost, Members
+from server.router.request import RoutedRequest
+from server.router.route import Route
 from tests.faults.parts import Parts
 from tests.faults.run import run_seeds
 
@@ -42,105 +46,109 @@ STEP = 25
 # -- the front end: requests ---------------------------------------------------------------------
 
 
-class StartsOver(Dispatcher):
+class StartsOver(Delivery):
     """Moves a request without the tokens that the client has."""
 
-    def _rehome(self, stream: RequestStream, now: float) -> None:
-        stream.message = lambda wave: msgspec.structs.replace(  # type: ignore[method-assign]
-            stream.request, wave=wave
-        )
-        super()._rehome(stream, now)
+    def renumber(self, request: RoutedRequest, now: float) -> None:
+        super().renumber(request, now)
+        request.output_token_ids = []
 
 
-class KeepsTheId(Dispatcher):
+class KeepsTheId(Delivery):
     """Sends a request again under its old id, so that old answers pass for new ones."""
 
-    def _rehome(self, stream: RequestStream, now: float) -> None:
-        old, self._next_id = self._next_id, stream.request.id - 1
+    def renumber(self, request: RoutedRequest, now: float) -> None:
+        old, self._next_id = self._next_id, request.id - 1
         try:
-            super()._rehome(stream, now)
+            super().renumber(request, now)
         finally:
             self._next_id = old
 
 
-class MovesNothing(Dispatcher):
+class MovesNothing(Failover):
     """Leaves requests where they were when their engine has gone."""
 
-    def _engines_lost(self, lost: list[EngineLost], now: float) -> None:
-        pass
+    def engine_lost(self, lost: EngineLost, now: float) -> list[Action]:
+        return []
 
 
-class NeverSuspects(Dispatcher):
+class NeverSuspects(Failover):
     """Tries a request on one engine after the other, however many it kills."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "max_resumes": 1000})
 
 
-class ConvictsWithoutTrial(Dispatcher):
+class ConvictsWithoutTrial(Failover):
     """Ends whatever was in flight on too many engines that died, innocent or not."""
 
-    def _look_at(self, stream: RequestStream, now: float) -> bool:
-        if self._probation.is_suspect(stream):
-            self._kills_engines(stream)
-            return True
-        return False
+    def _look_at(self, request: RoutedRequest, now: float) -> list[Action] | None:
+        if self.probation.is_suspect(request):
+            return self._kills_engines(request)
+        return None
 
 
-class ForgetsThePin(Dispatcher):
+class ForgetsThePin(Failover):
     """Moves a request to any engine, though only one may run it."""
 
-    def _move(self, stream: RequestStream, now: float) -> None:
-        stream.pinned_rank = None
-        super()._move(stream, now)
+    def _move(self, request: RoutedRequest, now: float) -> list[Action]:
+        request.pinned_rank = None
+        return super()._move(request, now)
 
 
-class TakesEveryMoveForADeath(Dispatcher):
+class TakesEveryMoveForADeath(Failover):
     """Counts a broken connection, or silence, as a death of the engine."""
 
-    def _move(self, stream: RequestStream, now: float) -> None:
-        suspicion = stream.suspicion
+    def _move(self, request: RoutedRequest, now: float) -> list[Action]:
+        suspicion = request.suspicion
         suspicion.died_on |= suspicion.in_doubt | suspicion.silent_on
-        super()._move(stream, now)
+        return super()._move(request, now)
 
 
-class ForgetsTheHomeless(Dispatcher):
+class ForgetsWhoWaits(Failover):
     """Looks for an engine once, not again when one comes."""
 
-    def _find_homes(self, now: float) -> None:
+    def place_waiting(self, now: float) -> list[Action]:
+        return []
+
+
+class LosesWhatWasNotSent(Failover):
+    """Takes a request for sent although its engine could not be reached."""
+
+    def not_sent(self, request: RoutedRequest, now: float) -> None:
         pass
 
 
 # -- the front end: engines ----------------------------------------------------------------------
 
 
-class TakesGapsForNothing(ClusterState):
+class TakesGapsForNothing(Loads):
     """Does not notice that answers were lost before the one that arrived."""
 
-    def outputs_arrived(self, stats: EngineStats) -> int:
-        return min(0, super().outputs_arrived(stats))
+    def outputs_arrived(self, route: Route | None, stats: EngineStats) -> int:
+        return min(0, super().outputs_arrived(route, stats))
 
 
-class MissesNothing(ClusterState):
+class MissesNothing(Loads):
     """Does not notice that the last message, in either direction, never came."""
 
-    def take_broken(self) -> set[tuple[int, int]]:
-        super().take_broken()
-        return set()
+    def observe(self, route: Route, stats: EngineStats, now: float) -> bool:
+        super().observe(route, stats, now)
+        return False
 
 
-class CountsTheLost(ClusterState):
+class CountsTheLost(Loads):
     """Counts requests that never arrived as load for ever."""
 
-    def forget_unreceived(self, rank: int) -> None:
+    def forget_unreceived(self, route: Route) -> None:
         pass
 
 
-class GivesUpForGood(ClusterState):
+class GivesUpForGood(Members):
     """Takes an engine that could not be reached once for dead."""
 
     def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
-        return self.lost(rank, incarnation)
+        return self.died(rank, incarnation)
 
 
 # -- engines, membership and the coordinator -----------------------------------------------------
@@ -217,30 +225,31 @@ class SendsReadyOnce(Membership):
 class WaitsForGoodbyes(CoordinatorState):
     """Believes that members say so before they go."""
 
-    def _expire(self, now: float) -> list[Action]:
+    def _expire(self, now: float) -> list[CoordinatorAction]:
         return []
 
 
 class OrdersOnce(CoordinatorState):
     """Tells engines once who the front ends are."""
 
-    def _repeat_order(self, now: float) -> list[Action]:
+    def _repeat_order(self, now: float) -> list[CoordinatorAction]:
         return []
 
 
 MUTANTS = [
-    Parts(dispatcher=StartsOver),
-    Parts(dispatcher=KeepsTheId),
-    Parts(dispatcher=MovesNothing),
-    Parts(dispatcher=NeverSuspects),
-    Parts(dispatcher=ConvictsWithoutTrial),
-    Parts(dispatcher=ForgetsThePin),
-    Parts(dispatcher=TakesEveryMoveForADeath),
-    Parts(dispatcher=ForgetsTheHomeless),
-    Parts(cluster=TakesGapsForNothing),
-    Parts(cluster=MissesNothing),
-    Parts(cluster=CountsTheLost),
-    Parts(cluster=GivesUpForGood),
+    Parts(delivery=StartsOver),
+    Parts(delivery=KeepsTheId),
+    Parts(failover=MovesNothing),
+    Parts(failover=NeverSuspects),
+    Parts(failover=ConvictsWithoutTrial),
+    Parts(failover=ForgetsThePin),
+    Parts(failover=TakesEveryMoveForADeath),
+    Parts(failover=ForgetsWhoWaits),
+    Parts(failover=LosesWhatWasNotSent),
+    Parts(loads=TakesGapsForNothing),
+    Parts(loads=MissesNothing),
+    Parts(loads=CountsTheLost),
+    Parts(members=GivesUpForGood),
     Parts(core=WorksForTheDead),
     Parts(core=TriesInCompany),
     Parts(links=GreetsOnce),

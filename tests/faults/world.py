@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from engine.shared.messages import AddRequest, ClusterView, EngineStats, Goodbye, MemberMessage
 from server.fleet.restarts import LONGEST_BACKOFF, Restarts
-from server.router.probation import MAX_TRIES
+from server.router.probation import CONVICTING_DEATHS, MAX_TRIES
 from tests.faults.client import Client
 from tests.faults.engine import Engine
 from tests.faults.front import Front
@@ -355,7 +355,7 @@ class World:
         # One that is convicted explains deaths that another caused as well: these do not count
         # for the other any more.
         explained = (poisons - 1) * (self.plan.max_resumes + 1) if poisons else 0
-        most = (self.plan.max_resumes + 2) * attempts + unheard + explained
+        most = (self.plan.max_resumes + 1 + CONVICTING_DEATHS) * attempts + unheard + explained
         assert self._poisoned <= most, f"poison killed {self._poisoned} engines, not {most}"
         for client in self.clients:
             name = client.ask.name
@@ -412,17 +412,18 @@ class World:
         assert fronts == there, f"{engine.name} is connected to {fronts}, not {there}"
 
     def _check_front(self, front: Front, ranks: list[int]) -> None:
-        dispatcher, cluster = front.dispatcher, front.cluster
-        assert not dispatcher.in_flight, f"{front.name} leaks {dispatcher.in_flight}"
-        assert not dispatcher._unassigned, f"{front.name} leaks waiting requests"
-        assert not dispatcher._probation, f"{front.name} leaks suspects"
-        assert dispatcher._probation.on_trial is None, f"{front.name} tries for ever"
-        loads = cluster.loads()
+        router = front.router
+        members, failover = router.members, router.failover
+        assert not router.delivery.in_flight, f"{front.name} leaks {router.delivery.in_flight}"
+        assert not failover.waiting, f"{front.name} leaks waiting requests"
+        assert not failover.probation.suspects, f"{front.name} leaks suspects"
+        assert failover.probation.on_trial is None, f"{front.name} tries for ever"
+        open_routes = [route for route in members.routes.values() if route.is_open]
+        loads = router.loads.of(open_routes)
         assert [load.rank for load in loads] == ranks, f"{front.name} routes to {loads}"
         assert all(load.requests == 0 for load in loads), f"{front.name} counts {loads}"
-        assert cluster.view is not None
-        assert not cluster.view.running, f"{front.name} believes that engines run"
-        for rank in ranks:
-            address = cluster.address_of(rank)
-            assert address is not None
-            assert address[0] == self.engines[rank].incarnation, f"{front.name}: old {rank}"
+        assert members.view is not None
+        assert not members.view.running, f"{front.name} believes that engines run"
+        for route in open_routes:
+            rank, incarnation = route.engine
+            assert incarnation == self.engines[rank].incarnation, f"{front.name}: old {rank}"

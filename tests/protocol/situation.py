@@ -71,8 +71,8 @@ class Rank(NamedTuple):
 class Front(NamedTuple):
     """One front end in a state of the world."""
 
-    cluster: int
-    """Number of its `ClusterState`."""
+    router: int
+    """Number of its `Router`."""
     views: tuple[tuple[Any, ...], ...] = ()
     sent: tuple[tuple[int, ...], ...] = ()
     """By rank: waves stamped on the requests on their way there."""
@@ -119,8 +119,8 @@ def with_front(state: State, index: int, front: Front) -> State:
     ranks, hub, fronts, rest = state
     if not rest.unsent:
         # What a front end has seen decides about nothing any more.
-        front = front._replace(cluster=0, views=())
-        fronts = tuple(each._replace(cluster=0, views=()) for each in fronts)
+        front = front._replace(router=0, views=())
+        fronts = tuple(each._replace(router=0, views=()) for each in fronts)
     return (ranks, hub, tuple(sorted(put(fronts, index, front))), rest)
 
 

@@ -16,7 +16,7 @@ from engine.shared.messages import (
     WaveComplete,
 )
 from engine.shared.version import PROTOCOL_VERSION
-from server.router.state import ClusterState
+from server.router.router import Router
 from tests.protocol.explorer import freeze
 from tests.protocol.situation import Call
 
@@ -36,8 +36,8 @@ def coordinator_view(state: CoordinatorState) -> Any:
     return (state._parameters.epoch, freeze(fields))
 
 
-def front_view(cluster: ClusterState) -> Any:
-    view = cluster.view
+def front_view(front: Router) -> Any:
+    view = front.members.view
     return None if view is None else (view.epoch, view.wave, view.running)
 
 

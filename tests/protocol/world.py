@@ -1,7 +1,7 @@
 """A whole lockstep cluster as one explorable system: the production state machines, no sockets.
 
 Engines run `EngineWave` behind a minimal queue, the coordinator is `CoordinatorState`, front ends
-are `ClusterState`. What lies between them is modelled as weakly as the sockets are:
+are `Router`. What lies between them is modelled as weakly as the sockets are:
 
 - requests: first in, first out for each front end and engine, never lost
 - reports to the coordinator: first in, first out for each engine, lost only when it restarts
@@ -25,7 +25,8 @@ from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.lockstep.wave import EngineWave, Gather, LockstepError, Park, Phase, Step
 from engine.scheduler.admission import RankState
 from engine.shared.messages import ClusterView, StartDpWave, WakeUp
-from server.router.state import ClusterState
+from server.router.router import Router, build_router
+from server.router.routing import LeastLoaded
 from tests.protocol.explorer import Arena, Label, State, Violation
 from tests.protocol.situation import (
     Front,
@@ -58,6 +59,13 @@ FOREVER = float("inf")
 _LOAD = RankState(*[0] * len(RankState._fields))
 
 
+def _new_front() -> Router:
+    return build_router(
+        front_end=0, incarnation=1, first_id=0, policy=LeastLoaded(), table=None, grace=FOREVER,
+        max_resumes=1, resume_timeout=FOREVER,
+    )  # fmt: skip
+
+
 def _inside(action: Gather | Step, tag: int) -> tuple[str, Any]:
     """Return what a rank says of the collective that it enters, the `tag`-th of its group."""
     if isinstance(action, Gather):
@@ -72,7 +80,7 @@ class World:
     setup: Setup
     engines: Arena[EngineWave] = field(default_factory=lambda: Arena(engine_view))
     hubs: Arena[CoordinatorState] = field(default_factory=lambda: Arena(coordinator_view))
-    fronts: Arena[ClusterState] = field(default_factory=lambda: Arena(front_view))
+    fronts: Arena[Router] = field(default_factory=lambda: Arena(front_view))
 
     # -- System ----------------------------------------------------------------------------------
 
@@ -83,9 +91,7 @@ class World:
             Rank(self.engines.intern(self._new_engine(rank))) for rank in range(setup.engines)
         )
         hub, view = self._new_hub(epoch=1, waves=[0] * setup.engines)
-        blank = Front(
-            self.fronts.intern(ClusterState(0, 1, FOREVER, None)), (), ((),) * setup.engines
-        )
+        blank = Front(self.fronts.intern(_new_front()), (), ((),) * setup.engines)
         front = self._see(blank, view)
         rest = Rest(
             setup.requests, 0, 0, setup.duplicates, setup.coordinator_restarts,
@@ -452,37 +458,38 @@ class World:
     # -- front ends and operators ----------------------------------------------------------------
 
     def _show(self, front: Front, views: tuple[tuple[Any, ...], ...]) -> Front:
-        cluster = self.fronts.objects[front.cluster]
-        last = front.views[-1] if front.views else front_view(cluster)
+        router = self.fronts.objects[front.router]
+        last = front.views[-1] if front.views else front_view(router)
         return front if last == views[-1] else front._replace(views=(*front.views, views[-1]))
 
     def _see(self, front: Front, view: tuple[Any, ...]) -> Front:
-        def look(cluster: ClusterState) -> None:
+        def look(router: Router) -> None:
             epoch, wave, running = view
-            version = 0 if cluster.view is None else cluster.view.version + 1
-            before = cluster.wave
-            cluster.update_view(ClusterView(epoch, version, wave, running, [], 0), 0.0)
-            if cluster.wave < before:
-                raise Violation(f"a front end's wave goes back from {before} to {cluster.wave}")
+            members = router.members
+            version = 0 if members.view is None else members.view.version + 1
+            before = members.wave
+            router.handle(ClusterView(epoch, version, wave, running, [], 0), 0.0)
+            if members.wave < before:
+                raise Violation(f"a front end's wave goes back from {before} to {members.wave}")
 
-        number, _ = self.fronts.apply(front.cluster, view, look)
-        return front._replace(cluster=number)
+        number, _ = self.fronts.apply(front.router, view, look)
+        return front._replace(router=number)
 
     def _send(self, state: State, index: int) -> Iterator[tuple[Label, State]]:
         """Send a request anywhere, after reading none, some or all of the views that came."""
         ranks, hub, fronts, rest = state
         front = fronts[index]
         while True:
-            cluster = self.fronts.objects[front.cluster]
+            members = self.fronts.objects[front.router].members
             for number in range(len(ranks)):
-                sent = put(front.sent, number, (*front.sent[number], cluster.wave))
+                sent = put(front.sent, number, (*front.sent[number], members.wave))
                 after = (ranks, hub, fronts, rest._replace(unsent=rest.unsent - 1))
                 after = with_front(after, index, front._replace(sent=sent))
-                yield ("send", index, number, cluster.wave), after
-                if cluster.paused and self.setup.notices:
-                    notices = tuple(sorted((*hub.notices, (number, cluster.wave))))
+                yield ("send", index, number, members.wave), after
+                if members.paused and self.setup.notices:
+                    notices = tuple(sorted((*hub.notices, (number, members.wave))))
                     after = (after[0], hub._replace(notices=notices), *after[2:])
-                    yield ("send with notice", index, number, cluster.wave), after
+                    yield ("send with notice", index, number, members.wave), after
             if not front.views:
                 return
             front = self._see(front, front.views[0])._replace(views=front.views[1:])

@@ -1,4 +1,4 @@
-"""A dispatcher without sockets; the test plays the engines and the coordinator."""
+"""A router in its shell, without sockets; the test plays the engines and the coordinator."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +18,11 @@ from engine.shared.messages import (
     SamplingParams,
     StepOutputs,
 )
-from server.router.dispatch import Dispatcher
+from server.router.events import Heard, Tick
 from server.router.generation_client import KillsEngines, NoEngineAvailable
+from server.router.router import build_router
 from server.router.routing import LeastLoaded
-from server.router.state import ClusterState
+from server.router.shell import RouterShell
 from server.router.token_stream import RequestStream
 
 GREEDY = SamplingParams(max_tokens=100, seed=1, temperature=0.0)
@@ -63,15 +64,17 @@ class Played:
 
 
 class Cluster:
-    """A front end's dispatcher among played engines."""
+    """A front end's router among played engines."""
 
     def __init__(self, *ranks: int, max_resumes: int = 1, resume_timeout: float = 30.0) -> None:
         self.now = 0.0
-        self.state = ClusterState(0, ME, grace=5.0, table=None)
-        self.dispatcher = Dispatcher(
-            front_end=0, first_id=0, state=self.state, policy=LeastLoaded(), metrics=self,
-            send=self._send, notify=lambda notice: None, on_idle=lambda: None,
+        self.router = build_router(
+            front_end=0, incarnation=ME, first_id=0, policy=LeastLoaded(), table=None, grace=5.0,
             max_resumes=max_resumes, resume_timeout=resume_timeout,
+        )  # fmt: skip
+        self.shell = RouterShell(
+            self.router, send=self._send, notify=lambda notice: None, on_idle=lambda: None,
+            metrics=self, clock=lambda: self.now,
         )  # fmt: skip
         self.engines: dict[int, Played] = {}
         self._incarnations = 10
@@ -103,9 +106,12 @@ class Cluster:
         self._incarnations += 1
         engine = self.engines[rank] = Played(rank, self._incarnations)
         self.publish()
-        route_hello = RouteHello(rank, engine.incarnation, 1)
-        self.dispatcher.route_hello(engine.identity, route_hello, self.now)
+        self.hello(engine)
         return engine
+
+    def hello(self, engine: Played) -> None:
+        """An engine says that its request route is open."""
+        self.shell.handle(Heard(engine.identity, RouteHello(engine.rank, engine.incarnation, 1)))
 
     def publish(self) -> None:
         """The coordinator publishes who is there."""
@@ -117,7 +123,7 @@ class Cluster:
         view = ClusterView(
             epoch=1, version=self._version, wave=0, running=True, engines=entries, num_front_ends=1
         )
-        self.dispatcher.view_changed(view, self.now)
+        self.shell.handle(view)
 
     def tell(self, engine: Played, *outputs: RequestOutput, **flags: Any) -> None:
         """An engine sends outputs, with stats that say what `flags` say from now on."""
@@ -127,24 +133,23 @@ class Cluster:
         for output in outputs:
             if output.finish_reason is not None:
                 engine.held.pop(output.id)
-        message = StepOutputs(engine.stats(), list(outputs))
-        self.dispatcher.step_outputs(message, self.now)
+        self.shell.handle(StepOutputs(engine.stats(), list(outputs)))
 
     def die(self, engine: Played) -> None:
         """An engine says its last words."""
         del self.engines[engine.rank]
-        dead = EngineDead(engine.rank, engine.incarnation, "boom")
-        self.dispatcher.engine_died(dead, self.now)
+        self.shell.handle(EngineDead(engine.rank, engine.incarnation, "boom"))
 
     def submit(self, name: str, **options: Any) -> RequestStream:
-        return self.dispatcher.submit(name, [1, 2], GREEDY, self.now, **options)
+        pinned_rank = options.pop("pinned_rank", None)
+        message = AddRequest(0, name, 0, 0, [1, 2], GREEDY, **options)
+        return self.shell.submit(message, pinned_rank)
 
     def tick(self, seconds: float = 1.0) -> None:
         self.now += seconds
         for engine in self.engines.values():
-            route_hello = RouteHello(engine.rank, engine.incarnation, 1)
-            self.dispatcher.route_hello(engine.identity, route_hello, self.now)
-        self.dispatcher.tick(self.now)
+            self.hello(engine)
+        self.shell.handle(Tick())
 
     def runs(self, stream: RequestStream) -> Played | None:
         """Return the engine that has a request, if any has."""

@@ -35,8 +35,8 @@ from engine.shared.messages import (
 from engine.shared.transport import Transport
 from server.router.engine_client import EngineClient
 from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
+from server.router.router import build_router
 from server.router.routing import LeastLoaded
-from server.router.state import ClusterState
 from tests.server.router.played_cluster import GREEDY, SETUP
 
 GUARD = 10.0
@@ -116,17 +116,28 @@ class World:
         self.notices: list[FrontEndNotice] = []
         self.engines: list[PlayedEngine] = []
         self._version = 0
-        self.client = EngineClient(
+        self.router = build_router(
             front_end=0,
-            state=ClusterState(0, 77, grace=5.0, table=None),
+            incarnation=77,
+            first_id=0,
             policy=LeastLoaded(),
-            metrics=self.counts,
-            requests=self.transport.bind(zmq.ROUTER, self.requests_address),
-            outputs=self.transport.bind(zmq.PULL, self.outputs_address),
+            table=None,
+            grace=5.0,
             max_resumes=1,
             resume_timeout=5.0,
         )
-        self.client.connect_coordinator(self.notices.append)
+        self.client = EngineClient(
+            front_end=0,
+            router=self.router,
+            metrics=self.counts,
+            notify=self.notices.append,
+            requests=self.transport.bind(zmq.ROUTER, self.requests_address),
+            outputs=self.transport.bind(zmq.PULL, self.outputs_address),
+        )
+
+    @property
+    def num_open(self) -> int:
+        return sum(route.is_open for route in self.router.members.routes.values())
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(GUARD):
@@ -157,7 +168,7 @@ class World:
     async def two_engines(self) -> tuple[PlayedEngine, PlayedEngine]:
         first, second = self.engine(0, 10), self.engine(1, 11)
         self.publish(first, second)
-        await self.until(lambda: len(self.client._state.loads()) == 2)
+        await self.until(lambda: self.num_open == 2)
         return first, second
 
 
@@ -177,9 +188,9 @@ def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) -> Non
         async with world(tmp_path) as w:
             engines = await w.two_engines()
             streams = [w.client.submit(f"r{i}", [1, 2, 3], GREEDY) for i in range(2)]
-            assert {stream.rank for stream in streams} == {0, 1}
+            assert {stream.request.rank for stream in streams} == {0, 1}
             for stream in streams:
-                engine = engines[stream.rank]
+                engine = engines[stream.request.rank]
                 request = await engine.receive()
                 assert isinstance(request, AddRequest)
                 assert (request.prompt_token_ids, request.wave) == ([1, 2, 3], 3)
@@ -229,7 +240,7 @@ def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(tmp_path: Path,
         async with world(tmp_path) as w:
             engines = await w.two_engines()
             stream = w.client.submit("a", [1, 2], GREEDY)
-            dying, other = engines[stream.rank], engines[1 - stream.rank]
+            dying, other = engines[stream.request.rank], engines[1 - stream.request.rank]
             request = await dying.receive()
             assert isinstance(request, AddRequest)
             dying.send(RequestOutput(request.id, [7, 8], timing=RequestTiming(2.0, 1.0)))
@@ -274,14 +285,14 @@ def test_a_moved_request_weighs_with_all_its_tokens(tmp_path: Path) -> None:
         async with world(tmp_path) as w:
             engines = await w.two_engines()
             stream = w.client.submit("a", [1, 2], GREEDY)
-            dying, other = engines[stream.rank], engines[1 - stream.rank]
+            dying, other = engines[stream.request.rank], engines[1 - stream.request.rank]
             request = await dying.receive()
             dying.send(RequestOutput(request.id, [7, 8, 9]))  # type: ignore[union-attr]
             await stream.next()
             dying.die("boom")
             moved = await other.receive()
             assert isinstance(moved, AddRequest)
-            (load,) = w.client._state.loads()
+            (load,) = w.router.loads.of([w.router.members.routes[other.rank]])
             assert (load.requests, load.prefill_tokens) == (1, moved.num_tokens) == (1, 5)
 
     asyncio.run(scenario())
@@ -292,7 +303,7 @@ def test_late_outputs_of_an_engine_given_up_for_dead_are_dropped(tmp_path: Path)
         async with world(tmp_path) as w:
             engines = await w.two_engines()
             stream = w.client.submit("a", [1], GREEDY)
-            old, new = engines[stream.rank], engines[1 - stream.rank]
+            old, new = engines[stream.request.rank], engines[1 - stream.request.rank]
             request = await old.receive()
             assert isinstance(request, AddRequest)
             w.publish(new)
@@ -312,7 +323,7 @@ def test_an_engine_that_wrongly_passed_for_dead_is_told_to_drop_what_moved_on(
         async with world(tmp_path) as w:
             engines = await w.two_engines()
             stream = w.client.submit("a", [1], GREEDY)
-            silent, other = engines[stream.rank], engines[1 - stream.rank]
+            silent, other = engines[stream.request.rank], engines[1 - stream.request.rank]
             request = await silent.receive()
             assert isinstance(request, AddRequest)
             w.publish(other)
@@ -331,7 +342,7 @@ def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again(tmp_p
             w.client.submit("a", [1], GREEDY)
             request = await engine.receive()
             assert isinstance(request, AddRequest)
-            stream = w.client._dispatcher.in_flight[request.id]
+            stream = w.router.delivery.in_flight[request.id]
             engine.send(RequestOutput(request.id, [7]))
             await w.until(lambda: stream.output_token_ids == [7])
             engine.requests.close(linger=0)
@@ -349,17 +360,19 @@ def test_a_request_whose_engines_keep_dying_ends_when_one_dies_of_it_alone(tmp_p
         async with world(tmp_path) as w:
             first, second = await w.two_engines()
             stream = w.client.submit("a", [1], GREEDY)
-            other = second if stream.rank == 0 else first
+            other = second if stream.request.rank == 0 else first
             w.publish(other)
             w.publish()
-            third = w.engine(2, 12)
-            w.publish(third)
-            request = await third.receive()
-            assert isinstance(request, AddRequest)
-            assert request.alone
-            third.send(alone=request.id)
-            third.die("boom")
-            with pytest.raises(KillsEngines, match="ended 3 engines"):
+            for number, rank in enumerate((2, 3), start=1):
+                trial = w.engine(rank, 10 + rank)
+                w.publish(trial)
+                request = await trial.receive()
+                assert isinstance(request, AddRequest)
+                assert request.alone
+                trial.send(alone=request.id)
+                trial.die("boom")
+                await w.until(lambda: stream.request.suspicion.deaths_alone == number)  # noqa: B023
+            with pytest.raises(KillsEngines, match="ended 4 engines"):
                 await stream.next()
             assert w.client.num_in_flight == 0
 
@@ -372,7 +385,7 @@ def test_late_last_words_of_a_predecessor_fail_no_call_of_its_successor(tmp_path
             await w.one_engine()
             successor = w.engine(0, 20)
             w.publish(successor)
-            await w.until(lambda: w.client._state.address_of(0) is not None)
+            await w.until(lambda: w.num_open == 1)
             call = asyncio.create_task(w.client.call_utility(0, "info", {}))
             received = await successor.receive()
             assert isinstance(received, UtilityCall)
@@ -406,7 +419,7 @@ def test_a_pinned_request_goes_there_or_nowhere(tmp_path: Path) -> None:
         async with world(tmp_path) as w:
             await w.two_engines()
             for _ in range(3):
-                assert w.client.submit("a", [1], GREEDY, pinned_rank=1).rank == 1
+                assert w.client.submit("a", [1], GREEDY, pinned_rank=1).request.rank == 1
             with pytest.raises(NoSuchEngine, match="engine 5"):
                 w.client.submit("a", [1], GREEDY, pinned_rank=5)
             assert w.counts.routed == [(1, "pinned")] * 3
@@ -504,7 +517,7 @@ def test_an_engine_that_asks_is_told_as_soon_as_requests_go_to_it(tmp_path: Path
         async with world(tmp_path) as w:
             engine = w.engine(0, 10)
             engine.requests.send(encode(RouteHello(0, 10, 1, asks=True)))
-            await w.until(lambda: w.client._state.greeted_from(0, 10) is not None)
+            await w.until(lambda: w.router.members.last_identity((0, 10)) is not None)
             assert engine.silent(), "the coordinator has not listed it"
             w.publish(engine)
             assert engine.silent(), "it does not ask all the time"

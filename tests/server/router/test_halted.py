@@ -11,9 +11,9 @@ def test_a_halted_engine_gets_no_new_requests_while_another_can_run_them() -> No
     cluster = Cluster(0, 1)
     cluster.tell(cluster.engines[0], halted=True)
     streams = [cluster.submit(str(number)) for number in range(6)]
-    assert {stream.rank for stream in streams} == {1}
+    assert {stream.request.rank for stream in streams} == {1}
     cluster.tell(cluster.engines[0], halted=False)
-    assert cluster.submit("after").rank == 0
+    assert cluster.submit("after").request.rank == 0
 
 
 def test_requests_wait_while_all_engines_are_halted_and_run_when_one_goes_on() -> None:
@@ -26,7 +26,7 @@ def test_requests_wait_while_all_engines_are_halted_and_run_when_one_goes_on() -
     assert all(error_of(stream) is None for stream in streams), "an operator may take his time"
     cluster.tell(cluster.engines[1], halted=False)
     cluster.tick()
-    assert {stream.rank for stream in streams} == {1}
+    assert {stream.request.rank for stream in streams} == {1}
 
 
 def test_what_a_halted_engine_holds_waits_there() -> None:
@@ -44,13 +44,13 @@ def test_what_a_halted_engine_holds_moves_on_the_operators_word_and_no_death_is_
     cluster = Cluster(0, 1)
     streams = [cluster.submit(str(number)) for number in range(4)]
     halted, other = cluster.engines[0], cluster.engines[1]
-    [first, _] = [stream for stream in streams if stream.rank == 0]
+    [first, _] = [stream for stream in streams if stream.request.rank == 0]
     cluster.tell(halted, RequestOutput(first.request.id, [7]), halted=True, hands_over=True)
     cluster.tick()
-    assert {stream.rank for stream in streams} == {1}
+    assert {stream.request.rank for stream in streams} == {1}
     assert not halted.held
     assert other.held[first.request.id].output_token_ids == [7]
-    assert not any(stream.suspicion.died_on for stream in streams)
+    assert not any(stream.request.suspicion.died_on for stream in streams)
 
 
 def test_requests_stay_where_they_are_while_no_other_engine_can_take_them_over() -> None:
@@ -59,10 +59,10 @@ def test_requests_stay_where_they_are_while_no_other_engine_can_take_them_over()
     for engine in cluster.engines.values():
         cluster.tell(engine, halted=True, hands_over=True)
     cluster.tick()
-    assert {stream.rank for stream in streams} == {0, 1}
+    assert {stream.request.rank for stream in streams} == {0, 1}
     cluster.tell(cluster.engines[0], halted=False, hands_over=False)
     cluster.tick()
-    assert {stream.rank for stream in streams} == {0}
+    assert {stream.request.rank for stream in streams} == {0}
 
 
 def test_a_pinned_request_waits_for_its_rank_and_runs_nowhere_else() -> None:
@@ -98,7 +98,7 @@ def test_a_pinned_request_whose_rank_does_not_come_back_fails_and_says_which() -
     error = error_of(stream)
     assert isinstance(error, NoEngineAvailable)
     assert "engine 1" in str(error)
-    assert not cluster.dispatcher.in_flight
+    assert not cluster.router.delivery.in_flight
 
 
 @pytest.mark.parametrize("mode", ["halted", "handing over"])

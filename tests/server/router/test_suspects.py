@@ -61,10 +61,10 @@ def test_a_request_that_survived_two_engines_runs_alone_instead_of_failing() -> 
     assert engine.held[id_].alone == STEPS_ALONE
     cluster.tell(engine, alone=id_)
     cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
-    assert not stream.suspicion.died_on
-    assert stream.request.alone == 0
+    assert not stream.request.suspicion.died_on
+    assert stream.request.message.alone == 0
     cluster.die(engine)
-    assert error_of(stream) is None or stream.output_token_ids == [5]
+    assert error_of(stream) is None or stream.request.output_token_ids == [5]
     assert cluster.runs(stream) is not None, "an ordinary request again"
 
 
@@ -81,8 +81,8 @@ def test_somebody_who_kills_an_engine_does_not_convict_the_request_that_ran_ther
     cluster.tell(engine, alone=id_)
     cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
     assert cluster.runs(stream) is engine
-    assert not stream.request.alone
-    assert not stream.suspicion.deaths_alone, "it starts anew"
+    assert not stream.request.message.alone
+    assert not stream.request.suspicion.deaths_alone, "it starts anew"
 
 
 def test_suspects_are_tried_one_at_a_time() -> None:
@@ -92,9 +92,9 @@ def test_suspects_are_tried_one_at_a_time() -> None:
         engine, id_ = on_trial(cluster)
         cluster.tell(engine, alone=id_)
         cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
-    assert not cluster.dispatcher._probation
+    assert not cluster.router.failover.probation.suspects
     assert all(cluster.runs(stream) is not None for stream in streams)
-    assert all(not stream.request.alone for stream in streams)
+    assert all(not stream.request.message.alone for stream in streams)
 
 
 def test_only_what_ran_alone_is_convicted_and_the_others_are_cleared() -> None:
@@ -113,8 +113,8 @@ def test_only_what_ran_alone_is_convicted_and_the_others_are_cleared() -> None:
         if stream is not killer:
             assert error_of(stream) is None
             assert cluster.runs(stream) is not None
-            assert not stream.request.alone, "the killer explains all deaths"
-            assert not stream.suspicion.died_on
+            assert not stream.request.message.alone, "the killer explains all deaths"
+            assert not stream.request.suspicion.died_on
 
 
 @pytest.mark.parametrize("how", ["view", "unreachable"])
@@ -132,7 +132,7 @@ def test_a_killer_is_convicted_however_its_end_is_noticed(how: str) -> None:
         bystander = cluster.submit("b")
         assert error_of(killer) is None, "it may be the connection only"
         assert cluster.runs(killer) is None or cluster.runs(killer) is engine
-        assert bystander.rank != engine.rank or not engine.reachable
+        assert bystander.request.rank != engine.rank or not engine.reachable
     del cluster.engines[engine.rank]
     cluster.publish()
     assert isinstance(error_of(killer), KillsEngines)
@@ -149,7 +149,7 @@ def test_a_death_before_the_trial_began_convicts_nobody_but_not_for_ever() -> No
             if rank not in cluster.engines:
                 cluster.start(rank)
     assert isinstance(error_of(stream), KillsEngines)
-    assert not cluster.dispatcher.in_flight
+    assert not cluster.router.delivery.in_flight
 
 
 def test_who_waits_for_a_turn_outlasts_the_resume_timeout() -> None:
@@ -175,7 +175,7 @@ def test_deaths_while_another_front_ends_request_ran_alone_do_not_count() -> Non
     engine = cluster.engines[0]
     assert cluster.runs(stream) is engine
     assert not engine.alone
-    assert not stream.suspicion.died_on
+    assert not stream.request.suspicion.died_on
 
 
 def test_the_engine_falling_silent_convicts_nobody() -> None:

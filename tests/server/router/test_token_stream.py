@@ -66,14 +66,3 @@ def test_a_stream_that_is_read_may_be_as_long_as_it_likes() -> None:
         assert owner.closed == 0
 
     asyncio.run(scenario())
-
-
-def test_a_request_that_moves_stays_its_tenants_and_keeps_its_root() -> None:
-    request = AddRequest(
-        1, "r", 0, 0, [1], SamplingParams(max_tokens=9, seed=1), tenant=77, cache_root=b"r" * 16
-    )
-    stream = RequestStream(request, lambda _: None)
-    stream.put(RequestOutput(1, [5, 6]))
-    moved = stream.message(wave=3)
-    assert moved.output_token_ids == [5, 6]
-    assert (moved.tenant, moved.cache_root) == (77, b"r" * 16)

@@ -1,0 +1,166 @@
+"""Requests in flight: on their way to engines, and their tokens on the way back.
+
+A state machine without I/O. A request gets a new id each time it is sent to another engine or
+anew, so nothing that an earlier engine, or an earlier connection, still says about it is taken
+for news.
+"""
+
+import msgspec
+
+from engine.shared.messages import AddRequest, StepOutputs, WakeUp
+from server.router.events import Abort, Action, Deliver, Notify, Send, Woken
+from server.router.load import Loads
+from server.router.members import Members
+from server.router.request import RoutedRequest
+from server.router.route import Engine
+from server.router.routing import Choice, RoutingPolicy
+
+
+class Delivery:
+    """Sends each request to the engine that it is pinned to or that the policy chooses.
+
+    Args:
+        front_end: this front end's number.
+        first_id: requests are numbered from here; no other front end may use the same numbers.
+        members: the engines that there are.
+        loads: how loaded they are.
+        policy: chooses among them.
+    """
+
+    def __init__(
+        self,
+        *,
+        front_end: int,
+        first_id: int,
+        members: Members,
+        loads: Loads,
+        policy: RoutingPolicy,
+    ) -> None:
+        self.in_flight: dict[int, RoutedRequest] = {}
+        """Requests that have not ended, by the id under which they were sent last."""
+        self._front_end = front_end
+        self._next_id = first_id
+        self._members = members
+        self._loads = loads
+        self._policy = policy
+        self._woken_at: float | None = None
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def begin(self, request: RoutedRequest) -> None:
+        """A new request is in flight from now on, if on no engine yet."""
+        self._next_id += 1
+        request.message = msgspec.structs.replace(
+            request.message, id=self._next_id, wave=self._members.wave
+        )
+        self.in_flight[request.id] = request
+
+    def renumber(self, request: RoutedRequest, now: float) -> None:
+        """Let a request run nowhere, and nothing that is still said of it count."""
+        request.times.left(now)
+        request.engine = None
+        del self.in_flight[request.id]
+        self.begin(request)
+
+    def end(self, request: RoutedRequest) -> bool:
+        """Forget a request, for whatever reason; False if it had ended before."""
+        return self.in_flight.pop(request.id, None) is not None
+
+    def running_on(self, engine: Engine) -> list[RoutedRequest]:
+        return [each for each in self.in_flight.values() if each.engine == engine]
+
+    # -- out -------------------------------------------------------------------------------------
+
+    def send(self, request: RoutedRequest, now: float) -> list[Action]:
+        """Send a request to an engine; empty if there is none for it now."""
+        choice = self._choose(request)
+        if choice is None:
+            return []
+        members = self._members
+        route = members.routes[choice.rank]
+        assert route.identity is not None, f"engine {choice.rank} was offered without a route"
+        message = request.to_send(members.wave)
+        was_paused = members.paused
+        self._loads.sent(route, message.num_tokens)
+        request.engine = rank, incarnation = route.engine
+        request.times.sent(rank, now)
+        if message.alone:
+            request.suspicion.tried_on = request.engine
+        send = Send(route.identity, rank, incarnation, message, choice.reason)
+        if not was_paused:
+            return [send]
+        if self._woken_at is None:
+            self._woken_at = now
+        return [send, Notify(WakeUp(self._front_end, rank, members.wave))]
+
+    def not_sent(self, message: AddRequest, engine: Engine) -> RoutedRequest | None:
+        """There was no peer: return the request, if it has not ended, as on no engine."""
+        route = self._members.find(*engine)
+        if route is not None:
+            self._loads.not_sent(route, message.num_tokens)
+        request = self.in_flight.get(message.id)
+        if request is not None:
+            request.engine = request.suspicion.tried_on = None
+        return request
+
+    def _choose(self, request: RoutedRequest) -> Choice | None:
+        routes, pinned_rank = self._members.routes, request.pinned_rank
+        if pinned_rank is not None:
+            route = routes.get(pinned_rank)
+            return Choice(pinned_rank, "pinned") if route is not None and route.is_open else None
+        loads = self._loads.of([route for route in routes.values() if route.is_usable])
+        if not loads:
+            return None
+        return self._policy.choose(
+            loads,
+            request.message.prompt_token_ids,
+            self._members.unseen_front_ends(self._loads.num_front_ends),
+            cache_root=request.message.cache_root,
+        )
+
+    def abort(self, ids: list[int], engine: Engine | None) -> list[Action]:
+        """Have an engine process drop requests, if it can be reached."""
+        route = None if engine is None else self._members.find(*engine)
+        if route is None or route.identity is None:
+            return []
+        return [Abort(route.identity, ids)]
+
+    def leave(self, request: RoutedRequest) -> list[Action]:
+        """Spare an engine that may only be silent the work, should it hear again."""
+        assert request.engine is not None, f"request {request.id} is on no engine that it can leave"
+        identity = self._members.last_identity(request.engine)
+        return [] if identity is None else [Abort(identity, [request.id])]
+
+    # -- back ------------------------------------------------------------------------------------
+
+    def outputs(self, message: StepOutputs, order: int, now: float) -> list[Action]:
+        """Take the outputs of a step.
+
+        Args:
+            order: 0 if the message is the next one of its engine, otherwise it is not delivered:
+                messages before it were lost (positive), or it is known already (negative).
+        """
+        stats = message.stats
+        engine = (stats.rank, stats.incarnation)
+        in_flight, delivered, stale = self.in_flight, [], []
+        for output in message.outputs if order >= 0 else ():
+            request = in_flight.get(output.id)
+            if request is None:
+                if output.finish_reason is None:
+                    stale.append(output.id)  # has moved on, or was aborted by nobody it heard
+            elif order == 0 and request.engine == engine:
+                if output.timing is not None:
+                    request.times.said(output.timing, now, last=output.finish_reason is not None)
+                if output.finish_reason is not None:
+                    del in_flight[output.id]
+                request.output_token_ids += output.token_ids
+                delivered.append((request, output))
+        actions: list[Action] = [Deliver(delivered)] if delivered else []
+        return actions + self.abort(stale, engine) if stale else actions
+
+    def engines_run(self, now: float) -> list[Action]:
+        """Engines are seen to run: a wake-up may be over."""
+        if self._woken_at is None:
+            return []
+        woken_at, self._woken_at = self._woken_at, None
+        return [Woken(now - woken_at)]

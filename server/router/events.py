@@ -1,0 +1,151 @@
+"""What happens to a front end's router, and what it does about it.
+
+Structs and not dataclasses: several are made for every request, one for every step of an engine.
+"""
+
+import msgspec
+
+from engine.shared.messages import (
+    AddRequest,
+    ClusterView,
+    EngineDead,
+    RequestOutput,
+    RouteHello,
+    StepOutputs,
+    UtilityCall,
+    UtilityResult,
+    UtilityValue,
+    WakeUp,
+)
+from server.router.generation_client import KillsEngines, NoEngineAvailable
+from server.router.request import RoutedRequest
+
+# -- events --------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """A new request; its id is given to it here."""
+
+    request: RoutedRequest
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Nobody reads a request any more, whether it has ended or not."""
+
+    request: RoutedRequest
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """An engine's hello on the request socket; `sender` is how to reach it."""
+
+    sender: bytes
+    hello: RouteHello
+
+
+class SendsFailed(msgspec.Struct, frozen=True):
+    """There was no peer for some of the `Send`s that were returned last."""
+
+    sends: "list[Send]"
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Call a utility of one engine, or of all with rank None."""
+
+    call_id: int
+    rank: int | None
+    name: str
+    arguments: dict[str, UtilityValue]
+
+
+class CallOverdue(msgspec.Struct, frozen=True):
+    """Nobody waits any longer for the answers to a call that are still missing."""
+
+    call_id: int
+    why: str
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+Event = (
+    StepOutputs | Submit | Close | Heard | ClusterView | Tick | EngineDead
+    | SendsFailed | Call | UtilityResult | CallOverdue
+)  # fmt: skip
+
+
+# -- actions -------------------------------------------------------------------------------------
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send to an engine; if that fails `SendsFailed` has to follow."""
+
+    to: bytes
+    rank: int
+    incarnation: int
+    message: AddRequest | UtilityCall
+    reason: str = ""
+    """Why the request goes to this engine, for the routing metric."""
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Have an engine drop requests, if it is there."""
+
+    to: bytes
+    ids: list[int]
+
+
+class Confirm(msgspec.Struct, frozen=True):
+    """Tell an engine that asked on this connection that requests go to it."""
+
+    to: bytes
+    session: int
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """Hand to whoever reads each request what one step added to it."""
+
+    outputs: list[tuple[RoutedRequest, RequestOutput]]
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """A request ends with an error: nothing can go on with it."""
+
+    request: RoutedRequest
+    error: NoEngineAvailable | KillsEngines
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """A submitted request, or a call, is not taken; the only action then."""
+
+    error: NoEngineAvailable
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A call is over: these are the answers, by rank, those that nobody gave included."""
+
+    call_id: int
+    results: list[UtilityResult]
+
+
+class Notify(msgspec.Struct, frozen=True):
+    """Tell the coordinator."""
+
+    notice: WakeUp
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """For the metrics: a request goes on after its engine was lost."""
+
+    request: RoutedRequest
+
+
+class Woken(msgspec.Struct, frozen=True):
+    """For the metrics: paused engines run, so long after the first request was sent to one."""
+
+    seconds: float
+
+
+Action = (
+    Deliver | Send | Abort | Confirm | Fail | Refuse | Answer | Notify | Resumed | Woken
+)  # fmt: skip

@@ -1,0 +1,163 @@
+"""How loaded each engine is, as one front end sees it: a state machine without I/O.
+
+The coordinator's snapshots and the stats that engines put on their own outputs are merged by
+their stamps. What this front end and its neighbours have sent and an engine has not yet received
+is added exactly once:
+
+    load(engine) = what its newest stats show + (sent - received as of these stats)
+"""
+
+from collections.abc import Iterable
+
+from engine.shared.messages import EngineStats
+from server.router.load_table import LoadTable, received_from
+from server.router.route import Behind, Route, Traffic
+from server.router.routing import EngineLoad
+
+
+class Loads:
+    """Counts what goes to engines and comes back, and notices what does not arrive.
+
+    Args:
+        front_end: this front end's number.
+        incarnation: this front end's process.
+        grace: seconds after which what has not arrived is lost.
+        table: what neighbours have sent; None without neighbours.
+    """
+
+    def __init__(
+        self, front_end: int, incarnation: int, grace: float, table: LoadTable | None
+    ) -> None:
+        self._front_end = front_end
+        self._incarnation = incarnation
+        self._grace = grace
+        self._table = table
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def observe(self, route: Route, stats: EngineStats, now: float) -> bool:
+        """Take stats from wherever they come; older ones than those known are ignored.
+
+        Returns:
+            Whether messages to or from the engine were lost: they had been missing for a grace
+            when newer stats came, and are missing still.
+        """
+        traffic = route.traffic
+        if traffic.stats is not None and stats.version <= traffic.stats.version:
+            return False
+        traffic.stats = stats
+        traffic.stats_at = now
+        traffic.load = None
+        return self._is_behind(traffic, stats, now)
+
+    def _is_behind(self, traffic: Traffic, stats: EngineStats, now: float) -> bool:
+        seen = received_from(stats, self._front_end, self._incarnation)
+        requests, outputs = (seen.requests, seen.outputs) if seen else (0, 0)
+        sent = traffic.sent
+        if seen is not None and requests > sent.requests:
+            # What was thought lost has arrived after all.
+            sent = traffic.sent = sent._replace(requests=requests, prompt_tokens=seen.prompt_tokens)
+        behind = traffic.behind
+        if behind is not None and requests >= behind.requests and traffic.outputs >= behind.outputs:
+            behind = None
+        if behind is None and (requests < sent.requests or outputs > traffic.outputs):
+            behind = Behind(now, sent.requests, outputs)
+        traffic.behind = behind
+        if behind is None or now - behind.since <= self._grace:
+            return False
+        traffic.behind = None
+        return True
+
+    def outputs_arrived(self, route: Route | None, stats: EngineStats) -> int:
+        """A message with outputs arrived, with these stats.
+
+        Returns:
+            0 if it is the next one, a positive number if messages before it were lost, and a
+            negative one if it is known already. Messages of engines that are not listed (yet, or
+            any more) are always the next.
+        """
+        if route is None:
+            return 0
+        seen = received_from(stats, self._front_end, self._incarnation)
+        if seen is None or seen.outputs == 0:
+            return 0  # an engine that does not count them
+        traffic = route.traffic
+        order = seen.outputs - traffic.outputs - 1
+        traffic.outputs = max(traffic.outputs, seen.outputs)
+        return order
+
+    def sent(self, route: Route, prompt_tokens: int) -> None:
+        """Count a request that is sent to an engine."""
+        before = route.traffic.sent
+        self._sent_so_far(route, before.requests + 1, before.prompt_tokens + prompt_tokens)
+
+    def not_sent(self, route: Route, prompt_tokens: int) -> None:
+        """A request that was counted could not be sent."""
+        before = route.traffic.sent
+        self._sent_so_far(route, before.requests - 1, before.prompt_tokens - prompt_tokens)
+
+    def forget_unreceived(self, route: Route) -> None:
+        """What an engine has not received by now is taken for lost."""
+        traffic = route.traffic
+        seen = received_from(traffic.stats, self._front_end, self._incarnation)
+        traffic.behind = None
+        if seen is not None:
+            traffic.outputs = max(traffic.outputs, seen.outputs)
+        self._sent_so_far(route, seen.requests if seen else 0, seen.prompt_tokens if seen else 0)
+
+    def _sent_so_far(self, route: Route, requests: int, prompt_tokens: int) -> None:
+        traffic = route.traffic
+        before = traffic.sent
+        traffic.sent = before._replace(requests=requests, prompt_tokens=prompt_tokens)
+        traffic.load = None
+        if self._table is not None:
+            self._table.publish(route.entry.rank, traffic.sent)
+
+    # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def num_front_ends(self) -> int:
+        """How many front ends' sends are counted, this one's included."""
+        return 1 if self._table is None else self._table.num_front_ends
+
+    def of(self, routes: Iterable[Route]) -> list[EngineLoad]:
+        """Return the load of each engine."""
+        table = self._table
+        loads = []
+        for route in routes:
+            traffic = route.traffic
+            if table is not None:  # what others have sent changes without notice
+                cells = table.cells(route.entry.rank)
+                if cells != traffic.cells:
+                    traffic.cells, traffic.load = cells, None
+            load = traffic.load
+            if load is None:
+                load = traffic.load = self._load(route.entry.rank, traffic)
+            loads.append(load)
+        return loads
+
+    def _load(self, rank: int, traffic: Traffic) -> EngineLoad:
+        stats, own = traffic.stats, traffic.sent
+        senders = [(self._front_end, own)]
+        if self._table is not None:
+            senders += self._table.peers(traffic.cells)
+        requests = tokens = 0
+        for front_end, sent in senders:
+            if sent.engine_incarnation != own.engine_incarnation:
+                continue
+            seen = received_from(stats, front_end, sent.front_end_incarnation)
+            if seen is None:
+                requests += sent.requests
+                tokens += sent.prompt_tokens
+            else:
+                requests += max(0, sent.requests - seen.requests)
+                tokens += max(0, sent.prompt_tokens - seen.prompt_tokens)
+        if stats is None:
+            return EngineLoad(rank, requests, requests, tokens, 0.0)
+        return EngineLoad(
+            rank,
+            stats.running + stats.waiting + requests,
+            stats.waiting,
+            stats.queued_prefill_tokens + tokens,
+            stats.kv_usage,
+        )

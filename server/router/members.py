@@ -1,0 +1,232 @@
+"""Which engine processes there are: as the coordinator lists them, and as they are heard here.
+
+A state machine without I/O. Who has gone and who is out of reach is returned; what that means for
+requests, `server.router.failover` decides.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.shared.messages import ClusterView, EngineEntry, RouteHello
+from engine.shared.roster import Roster
+from engine.shared.scope import EVERYTHING, Scope
+from server.router.load_table import Sent
+from server.router.route import Engine, HeardHello, Route, Traffic
+
+
+@dataclass(frozen=True)
+class EngineLost:
+    """An engine process has gone, with everything that it was computing, or is out of reach."""
+
+    rank: int
+    incarnation: int
+    was_silent: bool = False
+    """It was not heard for long before: it may be back some day, and its end was no crash that
+    was seen."""
+    alone: int = 0
+    """Id of the request that it ran alone: its end was the doing of nobody else there."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.rank, self.incarnation
+
+
+class Members:
+    """The routes to all engines, and what becomes of them.
+
+    Args:
+        incarnation: this front end's process.
+        grace: seconds of silence after which an engine is out of reach, or gone if a restarted
+            coordinator does not list it.
+        scope: which engines this front end may use.
+        num_ranks: engines of ranks below that shall come, whether or not they are there.
+    """
+
+    def __init__(
+        self, incarnation: int, grace: float, scope: Scope = EVERYTHING, num_ranks: int = 0
+    ) -> None:
+        self.routes: dict[int, Route] = {}
+        """To each engine in scope, by rank, the lowest first."""
+        self.view: ClusterView | None = None
+        """The newest snapshot, with the engines in scope."""
+        self.num_ranks = num_ranks
+        """Ranks below this belong to engines that there are, were or shall be."""
+        self._incarnation = incarnation
+        self._grace = grace
+        self._scope = scope
+        self._roster: Roster[EngineEntry] = Roster(grace)
+        self._departed: dict[int, Route] = {}
+        self._hellos: dict[Engine, HeardHello] = {}
+        self._looked_at: float | None = None
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def is_news(self, view: ClusterView) -> bool:
+        """Whether a snapshot is newer than the one that is known."""
+        known = self.view
+        return known is None or view.epoch != known.epoch or view.version > known.version
+
+    def take_view(self, view: ClusterView, now: float) -> list[EngineLost]:
+        """Take a newer snapshot of the coordinator; return the engines that have gone."""
+        ranks = [1 + entry.rank for entry in view.engines]
+        self.num_ranks = max(self.num_ranks, *ranks, 0)
+        scope = self._scope
+        if scope != EVERYTHING:
+            near = [each for each in view.engines if scope.contains(each.rank, each.host)]
+            view = msgspec.structs.replace(view, engines=near)
+        self.view = view
+        listed = {entry.rank: entry for entry in view.engines}
+        change = self._roster.update(view.epoch, listed, now)
+        lost = self._drop(change.left, now)
+        for rank in change.joined:
+            self.routes[rank] = self._route_to(listed[rank])
+        if change.joined:
+            self.routes = dict(sorted(self.routes.items()))
+        for entry in view.engines:
+            if (route := self.find(entry.rank, entry.incarnation)) is not None:
+                route.entry = entry
+        return lost
+
+    def _route_to(self, entry: EngineEntry) -> Route:
+        route = self._departed.pop(entry.rank, None)
+        if route is not None and route.entry.incarnation == entry.incarnation:
+            # It was only silent: what was sent to it and its open route are still there.
+            route.entry = entry
+        else:
+            for rank, incarnation in list(self._hellos):
+                if rank == entry.rank and incarnation != entry.incarnation:
+                    del self._hellos[rank, incarnation]
+            route = Route(entry, Traffic(Sent(self._incarnation, entry.incarnation, 0, 0)))
+        hello = self._hellos.get(route.engine)
+        if hello is not None:
+            route.identity, route.heard_at = hello.identity, hello.at
+        return route
+
+    def expire(self, now: float) -> list[EngineLost]:
+        """Return the engines that a restarted coordinator has not listed for too long."""
+        return self._drop(self._roster.expire(now), now)
+
+    def _drop(self, ranks: list[int], now: float) -> list[EngineLost]:
+        lost = []
+        for rank in ranks:
+            route = self.routes.pop(rank, None)
+            if route is not None:
+                self._departed[rank] = route
+                was_silent = now - route.heard_at > self._grace / 2
+                lost.append(EngineLost(*route.engine, was_silent, route.alone))
+        return lost
+
+    def unheard(self, now: float) -> list[EngineLost]:
+        """Return the engines that live, as the coordinator says, but are not heard here any more.
+
+        They are out of reach until they say hello again. Has to be called at least every second.
+        """
+        late = self._looked_at is not None and now - self._looked_at > self._grace / 2
+        self._looked_at = now
+        silent = []
+        for route in self.routes.values():
+            if late:  # this process itself was held up: what was said meanwhile is still unread
+                route.heard_at = now
+                route.traffic.behind = None
+            elif route.identity is not None and now - route.heard_at > self._grace:
+                silent.append(route.engine)
+        return [
+            EngineLost(lost.rank, lost.incarnation, was_silent=True, alone=lost.alone)
+            for each in silent
+            for lost in self.out_of_reach(*each)
+        ]
+
+    def heard(self, sender: bytes, hello: RouteHello, now: float) -> bool:
+        """An engine's request route to this front end is open.
+
+        Returns whether it is another connection of the same process than before: then that had
+        given this front end up for dead, and has dropped everything that it was sent.
+        """
+        engine = (hello.rank, hello.incarnation)
+        known = self._hellos.get(engine)
+        self._hellos[engine] = HeardHello(sender, hello.session, now)
+        route = self.find(*engine)
+        if route is not None:
+            route.identity = sender
+            route.heard_at = now
+        return known is not None and known.session != hello.session
+
+    def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
+        """An engine does not hear this front end, or is not heard, until it says hello again."""
+        route = self.find(rank, incarnation)
+        if route is None or route.identity is None:
+            return []
+        route.identity = None
+        return [EngineLost(rank, incarnation, alone=route.alone)]
+
+    def died(self, rank: int, incarnation: int) -> list[EngineLost]:
+        """An engine is known to be dead before the coordinator says so."""
+        route = self.find(rank, incarnation)
+        if route is None:
+            return []
+        # Its entry stays in the roster until the coordinator removes or replaces it: it must not
+        # come back as a newcomer with the next snapshot.
+        del self.routes[rank]
+        self._hellos.pop((rank, incarnation), None)
+        return [EngineLost(rank, incarnation, alone=route.alone)]
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def find(self, rank: int, incarnation: int) -> Route | None:
+        """Return the route to an engine process, if it is there."""
+        route = self.routes.get(rank)
+        return route if route is not None and route.entry.incarnation == incarnation else None
+
+    def last_identity(self, engine: Engine) -> bytes | None:
+        """Return the socket identity that an engine's last hello came from, if any did."""
+        hello = self._hellos.get(engine)
+        return None if hello is None else hello.identity
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one engine can run requests now."""
+        return any(route.is_usable for route in self.routes.values())
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether at least one engine is there, if only halted: it will run requests."""
+        return any(route.is_open for route in self.routes.values())
+
+    @property
+    def wave(self) -> int:
+        return self.view.wave if self.view is not None else 0
+
+    @property
+    def paused(self) -> bool:
+        """Whether all that is known here says that no engine is stepping."""
+        if self.view is not None and self.view.running:
+            return False
+        return all(route.is_idle for route in self.routes.values())
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest sequence that every engine takes; None without one."""
+        setups = [route.entry.setup for route in self.routes.values() if route.is_open]
+        return min((setup.max_model_len for setup in setups if setup), default=None)
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that the engines can run at once, now or when they go on."""
+        usable = [route for route in self.routes.values() if route.is_usable]
+        there = usable or [route for route in self.routes.values() if route.is_open]
+        return sum(route.num_slots for route in there)
+
+    def stats_age(self, now: float) -> dict[int, float]:
+        """Seconds since the newest stats of each engine arrived here."""
+        return {
+            rank: now - route.traffic.stats_at
+            for rank, route in self.routes.items()
+            if route.traffic.stats is not None
+        }
+
+    def unseen_front_ends(self, seen: int) -> int:
+        """How many others than the `seen` route to the same engines."""
+        if self.view is None or self._scope != EVERYTHING:
+            return 0
+        return max(0, self.view.num_front_ends - seen)

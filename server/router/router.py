@@ -1,0 +1,263 @@
+"""A front end's side of the cluster: which engine runs each request, and what if one goes.
+
+`Router.handle(event, now)` is the only way in; it returns the actions that the shell in
+`server.router.engine_client` carries out, in order. It has no sockets and no clock. Each of its
+owners keeps one thing: `members` which engines there are, `loads` how loaded they are, `delivery`
+the requests in flight, `failover` what becomes of them when engines go, `calls` who waits for an
+engine's answer.
+"""
+
+import logging
+from typing import assert_never
+
+from engine.shared.messages import (
+    ClusterView,
+    EngineDead,
+    EngineStats,
+    StepOutputs,
+    UtilityCall,
+    UtilityResult,
+)
+from engine.shared.scope import EVERYTHING, Scope
+from server.router.calls import UtilityCalls
+from server.router.delivery import Delivery
+from server.router.events import (
+    Action,
+    Call,
+    CallOverdue,
+    Close,
+    Confirm,
+    Deliver,
+    Event,
+    Heard,
+    Refuse,
+    Send,
+    SendsFailed,
+    Submit,
+    Tick,
+)
+from server.router.failover import Failover
+from server.router.generation_client import NoEngineAvailable, NoSuchEngine
+from server.router.load import Loads
+from server.router.load_table import LoadTable
+from server.router.members import EngineLost, Members
+from server.router.request import RoutedRequest
+from server.router.routing import RoutingPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """Sends each request to the least-loaded engine and keeps it until it ends."""
+
+    def __init__(
+        self,
+        *,
+        members: Members,
+        loads: Loads,
+        delivery: Delivery,
+        failover: Failover,
+        calls: UtilityCalls,
+    ) -> None:
+        self.members = members
+        self.loads = loads
+        self.delivery = delivery
+        self.failover = failover
+        self.calls = calls
+
+    # -- the one way in --------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event at `now` (seconds, monotonic) and return what has to be done."""
+        match event:
+            case StepOutputs():
+                actions = self._outputs(event, now)
+            case Submit(request):
+                actions = self._submit(request, now)
+            case Close(request):
+                actions = self._close(request)
+            case UtilityResult():
+                actions = self.calls.answered(event)
+            case Call():
+                actions = self.calls.begin(event, self.members.routes.values())
+            case CallOverdue(call_id, why):
+                actions = self.calls.overdue(call_id, why)
+            case _:
+                actions = self._engines_changed(event, now)
+                actions += self.failover.place_waiting(now)
+                actions += self.failover.hand_over(now)
+        if self.failover.probation.suspects:
+            actions += self.failover.begin_trial(now)
+        return actions
+
+    def _engines_changed(
+        self, event: Heard | ClusterView | EngineDead | SendsFailed | Tick, now: float
+    ) -> list[Action]:
+        """Engines may have come, gone, fallen silent, or be halted or not.
+
+        Whatever it is, requests that wait are placed afterwards and halted engines hand over what
+        they hold. Stats on outputs say who is halted, too, but operators halt one engine after
+        the other: so that nothing is handed over to one whose turn comes next, only the other
+        events move requests for that.
+        """
+        match event:
+            case Heard():
+                return self._heard(event, now)
+            case ClusterView():
+                return self._view(event, now)
+            case EngineDead():
+                return self._died(event, now)
+            case SendsFailed(sends):
+                return self._sends_failed(sends, now)
+            case Tick():
+                return self._tick(now)
+            case _:
+                assert_never(event)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def _submit(self, request: RoutedRequest, now: float) -> list[Action]:
+        members, pinned_rank = self.members, request.pinned_rank
+        if pinned_rank is None:
+            if not members.has_engines:
+                return [Refuse(NoEngineAvailable("no engine can serve now"))]
+        elif pinned_rank >= members.num_ranks:
+            return [Refuse(NoSuchEngine(f"there is no engine {pinned_rank}"))]
+        elif (route := members.routes.get(pinned_rank)) is None or not route.is_open:
+            return [Refuse(NoEngineAvailable(f"engine {pinned_rank} cannot serve now"))]
+        self.delivery.begin(request)
+        return self.failover.place(request, now)
+
+    def _close(self, request: RoutedRequest) -> list[Action]:
+        if not self.delivery.end(request):
+            return []
+        self.failover.forget(request)
+        return self.delivery.abort([request.id], request.engine)
+
+    def _outputs(self, message: StepOutputs, now: float) -> list[Action]:
+        """Tokens of an engine, with its stats."""
+        stats = message.stats
+        route = self.members.find(stats.rank, stats.incarnation)
+        order = self.loads.outputs_arrived(route, stats)
+        was_behind = route is not None and self.loads.observe(route, stats, now)
+        actions = self.delivery.outputs(message, order, now)
+        if message.outputs or stats.running + stats.waiting > 0:
+            actions += self.delivery.engines_run(now)
+        if self.failover.probation.suspects and order == 0:
+            self._watch_suspects(stats, actions)
+        if order > 0 or was_behind:
+            actions += self.failover.send_again((stats.rank, stats.incarnation), now)
+        return actions
+
+    def _watch_suspects(self, stats: EngineStats, actions: list[Action]) -> None:
+        for action in actions:
+            for request, output in action.outputs if isinstance(action, Deliver) else ():
+                if output.finish_reason is not None:
+                    self.failover.forget(request)
+        self.failover.probation.watch(stats)
+
+    # -- engines that come and go ----------------------------------------------------------------
+
+    def _heard(self, event: Heard, now: float) -> list[Action]:
+        """An engine says that its request route is open; it repeats that as a sign of life."""
+        sender, hello = event.sender, event.hello
+        engine = (hello.rank, hello.incarnation)
+        actions: list[Action] = []
+        if self.members.heard(sender, hello, now):
+            actions += self.failover.send_again(engine, now)
+        route = self.members.find(*engine)
+        if route is not None:
+            self.failover.heard(engine)
+            if hello.asks and route.is_open:
+                actions.append(Confirm(sender, hello.session))
+        return actions
+
+    def _view(self, view: ClusterView, now: float) -> list[Action]:
+        """A cluster view of the coordinator, which may be one that is known."""
+        members = self.members
+        if not members.is_news(view):
+            return []
+        lost = members.take_view(view, now)
+        forgetful = [
+            route.engine
+            for route in members.routes.values()
+            if (stats := route.entry.stats) is not None and self.loads.observe(route, stats, now)
+        ]
+        actions = self.delivery.engines_run(now) if view.running else []
+        for each in lost:
+            actions += self._gone(each, now)
+        incarnations = {entry.rank: entry.incarnation for entry in view.engines}
+        actions += self.failover.replaced(incarnations, now)
+        for engine in forgetful:
+            actions += self.failover.send_again(engine, now)
+        return actions
+
+    def _died(self, message: EngineDead, now: float) -> list[Action]:
+        """Last words of an engine."""
+        logger.error("engine %d died: %s", message.rank, message.reason)
+        actions = self.calls.engine_lost((message.rank, message.incarnation))
+        for lost in self.members.died(message.rank, message.incarnation):
+            actions += self.failover.engine_lost(lost, now)
+        return actions
+
+    def _sends_failed(self, sends: list[Send], now: float) -> list[Action]:
+        """Engines could not be reached; what was not sent there has to go elsewhere."""
+        actions: list[Action] = []
+        for send in sends:
+            engine = (send.rank, send.incarnation)
+            logger.warning("engine %d cannot be reached", send.rank)
+            if isinstance(send.message, UtilityCall):
+                actions += self.calls.engine_lost(engine)
+            elif (request := self.delivery.not_sent(send.message, engine)) is not None:
+                self.failover.not_sent(request, now)
+        for send in sends:
+            for lost in self.members.out_of_reach(send.rank, send.incarnation):
+                actions += self.failover.out_of_reach(lost, now)
+        return actions
+
+    def _tick(self, now: float) -> list[Action]:
+        gone, silent = self.members.expire(now), self.members.unheard(now)
+        actions = self.failover.tick(now)
+        for lost in gone:
+            actions += self._gone(lost, now)
+        for lost in silent:
+            actions += self.failover.out_of_reach(lost, now)
+        return actions
+
+    def _gone(self, lost: EngineLost, now: float) -> list[Action]:
+        return self.calls.engine_lost(lost.engine) + self.failover.engine_lost(lost, now)
+
+
+def build_router(
+    *,
+    front_end: int,
+    incarnation: int,
+    first_id: int,
+    policy: RoutingPolicy,
+    table: LoadTable | None,
+    grace: float,
+    max_resumes: int,
+    resume_timeout: float,
+    scope: Scope = EVERYTHING,
+    num_ranks: int = 0,
+) -> Router:
+    """Return a router that knows nothing yet; its owners say what the arguments are for."""
+    members = Members(incarnation, grace, scope, num_ranks)
+    loads = Loads(front_end, incarnation, grace, table)
+    delivery = Delivery(
+        front_end=front_end, first_id=first_id, members=members, loads=loads, policy=policy
+    )
+    failover = Failover(
+        members=members,
+        loads=loads,
+        delivery=delivery,
+        max_resumes=max_resumes,
+        resume_timeout=resume_timeout,
+    )
+    return Router(
+        members=members,
+        loads=loads,
+        delivery=delivery,
+        failover=failover,
+        calls=UtilityCalls(front_end),
+    )

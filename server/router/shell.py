@@ -1,0 +1,205 @@
+"""Carries out what a router says: without sockets, so that tests can give it any.
+
+`server.router.engine_client` puts sockets, an event loop and a clock around it.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from engine.shared.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineInput,
+    FrontEndNotice,
+    RequestOutput,
+    RouteTaken,
+    UtilityResult,
+    UtilityValue,
+)
+from server.router.events import (
+    Abort,
+    Action,
+    Answer,
+    Call,
+    Close,
+    Confirm,
+    Deliver,
+    Event,
+    Fail,
+    Notify,
+    Refuse,
+    Resumed,
+    Send,
+    SendsFailed,
+    Submit,
+    Woken,
+)
+from server.router.generation_client import KillsEngines, NoEngineAvailable
+from server.router.request import RoutedRequest
+from server.router.router import Router
+from server.router.token_stream import RequestStream
+
+logger = logging.getLogger(__name__)
+
+
+class ClientMetrics(Protocol):
+    """What is counted about requests and engines."""
+
+    def routing_decision(self, rank: int, reason: str) -> None: ...
+
+    def request_resumed(self) -> None: ...
+
+    def observe_wake(self, seconds: float) -> None: ...
+
+
+class RouterShell:
+    """Gives a router its events, and to others what it says of them.
+
+    Args:
+        router: decides.
+        send: sends a message to a peer; False if there is no such peer now.
+        notify: sends a notice to the coordinator.
+        on_idle: called after an event that left no request in flight.
+        metrics: counts.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        send: Callable[[bytes, EngineInput], bool],
+        notify: Callable[[FrontEndNotice], None],
+        on_idle: Callable[[], None],
+        metrics: ClientMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self.router = router
+        self._send = send
+        self._notify = notify
+        self._on_idle = on_idle
+        self._metrics = metrics
+        self._clock = clock
+        self._streams: dict[RoutedRequest, RequestStream] = {}
+        self._on_answers: dict[int, Callable[[list[UtilityResult]], None]] = {}
+        self._call_ids = itertools.count(1)
+
+    # -- requests and calls ----------------------------------------------------------------------
+
+    def submit(self, message: AddRequest, pinned_rank: int | None = None) -> RequestStream:
+        """Route one sequence to an engine and return its stream.
+
+        Raises:
+            NoEngineAvailable: no engine, or not the wished one, is there.
+        """
+        stream = RequestStream(message, self._close, pinned_rank)
+        self._streams[stream.request] = stream
+        try:
+            self.handle(Submit(stream.request))
+        except NoEngineAvailable:
+            del self._streams[stream.request]
+            raise
+        return stream
+
+    def _close(self, stream: RequestStream) -> None:
+        self._streams.pop(stream.request, None)
+        self.handle(Close(stream.request))
+
+    def call(
+        self,
+        rank: int | None,
+        name: str,
+        arguments: dict[str, UtilityValue],
+        on_answers: Callable[[list[UtilityResult]], None],
+    ) -> int:
+        """Call a utility of one engine, or of all with rank None; return the call's id.
+
+        `on_answers` is called once, at the latest when the router is told `CallOverdue`.
+
+        Raises:
+            NoEngineAvailable: there is no such engine now.
+        """
+        call_id = next(self._call_ids)
+        self._on_answers[call_id] = on_answers
+        try:
+            self.handle(Call(call_id, rank, name, arguments))
+        except NoEngineAvailable:
+            del self._on_answers[call_id]
+            raise
+        return call_id
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Have the router take an event, and do what it says.
+
+        Raises:
+            NoEngineAvailable: it refused what was submitted or called.
+        """
+        now = self._clock()
+        failed = self._perform(self.router.handle(event, now))
+        while failed:
+            failed = self._perform(self.router.handle(SendsFailed(failed), now))
+        if not self.router.delivery.in_flight:
+            self._on_idle()
+
+    def _perform(self, actions: list[Action]) -> list[Send]:
+        """Carry out what the router says; return what could not be sent."""
+        failed = []
+        for action in actions:
+            match action:
+                case Deliver(outputs):
+                    self._deliver(outputs)
+                case Send():
+                    if not self._send_request(action):
+                        failed.append(action)
+                case Abort(to, ids):
+                    self._send(to, AbortRequests(ids))
+                case Confirm(to, session):
+                    self._send(to, RouteTaken(session))
+                case Fail(request, error):
+                    self._fail(request, error)
+                case Refuse(error):
+                    raise error
+                case Answer(call_id, results):
+                    self._on_answers.pop(call_id)(results)
+                case Notify(notice):
+                    self._notify(notice)
+                case Resumed() | Woken():
+                    self._count(action)
+                case _:
+                    assert_never(action)
+        return failed
+
+    def _deliver(self, outputs: list[tuple[RoutedRequest, RequestOutput]]) -> None:
+        streams = self._streams
+        for request, output in outputs:
+            if output.finish_reason is None:
+                stream = streams.get(request)
+            else:
+                stream = streams.pop(request, None)
+            if stream is not None:
+                stream.put(output)
+
+    def _fail(self, request: RoutedRequest, error: NoEngineAvailable | KillsEngines) -> None:
+        if (stream := self._streams.pop(request, None)) is not None:
+            stream.fail(error)
+
+    def _count(self, action: Resumed | Woken) -> None:
+        if isinstance(action, Woken):
+            self._metrics.observe_wake(action.seconds)
+        else:
+            self._metrics.request_resumed()
+
+    def _send_request(self, send: Send) -> bool:
+        if not self._send(send.to, send.message):
+            return False
+        if isinstance(send.message, AddRequest):
+            self._metrics.routing_decision(send.rank, send.reason)
+            if logger.isEnabledFor(logging.DEBUG):
+                name = send.message.request_id
+                fields = {"request_id": name, "engine": send.rank, "reason": send.reason}
+                logger.debug("request %s goes to engine %d", name, send.rank, extra=fields)
+        return True

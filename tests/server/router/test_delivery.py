@@ -1,0 +1,161 @@
+"""Requests on their way to engines, and their tokens on the way back."""
+
+import msgspec
+
+from engine.shared.messages import (
+    AddRequest,
+    RequestOutput,
+    RequestTiming,
+    SamplingParams,
+    StepOutputs,
+    WakeUp,
+)
+from server.router.delivery import Delivery
+from server.router.events import Abort, Deliver, Notify, Send, Woken
+from server.router.request import RoutedRequest
+from server.router.routing import LeastLoaded
+from tests.server.router.known_engines import Known, stats, view
+
+
+class Played:
+    """A delivery among engines of ranks 0, 1 ... with these incarnations."""
+
+    def __init__(self, *incarnations: int) -> None:
+        self.known = Known(*incarnations)
+        self.delivery = Delivery(
+            front_end=0,
+            first_id=100,
+            members=self.known.members,
+            loads=self.known.loads,
+            policy=LeastLoaded(),
+        )
+
+    def request(self, *, pinned_rank: int | None = None, **fields: object) -> RoutedRequest:
+        message = AddRequest(0, "r", 0, 0, [1, 2], SamplingParams(max_tokens=9, seed=1))
+        request = RoutedRequest(msgspec.structs.replace(message, **fields), pinned_rank)
+        self.delivery.begin(request)
+        return request
+
+    def sent(self, request: RoutedRequest, now: float = 0.0) -> Send:
+        [send, *_] = self.delivery.send(request, now)
+        assert isinstance(send, Send)
+        return send
+
+
+def test_a_request_goes_to_the_least_loaded_engine_under_an_id_of_its_own() -> None:
+    played = Played(10, 11)
+    played.known.sent(0, prompt_tokens=5)
+    first, second = played.request(), played.request()
+    send = played.sent(first)
+    assert (send.to, send.rank, send.incarnation, send.reason) == (b"11", 1, 11, "least_loaded")
+    assert isinstance(send.message, AddRequest)
+    assert (first.engine, first.id) == ((1, 11), send.message.id)
+    assert second.id != first.id
+    assert played.known.requests() == [1, 1]
+
+
+def test_without_an_engine_nothing_is_sent() -> None:
+    played = Played()
+    request = played.request()
+    assert played.delivery.send(request, 0.0) == []
+    assert request.engine is None
+
+
+def test_a_request_to_paused_engines_comes_with_a_notice_and_the_wake_is_timed_once() -> None:
+    played = Played(10)
+    actions = played.delivery.send(played.request(), 1.0)
+    assert actions[1:] == [Notify(WakeUp(0, 0, 0))]
+    assert played.delivery.engines_run(1.5) == [Woken(0.5)]
+    assert played.delivery.engines_run(1.7) == []
+    played.known.members.take_view(view(2, running=True), 2.0)
+    assert all(not isinstance(a, Notify) for a in played.delivery.send(played.request(), 2.0))
+
+
+def test_a_request_that_moves_keeps_tokens_tenant_and_root_and_gets_a_new_id() -> None:
+    played = Played(10)
+    request = played.request(tenant=77, cache_root=b"r" * 16)
+    old = played.sent(request).message
+    request.output_token_ids += [5, 6]
+    played.delivery.renumber(request, 1.0)
+    assert request.engine is None
+    moved = played.sent(request, 1.0).message
+    assert isinstance(moved, AddRequest)
+    assert isinstance(old, AddRequest)
+    assert moved.id != old.id
+    assert (moved.output_token_ids, moved.tenant, moved.cache_root) == ([5, 6], 77, b"r" * 16)
+    assert list(played.delivery.in_flight) == [moved.id]
+
+
+def test_scores_of_the_prompt_are_asked_for_once() -> None:
+    played = Played(10)
+    request = played.request(
+        sampling=SamplingParams(max_tokens=9, seed=1, prompt_logprobs=2, logprobs=3)
+    )
+    request.output_token_ids += [5]
+    message = played.sent(request).message
+    assert isinstance(message, AddRequest)
+    assert (message.sampling.prompt_logprobs, message.sampling.logprobs) == (None, 3)
+
+
+def test_what_was_not_sent_is_on_no_engine_and_counts_nowhere() -> None:
+    played = Played(10)
+    request = played.request(alone=8)
+    send = played.sent(request)
+    assert isinstance(send.message, AddRequest)
+    assert request.suspicion.tried_on == (0, 10)
+    assert played.delivery.not_sent(send.message, (0, 10)) is request
+    assert (request.engine, request.suspicion.tried_on) == (None, None)
+    assert played.known.requests() == [0]
+
+
+def test_outputs_are_delivered_to_requests_of_their_engine_only() -> None:
+    played = Played(10, 11)
+    here, elsewhere = played.request(pinned_rank=0), played.request(pinned_rank=1)
+    for request in (here, elsewhere):
+        played.sent(request)
+    outputs = [RequestOutput(here.id, [7]), RequestOutput(elsewhere.id, [8])]
+    message = StepOutputs(stats(0, 10, 1), outputs)
+    assert played.delivery.outputs(message, 0, 1.0) == [Deliver([(here, outputs[0])])]
+    assert (here.output_token_ids, elsewhere.output_token_ids) == ([7], [])
+
+
+def test_after_a_gap_and_for_the_second_time_nothing_is_delivered() -> None:
+    played = Played(10)
+    request = played.request()
+    played.sent(request)
+    message = StepOutputs(stats(0, 10, 1), [RequestOutput(request.id, [7])])
+    assert played.delivery.outputs(message, 1, 1.0) == []
+    assert played.delivery.outputs(message, -1, 1.0) == []
+    assert request.output_token_ids == []
+
+
+def test_an_engine_is_told_to_drop_what_has_moved_on_but_not_what_has_ended() -> None:
+    played = Played(10)
+    stale = [RequestOutput(1, [7]), RequestOutput(2, [7], "stop")]
+    message = StepOutputs(stats(0, 10, 1), stale)
+    assert played.delivery.outputs(message, 0, 1.0) == [Abort(b"10", [1])]
+    assert played.delivery.outputs(message, -1, 1.0) == []
+
+
+def test_the_last_output_ends_a_request() -> None:
+    played = Played(10)
+    request = played.request()
+    played.sent(request)
+    timing = RequestTiming(1.0, 2.0, 3.0)
+    last = RequestOutput(request.id, [7], "stop", timing=timing)
+    played.delivery.outputs(StepOutputs(stats(0, 10, 1), [last]), 0, 1.0)
+    assert not played.delivery.in_flight
+    assert not played.delivery.end(request)
+    assert request.times.ended(9.0) == timing
+
+
+def test_nothing_is_aborted_where_nobody_can_be_reached() -> None:
+    played = Played(10)
+    request = played.request()
+    played.sent(request)
+    assert played.delivery.abort([request.id], None) == []
+    assert played.delivery.abort([request.id], (0, 9)) == []
+    played.known.members.out_of_reach(0, 10)
+    assert played.delivery.abort([request.id], (0, 10)) == []
+    left = [Abort(b"10", [request.id])]
+    assert played.delivery.leave(request) == left, "it may hear again"

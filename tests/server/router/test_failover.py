@@ -1,0 +1,177 @@
+"""What becomes of requests whose engines go, as the actions that follow."""
+
+from engine.shared.messages import AddRequest, SamplingParams
+from server.router.delivery import Delivery
+from server.router.events import Abort, Action, Fail, Resumed, Send
+from server.router.failover import PROBATION_PATIENCE, Failover
+from server.router.generation_client import KillsEngines, NoEngineAvailable
+from server.router.members import EngineLost
+from server.router.request import RoutedRequest
+from server.router.routing import LeastLoaded
+from tests.server.router.known_engines import Known, entry, hear, view
+
+RESUME_TIMEOUT = 3.0
+
+
+class Played:
+    """A failover among engines of ranks 0, 1 ... with these incarnations."""
+
+    def __init__(self, *incarnations: int, max_resumes: int = 1) -> None:
+        self.known = Known(*incarnations)
+        self.members = self.known.members
+        self.delivery = Delivery(
+            front_end=0, first_id=0, members=self.members, loads=self.known.loads,
+            policy=LeastLoaded(),
+        )  # fmt: skip
+        self.failover = Failover(
+            members=self.members, loads=self.known.loads, delivery=self.delivery,
+            max_resumes=max_resumes, resume_timeout=RESUME_TIMEOUT,
+        )  # fmt: skip
+
+    def request(self, pinned_rank: int | None = None, now: float = 0.0) -> RoutedRequest:
+        sampling = SamplingParams(max_tokens=9, seed=1)
+        request = RoutedRequest(AddRequest(0, "r", 0, 0, [1, 2], sampling), pinned_rank)
+        self.delivery.begin(request)
+        self.failover.place(request, now)
+        return request
+
+    def die(self, rank: int, incarnation: int, now: float = 0.0) -> list[Action]:
+        [lost] = self.members.died(rank, incarnation)
+        return self.failover.engine_lost(lost, now)
+
+    def come(self, version: int, *engines: tuple[int, int]) -> None:
+        for rank, incarnation in engines:
+            hear(self.members, rank, incarnation)
+        self.members.take_view(view(version, *(entry(*engine) for engine in engines)), 0.0)
+
+
+def kinds(actions: list[Action]) -> list[type]:
+    return [type(action) for action in actions if type(action).__name__ != "Notify"]
+
+
+def test_a_request_whose_engine_ends_resumes_on_another() -> None:
+    played = Played(10, 11)
+    request = played.request(pinned_rank=None)
+    assert request.engine is not None
+    rank, incarnation = request.engine
+    actions = played.die(rank, incarnation)
+    assert kinds(actions) == [Resumed, Send]
+    assert request.rank == 1 - rank
+    assert request.suspicion.died_on == {(rank, incarnation)}
+
+
+def test_without_another_engine_it_waits_and_is_placed_when_one_comes() -> None:
+    played = Played(10)
+    request = played.request()
+    assert kinds(played.die(0, 10, now=1.0)) == [Resumed]
+    assert played.failover.waiting == {request: 1.0}
+    assert played.failover.place_waiting(2.0) == []
+    played.come(2, (0, 20))
+    assert kinds(played.failover.place_waiting(2.0)) == [Send]
+    assert not played.failover.waiting
+
+
+def test_who_waits_too_long_fails() -> None:
+    played = Played(10)
+    request = played.request()
+    played.die(0, 10)
+    assert played.failover.tick(RESUME_TIMEOUT) == []
+    [fail] = played.failover.tick(RESUME_TIMEOUT + 0.1)
+    assert isinstance(fail, Fail)
+    assert fail.request is request
+    assert isinstance(fail.error, NoEngineAvailable)
+    assert not played.delivery.in_flight
+
+
+def test_what_could_not_be_sent_goes_on_waiting_since_it_began_to() -> None:
+    played = Played(10)
+    request = played.request()
+    played.die(0, 10, now=1.0)
+    played.come(2, (0, 20))
+    played.failover.place_waiting(2.0)
+    played.delivery.not_sent(request.message, (0, 20))
+    played.failover.not_sent(request, 2.0)
+    assert played.failover.waiting == {request: 1.0}
+
+
+def test_an_engine_out_of_reach_is_told_to_drop_what_moves_and_may_have_died_of_it() -> None:
+    played = Played(10, 11)
+    request = played.request(pinned_rank=None)
+    assert request.engine is not None
+    engine, old = request.engine, request.id
+    played.members.out_of_reach(*engine)
+    actions = played.failover.out_of_reach(EngineLost(*engine), 0.0)
+    assert actions[0] == Abort(b"%d" % engine[1], [old])
+    assert kinds(actions) == [Abort, Resumed, Send]
+    assert request.suspicion.in_doubt == {engine}
+    played.failover.heard(engine)
+    assert not request.suspicion.in_doubt
+
+
+def test_messages_that_were_lost_are_sent_again_to_the_same_engine() -> None:
+    played = Played(10)
+    request = played.request()
+    old = request.id
+    actions = played.failover.send_again((0, 10), 1.0)
+    assert actions[0] == Abort(b"10", [old])
+    assert kinds(actions) == [Abort, Send]
+    assert request.engine == (0, 10)
+    assert request.id != old
+    assert played.known.requests() == [1], "the lost one counts no more"
+
+
+def test_what_died_with_too_many_engines_runs_alone_and_waits_for_its_turn() -> None:
+    played = Played(10, 11, max_resumes=0)
+    first, second = played.request(), played.request()
+    for engine in (first.engine, second.engine):
+        assert engine is not None
+        played.die(*engine)
+    assert list(played.failover.probation.suspects) == [first, second]
+    assert not played.failover.waiting
+    played.come(2, (0, 20), (1, 21))
+    [send] = [a for a in played.failover.begin_trial(0.0) if isinstance(a, Send)]
+    assert isinstance(send.message, AddRequest)
+    assert send.message.alone
+    assert played.failover.begin_trial(0.0) == [], "one at a time"
+
+
+def test_engines_that_end_while_a_request_runs_there_alone_convict_it() -> None:
+    played = Played(10, max_resumes=0)
+    request, other = played.request(), played.request()
+    actions = played.failover.engine_lost(EngineLost(0, 10, alone=request.id), 0.0)
+    assert not [action for action in actions if isinstance(action, Fail)], "somebody may have"
+    assert not other.suspicion.died_on
+    played.come(2, (0, 11))
+    played.failover.begin_trial(0.0)
+    assert request.engine == (0, 11)
+    actions = played.failover.engine_lost(EngineLost(0, 11, alone=request.id), 0.0)
+    [fail] = [action for action in actions if isinstance(action, Fail)]
+    assert fail.request is request
+    assert isinstance(fail.error, KillsEngines)
+
+
+def test_a_silence_that_a_successor_ends_was_a_death() -> None:
+    played = Played(10, 11)
+    request = played.request()
+    assert request.engine is not None
+    rank, incarnation = request.engine
+    lost = EngineLost(rank, incarnation, was_silent=True)
+    played.failover.engine_lost(lost, 0.0)
+    assert request.suspicion.silent_on == {(rank, incarnation)}
+    played.failover.replaced({rank: incarnation}, 0.0)
+    assert not request.suspicion.died_on
+    played.failover.replaced({rank: incarnation + 100}, 0.0)
+    assert request.suspicion.died_on == {(rank, incarnation)}
+
+
+def test_a_suspect_that_nobody_can_try_is_given_up() -> None:
+    played = Played(10, max_resumes=0)
+    request = played.request()
+    played.die(0, 10)
+    patience = PROBATION_PATIENCE * RESUME_TIMEOUT
+    assert played.failover.tick(patience) == []
+    [fail] = played.failover.tick(patience + 0.1)
+    assert isinstance(fail, Fail)
+    assert fail.request is request
+    assert isinstance(fail.error, KillsEngines)
+    assert not played.failover.probation.suspects

@@ -1,0 +1,155 @@
+"""Which engines there are for a front end, and who is taken for gone."""
+
+import msgspec
+
+from engine.shared.messages import EngineStats
+from engine.shared.scope import Scope
+from server.router.members import EngineLost, Members
+from tests.server.router.known_engines import (
+    MY_INCARNATION,
+    entry,
+    hear,
+    members_of,
+    open_ranks,
+    stats,
+    view,
+)
+
+
+def take_stats(members: Members, of: EngineStats) -> None:
+    members.routes[of.rank].traffic.stats = of
+
+
+def test_an_engine_takes_requests_once_ready_and_greeted_in_any_order() -> None:
+    members = Members(MY_INCARNATION, 5.0)
+    members.take_view(view(1, entry(0, 10, ready=False)), now=0.0)
+    assert not members.ready
+    hear(members, 0, 10)
+    assert not members.ready
+    members.take_view(view(2, entry(0, 10)), now=0.0)
+    assert members.ready
+    assert members.routes[0].identity == b"10"
+    assert members.max_model_len == 512
+
+
+def test_the_greeting_of_a_predecessor_opens_no_route() -> None:
+    members = Members(MY_INCARNATION, 5.0)
+    hear(members, 0, 9)
+    members.take_view(view(1, entry(0, 10)), now=0.0)
+    assert open_ranks(members) == []
+
+
+def test_an_engine_that_left_is_lost_with_its_incarnation() -> None:
+    members = members_of(10, 11)
+    assert members.take_view(view(2, entry(1, 11)), now=1.0) == [EngineLost(0, 10)]
+    assert open_ranks(members) == [1]
+
+
+def test_a_view_that_is_not_newer_is_no_news_but_for_another_coordinator() -> None:
+    members = members_of(10)
+    assert not members.is_news(view(1))
+    assert members.is_news(view(2))
+    assert members.is_news(view(1, epoch=2))
+
+
+def test_a_replaced_engine_is_lost_and_its_successor_has_a_route_of_its_own() -> None:
+    members = members_of(10)
+    hear(members, 0, 20)
+    assert members.take_view(view(2, entry(0, 20)), now=1.0) == [EngineLost(0, 10)]
+    assert members.routes[0].identity == b"20"
+    assert members.find(0, 10) is None
+
+
+def test_routes_are_in_the_order_of_ranks_whoever_came_first() -> None:
+    members = members_of(10, 11)
+    members.take_view(view(2, entry(1, 11)), now=1.0)
+    hear(members, 0, 20, now=1.0)
+    members.take_view(view(3, entry(1, 11), entry(0, 20)), now=1.0)
+    assert open_ranks(members) == [0, 1]
+
+
+def test_an_engine_that_cannot_be_reached_is_so_once_until_it_says_hello() -> None:
+    members = members_of(10)
+    assert members.out_of_reach(0, 9) == []
+    assert members.out_of_reach(0, 10) == [EngineLost(0, 10)]
+    assert members.out_of_reach(0, 10) == []
+    assert not members.has_engines
+    assert members.last_identity((0, 10)) == b"10"
+    hear(members, 0, 10)
+    assert members.has_engines
+
+
+def test_a_loss_says_which_request_ran_alone_there() -> None:
+    members = members_of(10)
+    take_stats(members, msgspec.structs.replace(stats(0, 10, 1), alone=7))
+    assert members.died(0, 10) == [EngineLost(0, 10, alone=7)]
+
+
+def test_another_connection_of_the_same_process_is_told_apart() -> None:
+    members = members_of(10)
+    assert not hear(members, 0, 10)
+    assert hear(members, 0, 10, session=2)
+    assert not hear(members, 0, 20)
+
+
+def test_an_engine_found_dead_stays_dead_until_it_is_replaced() -> None:
+    members = members_of(10)
+    assert members.died(0, 10) == [EngineLost(0, 10)]
+    assert members.died(0, 10) == []
+    assert members.take_view(view(2, entry(0, 10)), now=1.0) == []
+    assert not members.ready
+    hear(members, 0, 20)
+    members.take_view(view(3, entry(0, 20)), now=2.0)
+    assert members.ready
+
+
+def test_a_restarted_coordinator_that_knows_no_engine_yet_takes_none_away() -> None:
+    members = members_of(10, 11)
+    assert members.take_view(view(1, epoch=2), now=1.0) == []
+    assert open_ranks(members) == [0, 1]
+    assert members.take_view(view(2, entry(0, 10), epoch=2), now=2.0) == []
+    assert members.expire(6.5) == [EngineLost(1, 11, was_silent=True)]
+    assert open_ranks(members) == [0]
+
+
+def test_paused_is_believed_only_when_nothing_contradicts_it() -> None:
+    members = members_of(10)
+    assert members.paused
+    take_stats(members, stats(0, 10, 1, running=1))
+    assert not members.paused
+    take_stats(members, stats(0, 10, 2))
+    assert members.paused
+    members.take_view(view(2, entry(0, 10), running=True), now=2.0)
+    assert not members.paused
+
+
+def test_engines_beyond_reach_do_not_exist_for_a_front_end() -> None:
+    members = Members(MY_INCARNATION, 5.0, Scope(rank=1))
+    for rank in (0, 1):
+        hear(members, rank, rank + 10)
+    members.take_view(view(1, entry(0, 10), entry(1, 11)), now=0.0)
+    assert open_ranks(members) == [1]
+    assert members.view is not None
+    assert [each.rank for each in members.view.engines] == [1]
+    assert members.take_view(view(2, entry(1, 11)), now=0.1) == []
+    assert members.take_view(view(3, entry(0, 10)), now=0.2) == [EngineLost(1, 11)]
+    assert not members.ready
+
+
+def test_an_engine_that_is_not_heard_is_out_of_reach_until_it_greets_again() -> None:
+    members = members_of(10, 11)
+    for now in (1.0, 2.0, 3.0, 4.0, 5.0):
+        assert members.unheard(now) == []
+        hear(members, 1, 11, now=now)
+    assert members.unheard(6.0) == [EngineLost(0, 10, was_silent=True)]
+    assert open_ranks(members) == [1]
+    assert members.unheard(6.5) == []
+    hear(members, 0, 10, now=7.0)
+    assert open_ranks(members) == [0, 1]
+
+
+def test_a_front_end_that_was_held_up_itself_takes_nobody_for_silent() -> None:
+    members = members_of(10)
+    members.unheard(1.0)
+    assert members.unheard(30.0) == []
+    assert members.unheard(31.0) == []

@@ -1,0 +1,219 @@
+"""Events in, actions out: what a router does, without a shell."""
+
+import pytest
+
+from engine.shared.messages import (
+    AddRequest,
+    EngineDead,
+    RequestOutput,
+    RouteHello,
+    SamplingParams,
+    StepOutputs,
+    UtilityCall,
+    UtilityResult,
+    WakeUp,
+)
+from server.router.events import (
+    Abort,
+    Action,
+    Answer,
+    Call,
+    CallOverdue,
+    Close,
+    Confirm,
+    Deliver,
+    Heard,
+    Notify,
+    Refuse,
+    Resumed,
+    Send,
+    SendsFailed,
+    Submit,
+    Tick,
+    Woken,
+)
+from server.router.generation_client import NoEngineAvailable, NoSuchEngine
+from server.router.request import RoutedRequest
+from server.router.router import Router, build_router
+from server.router.routing import LeastLoaded
+from tests.server.router.known_engines import entry, stats, view
+
+
+def new_router() -> Router:
+    return build_router(
+        front_end=0, incarnation=77, first_id=0, policy=LeastLoaded(), table=None, grace=5.0,
+        max_resumes=1, resume_timeout=5.0,
+    )  # fmt: skip
+
+
+def with_engines(*incarnations: int) -> Router:
+    """Engines of ranks 0, 1 ... whose sockets are named after their incarnations."""
+    router = new_router()
+    entries = [entry(rank, incarnation) for rank, incarnation in enumerate(incarnations)]
+    router.handle(view(1, *entries, running=True), 0.0)
+    for rank, incarnation in enumerate(incarnations):
+        router.handle(Heard(b"%d" % incarnation, RouteHello(rank, incarnation, 1)), 0.0)
+    return router
+
+
+def new_request(name: str = "r", pinned_rank: int | None = None) -> RoutedRequest:
+    sampling = SamplingParams(max_tokens=9, seed=1)
+    return RoutedRequest(AddRequest(0, name, 0, 0, [1, 2], sampling), pinned_rank)
+
+
+def submitted(router: Router, *, now: float = 0.0) -> RoutedRequest:
+    request = new_request()
+    router.handle(Submit(request), now)
+    return request
+
+
+def sends(actions: list[Action]) -> list[Send]:
+    return [action for action in actions if isinstance(action, Send)]
+
+
+def test_a_request_is_sent_and_its_tokens_are_delivered() -> None:
+    router, request = with_engines(10), new_request()
+    [send] = router.handle(Submit(request), 1.0)
+    assert isinstance(send, Send)
+    assert (send.to, send.message) == (b"10", request.message)
+    output = RequestOutput(request.id, [5], "stop")
+    message = StepOutputs(stats(0, 10, 1, running=1), [output])
+    assert router.handle(message, 2.0) == [Deliver([(request, output)])]
+    assert router.handle(Close(request), 3.0) == []
+
+
+def test_who_wakes_paused_engines_tells_the_coordinator_and_how_long_it_took() -> None:
+    router = with_engines(10)
+    router.handle(view(2, entry(0, 10), running=False), 0.0)
+    actions = router.handle(Submit(new_request()), 1.0)
+    assert actions[1:] == [Notify(WakeUp(0, 0, 0))]
+    assert router.handle(StepOutputs(stats(0, 10, 1, running=1), []), 1.25) == [Woken(0.25)]
+
+
+@pytest.mark.parametrize(
+    ("pinned_rank", "error", "why"),
+    [
+        (None, NoEngineAvailable, "no engine can serve now"),
+        (0, NoEngineAvailable, "engine 0 cannot serve now"),
+        (5, NoSuchEngine, "there is no engine 5"),
+    ],
+)
+def test_what_nobody_can_serve_is_refused(
+    pinned_rank: int | None, error: type[Exception], why: str
+) -> None:
+    router = with_engines(10)
+    router.handle(EngineDead(0, 10, "boom"), 0.0)
+    [refused] = router.handle(Submit(new_request(pinned_rank=pinned_rank)), 0.0)
+    assert isinstance(refused, Refuse)
+    assert type(refused.error) is error
+    assert str(refused.error) == why
+    assert not router.delivery.in_flight
+
+
+def test_a_request_that_is_closed_is_aborted_once() -> None:
+    router = with_engines(10)
+    request = submitted(router)
+    assert router.handle(Close(request), 1.0) == [Abort(b"10", [request.id])]
+    assert router.handle(Close(request), 1.0) == []
+
+
+def test_what_could_not_be_sent_goes_to_the_next_engine_and_nobody_is_suspected() -> None:
+    router = with_engines(10, 11)
+    request = new_request()
+    [first] = sends(router.handle(Submit(request), 0.0))
+    [second] = sends(router.handle(SendsFailed([first]), 0.0))
+    assert {first.rank, second.rank} == {0, 1}
+    assert request.engine == (second.rank, second.incarnation)
+    assert request.suspicion.left_on((first.rank, first.incarnation)) is False
+    assert router.handle(SendsFailed([second]), 0.0) == []
+    assert router.failover.waiting == {request: 0.0}
+
+
+def test_sends_that_fail_together_suspect_only_what_ran_there_before() -> None:
+    router = with_engines(10)
+    before = submitted(router)
+    router.handle(EngineDead(0, 9, "a predecessor's"), 0.0)
+    failing = [sends(router.handle(Submit(new_request(str(i))), 0.0))[0] for i in range(3)]
+    unsent = [router.delivery.in_flight[send.message.id] for send in failing]  # type: ignore[union-attr]
+    actions = router.handle(SendsFailed(failing), 0.0)
+    assert [type(action) for action in actions] == [Abort, Resumed]
+    assert before.suspicion.in_doubt == {(0, 10)}
+    assert not any(request.suspicion.in_doubt for request in unsent)
+    assert set(router.failover.waiting) == {before, *unsent}
+
+
+MOVED = {
+    "last words": EngineDead(0, 10, "boom"),
+    "view": view(2, entry(1, 11), running=True),
+    "another connection": Heard(b"new", RouteHello(0, 10, 2)),
+}
+
+
+@pytest.mark.parametrize("how", MOVED)
+def test_each_event_that_takes_an_engine_away_moves_its_requests(how: str) -> None:
+    router = with_engines(10, 11)
+    requests = [submitted(router) for _ in range(4)]
+    there = [request for request in requests if request.rank == 0]
+    ids = [request.id for request in there]
+    actions = router.handle(MOVED[how], 1.0)
+    assert len(sends(actions)) == len(there) == 2
+    assert all(request.engine is not None for request in requests)
+    assert not {request.id for request in there} & set(ids)
+
+
+def test_silence_moves_requests_with_the_tick_that_notices_it() -> None:
+    router = with_engines(10, 11)
+    requests = [submitted(router) for _ in range(2)]
+    moved: list[Action] = []
+    for now in range(1, 7):
+        router.handle(Heard(b"11", RouteHello(1, 11, 1)), float(now))
+        moved += router.handle(Tick(), float(now))
+    assert len(sends(moved)) == 1
+    assert {request.rank for request in requests} == {1}
+
+
+def test_a_successor_takes_what_its_predecessor_had_in_one_view() -> None:
+    router = with_engines(10)
+    request = submitted(router)
+    router.handle(Heard(b"20", RouteHello(0, 20, 1)), 1.0)
+    [send] = sends(router.handle(view(2, entry(0, 20), running=True), 1.0))
+    assert (send.to, request.engine) == (b"20", (0, 20))
+
+
+def test_an_engine_that_asks_is_told_once_requests_can_go_to_it() -> None:
+    router = new_router()
+    asks = RouteHello(0, 10, 4, asks=True)
+    assert router.handle(Heard(b"x", asks), 0.0) == []
+    router.handle(view(1, entry(0, 10, ready=False)), 0.0)
+    assert router.handle(Heard(b"x", asks), 0.0) == []
+    router.handle(view(2, entry(0, 10)), 0.0)
+    assert router.handle(Heard(b"x", asks), 0.0) == [Confirm(b"x", 4)]
+
+
+def test_a_view_that_is_known_changes_nothing() -> None:
+    router = with_engines(10)
+    submitted(router)
+    assert router.handle(view(1), 1.0) == []
+    assert router.members.ready
+
+
+def test_whoever_waits_for_an_engine_that_dies_is_answered_by_its_incarnation() -> None:
+    router = with_engines(10, 11)
+    [_, send] = sends(router.handle(Call(1, None, "info", {}), 0.0))
+    assert send.message == UtilityCall(1, 0, "info", {})
+    router.handle(UtilityResult(1, 0, {"rank": 0}), 0.0)
+    assert router.handle(EngineDead(1, 9, "a predecessor's"), 0.0) == []
+    [answer] = router.handle(EngineDead(1, 11, "boom"), 0.0)
+    assert isinstance(answer, Answer)
+    assert [result.error for result in answer.results] == [None, "engine 1 died before it answered"]
+
+
+def test_calls_end_with_the_view_the_failed_send_or_the_clock() -> None:
+    router = with_engines(10, 11, 12)
+    calls = {rank: sends(router.handle(Call(rank, rank, "info", {}), 0.0)) for rank in range(3)}
+    by_view = router.handle(view(2, entry(1, 11), entry(2, 12), running=True), 0.0)
+    by_send = router.handle(SendsFailed(calls[1]), 0.0)
+    by_clock = router.handle(CallOverdue(2, "within 1 s"), 0.0)
+    answers = [a for a in (*by_view, *by_send, *by_clock) if isinstance(a, Answer)]
+    assert [answer.call_id for answer in answers] == [0, 1, 2]
+    assert not router.calls
