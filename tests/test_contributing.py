@@ -1,0 +1,93 @@
+"""The recipes of CONTRIBUTING.md, followed to the letter in a copy of the sources."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("engine", "coordinator", "server", "benchmarks", "scripts", "tests", "docs")
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+class Block(NamedTuple):
+    """A code block of a recipe."""
+
+    language: str
+    text: str
+
+
+def recipes() -> dict[str, list[Block]]:
+    """Return the blocks of each recipe by its heading."""
+    found = {}
+    for section in PAGE.split("\n## ")[1:]:
+        blocks = re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", section)
+        found[section.partition("\n")[0]] = [Block(*block) for block in blocks]
+    return found
+
+
+RECIPES = recipes()
+
+
+def follow(block: Block, folder: Path) -> None:
+    """Do in a folder what a block says: its first line tells where its text goes."""
+    first, _, text = block.text.partition("\n")
+    if made := re.fullmatch(r"# new file (\S+)", first):
+        target = folder / made[1]
+        assert not target.exists()
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+        return
+    changed = re.fullmatch(r"# in (\S+), (above|below|replace): (.+)", first)
+    assert changed is not None, first
+    path, how, anchor = changed.groups()
+    page = (folder / path).read_text(encoding="utf-8")
+    if how == "replace":
+        assert page.count(anchor) == 1, f"{anchor} in {path}"
+        page = page.replace(anchor, text.rstrip("\n"))
+    else:
+        lines = page.splitlines(keepends=True)
+        [at] = [number for number, line in enumerate(lines) if line.strip() == anchor]
+        lines.insert(at + (how == "below"), text)
+        page = "".join(lines)
+    (folder / path).write_text(page, encoding="utf-8")
+
+
+def test_there_is_a_recipe_for_each_kind_of_part() -> None:
+    kinds = "model family", "endpoint", "routing policy", "admission policy", "tool parser"
+    assert {f"Add a{'n' * (kind[0] in 'ae')} {kind}" for kind in kinds} == RECIPES.keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_ends_in_passing_tests(name: str, tmp_path: Path) -> None:
+    for part in COPIED:
+        ignored = shutil.ignore_patterns("__pycache__", "*.png")
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=ignored)
+    for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+        shutil.copy(ROOT / file, tmp_path)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = 0
+    for block in RECIPES[name]:
+        if block.language != "sh":
+            follow(block, tmp_path)
+            continue
+        for line in block.text.splitlines():
+            run(line, tmp_path, environment)
+            ran += "pytest" in line
+    assert ran
+    for check in ("ruff check", "ruff format --check"):
+        run(f".venv/bin/{check} engine server tests", tmp_path, environment)
+
+
+def run(command: str, folder: Path, environment: dict[str, str]) -> None:
+    """Run a line of a recipe as a newcomer would, from the root of the sources."""
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
