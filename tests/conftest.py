@@ -4,12 +4,17 @@ import faulthandler
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import hypothesis
 import pytest
 import zmq
 
 from benchmarks.running_stack import RunningStack
 
 faulthandler.enable()
+
+# How long an example takes is the machine's matter; what hangs is ended by pytest-timeout.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")
