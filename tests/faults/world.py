@@ -94,7 +94,10 @@ class World:
         try:
             over = max(fault.at + fault.seconds for fault in self.plan.faults) + 0.2
             self.clock.run(over)
-            longest = LONGEST + (LONGEST_WAIT if any(a.is_poison for a in self.plan.asks) else 0)
+            # Each poison ends one more engine than it takes to suspect it.
+            poisons = sum(ask.is_poison for ask in self.plan.asks)
+            trials = poisons * (CONVICTING_DEATHS - 1) * LONGEST_BACKOFF
+            longest = LONGEST + (LONGEST_WAIT + trials if poisons else 0)
             if any(ask.pinned_rank is not None for ask in self.plan.asks):
                 longest = max(longest, over + LONGEST_WAIT)  # its engine may be cut off till then
             self.clock.run(longest, lambda: all(client.done for client in self.clients))
