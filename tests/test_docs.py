@@ -74,3 +74,28 @@ def test_the_version_is_the_same_everywhere() -> None:
         path: set(re.findall(where, (ROOT / path).read_text())) for path, where in places.items()
     }
     assert found == {path: {SWELL_VERSION} for path in places}
+
+
+def test_state_machines_that_the_page_names_are_there() -> None:
+    page = (ROOT / "docs" / "state-machines.md").read_text(encoding="utf-8")
+    named = re.findall(r"(?m)^\| `([\w.]+)`", page)
+    assert len(named) > 10
+    missing = []
+    for name in named:
+        module, _, last = name.rpartition(".")
+        path = ROOT.joinpath(*module.split("."))
+        is_class = last[0].isupper()
+        source = (
+            path.with_suffix(".py") if is_class else ROOT.joinpath(*name.split("."), "__init__.py")
+        )
+        if not is_class and not source.exists():
+            source = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+        if not source.exists() or (is_class and f"class {last}" not in source.read_text()):
+            missing.append(name)
+    assert not missing
+
+
+def test_pages_to_read_in_one_go_stay_short() -> None:
+    for name, most in (("architecture", 150), ("performance", 120)):
+        lines = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= most, name
