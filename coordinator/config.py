@@ -9,10 +9,10 @@ class PublishConfig(Section, frozen=True, kw_only=True):
     """Publishing"""
 
     publish_interval: Annotated[
-        PositiveFloat, "Minimum seconds between two publications of changed stats."
+        PositiveFloat, "Minimum seconds between two messages of the coordinator with changed load."
     ] = 0.1
     publish_idle_interval: Annotated[
-        PositiveFloat, "Seconds between publications while nothing changes."
+        PositiveFloat, "Seconds between the coordinator's messages while nothing changes."
     ] = 3.0
 
 

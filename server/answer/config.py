@@ -28,8 +28,8 @@ class AnswerConfig(Section, frozen=True, kw_only=True):
             "qwen",
             "qwen3_coder",
         ],
-        "How the model writes tool calls; auto: as its chat template or its family "
-        "says, else as hermes, which it is then told; none: calls can only be enforced "
+        "How the model writes tool calls; auto: as its chat template or its family says, else "
+        "as hermes, which the prompt then explains; none: only calls that the request enforces "
         "(tool_choice required or a named tool).",
     ] = "auto"
     exclude_tools_when_tool_choice_none: Annotated[
@@ -48,14 +48,14 @@ class AnswerConfig(Section, frozen=True, kw_only=True):
             "tags",
         ]
         | None,
-        "How the model marks its reasoning, which is then answered as "
-        "reasoning; auto: what its chat template shows; tags: see --reasoning-tags; "
-        "default: reasoning stays in the content.",
+        "How the model marks its reasoning, which is returned apart from the content; auto: as "
+        "its chat template shows; tags: see --reasoning-tags; default: reasoning stays in the "
+        "content.",
     ] = None
     reasoning_tags: Annotated[
-        tuple[str, ...], "Start and end of reasoning with --reasoning-parser tags."
+        tuple[str, ...], "Start and end tag of reasoning, for --reasoning-parser tags."
     ] = ()
     reasoning_field: Annotated[
         Literal["both", "reasoning", "reasoning_content"],
-        "By which name chat answers show reasoning: clients know either.",
+        "Name of the field that holds reasoning in chat answers; clients know one or the other.",
     ] = "both"

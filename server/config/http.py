@@ -15,25 +15,25 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int,
         Meta(ge=-1),
-        "Maximum alternatives that a request may ask for per token; -1: all of the vocabulary.",
+        "Maximum alternatives that a request may ask for per token; -1: the whole vocabulary.",
     ] = 20
     root_path: Annotated[
         str,
         Meta(pattern="^(/[^/?#]+)*/?$"),
-        "Prefix of all paths behind a proxy, e.g. `/swell`, whether or not the proxy takes it off.",
+        "Prefix of all paths behind a proxy, e.g. `/swell`, whether or not the proxy strips it.",
     ] = ""
     enable_force_include_usage: Annotated[
-        bool, "End every stream with its usage, asked for or not."
+        bool, "End every stream with its token usage, even if the request did not ask for it."
     ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, "Serve /tokenizer_info, which shows the chat template and the special tokens."
     ] = False
     shutdown_timeout: Annotated[
-        float, Meta(ge=0), "Seconds that requests in flight get to end after SIGTERM."
+        float, Meta(ge=0), "Seconds that running requests have after SIGTERM to finish."
     ] = 2.0
-    access_log: Annotated[bool, "Log a line per HTTP answer."] = False
+    access_log: Annotated[bool, "Log one line per HTTP answer."] = False
     log_stats_interval: Annotated[
-        float, Meta(ge=0), "Seconds between log lines on what each busy engine does; 0: none."
+        float, Meta(ge=0), "Seconds between log lines on what each busy engine does; 0: never."
     ] = 10.0
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -50,27 +50,36 @@ class GuardConfig(Section, frozen=True, kw_only=True):
 
     api_key: Annotated[
         tuple[str, ...],
-        "Key(s) of which clients must send one, but to /health, /ping, /ready and /version; "
-        "default: none needed.",
+        "Key(s), one of which clients must send to all paths except /health, /ping, /ready and "
+        "/version; default: no key is needed.",
     ] = ()
     api_key_file: Annotated[
         str | None,
-        "File with such keys in addition, one per line: KEY, or NAME: KEY. Keys of one name are "
+        "File with more such keys, one per line: KEY, or NAME: KEY. Keys of the same name are "
         "one tenant.",
     ] = None
-    admin_key: Annotated[str | None, "Key for /admin/*; without one there is no /admin."] = None
-    admin_key_file: Annotated[str | None, "File with the key for /admin/*, instead."] = None
-    metrics_key: Annotated[
-        str | None, "Key that opens /metrics and nothing else, for what scrapes it."
+    admin_key: Annotated[str | None, "Key for /admin/*; without it there is no /admin."] = None
+    admin_key_file: Annotated[
+        str | None, "File with the key for /admin/*, instead of --admin-key."
     ] = None
-    metrics_key_file: Annotated[str | None, "File with the key for /metrics, instead."] = None
+    metrics_key: Annotated[
+        str | None, "Key that opens /metrics and nothing else, for Prometheus."
+    ] = None
+    metrics_key_file: Annotated[
+        str | None, "File with the key for /metrics, instead of --metrics-key."
+    ] = None
     open_status: Annotated[
         bool | None,
-        "Whether the status page and /status.json, which show hosts and load, need no key; "
-        "default: only where there is no API key.",
+        "Show the status page and /status.json, which tell hosts and load, without a key; "
+        "default: only if there is no API key.",
     ] = None
-    open_docs: Annotated[bool | None, "The same for /docs and /openapi.json."] = None
-    open_metrics: Annotated[bool | None, "The same for /metrics."] = None
+    open_docs: Annotated[
+        bool | None,
+        "Show /docs and /openapi.json without a key; default: only if there is no API key.",
+    ] = None
+    open_metrics: Annotated[
+        bool | None, "Show /metrics without a key; default: only if there is no API key."
+    ] = None
     allowed_origins: Annotated[
         tuple[str, ...], "Web origins whose pages may call the API (CORS); * allows all."
     ] = ()
@@ -81,9 +90,7 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     allowed_headers: Annotated[tuple[str, ...], "Request headers that such pages may send."] = (
         "*",
     )
-    allow_credentials: Annotated[bool, "Whether browsers may send cookies and the like along."] = (
-        False
-    )
+    allow_credentials: Annotated[bool, "Let browsers send cookies and other credentials."] = False
     ssl_certfile: Annotated[
         str | None, "Certificate chain (PEM); serves HTTPS instead of HTTP."
     ] = None
@@ -91,7 +98,7 @@ class GuardConfig(Section, frozen=True, kw_only=True):
         str | None, "Private key of the certificate; default: in the same file."
     ] = None
     ssl_ca_certs: Annotated[
-        str | None, "Certificates of the authorities that clients must have theirs from."
+        str | None, "Certificates of the authorities that must have signed clients' certificates."
     ] = None
     max_body_bytes: Annotated[
         PositiveInt,
@@ -99,22 +106,23 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     ] = 4 * 2**20
     max_body_bytes_in_flight: Annotated[
         PositiveInt,
-        "Maximum bytes of unfinished request bodies that this node holds; what does not fit is "
-        "answered with 503.",
+        "Maximum bytes of unfinished request bodies that this node holds; requests beyond it "
+        "get 503.",
     ] = 128 * 2**20
     max_header_bytes: Annotated[
-        int, Meta(ge=1024), "Largest head of a request, and largest trailers."
+        int, Meta(ge=1024), "Maximum bytes of a request's headers, and of its trailers."
     ] = 16 * 2**10
     max_connections: Annotated[
         PositiveInt,
-        "Maximum connections per API-server process, as far as descriptors allow; beyond it the "
-        "longest idle one of whoever has most gives way, else 503.",
+        "Maximum connections per API-server process, within its limit of descriptors. Beyond "
+        "it, the longest idle connection of the client that has most is closed; if none is "
+        "idle, the new one gets 503.",
     ] = 8192
     receive_timeout: Annotated[
-        PositiveFloat, "Seconds that a client may take to send a request's head or body."
+        PositiveFloat, "Seconds that a client has to send a request's headers or body."
     ] = 60.0
     keep_alive_timeout: Annotated[
-        PositiveInt, "Seconds for which an idle connection is kept for reuse."
+        PositiveInt, "Seconds that an idle connection is kept for reuse."
     ] = 75
     send_timeout: Annotated[
         PositiveFloat, "Seconds after which a client that does not read is cut off."

@@ -10,13 +10,13 @@ class OverloadConfig(Section, frozen=True, kw_only=True):
 
     max_queue: Annotated[
         NonNegativeInt,
-        "Maximum sequences that wait on this node beyond those that the engines can run; more "
-        "are answered with 429.",
+        "Maximum sequences that wait on this node beyond those that its engines can run; "
+        "requests beyond it get 429.",
     ] = 2048
     max_queue_tokens: Annotated[
         PositiveInt | None,
-        "Maximum prompt tokens that wait on this node to be computed; more are answered with "
-        "429; default: no limit.",
+        "Maximum prompt tokens that wait on this node; requests beyond it get 429; default: no "
+        "limit.",
     ] = None
 
 
@@ -25,38 +25,38 @@ class TenantConfig(Section, frozen=True, kw_only=True):
 
     tenant_by: Annotated[
         Literal["key", "user"],
-        "Who shares the server fairly and is limited: key = each API key (keys of one name are "
-        "one); user = each value of the field user as well, for servers behind a gateway that "
-        "fills it in: whoever may name users can be many.",
+        "Who shares the server fairly and has limits; key: each API key (keys of the same name "
+        "are one); user: each value of the field user as well, for servers behind a gateway "
+        "that sets it, because whoever may set it can pretend to be many.",
     ] = "key"
     max_sequences_per_key: Annotated[
         PositiveInt | None,
-        "Maximum sequences of one key (or user, see --tenant-by) on this node at once; more are "
-        "answered with 429; default: as many as are left free to others.",
+        "Maximum sequences of one key (or user, see --tenant-by) on this node at once; "
+        "requests beyond it get 429; default: as many as the other tenants leave free.",
     ] = None
     max_queue_tokens_per_key: Annotated[
         PositiveInt | None,
-        "Maximum prompt tokens of one key (or user) that wait on this node to be computed; more "
-        "are answered with 429; default: with --max-queue-tokens as many as are left free to "
-        "others, else no limit.",
+        "Maximum prompt tokens of one key (or user) that wait on this node; requests beyond it "
+        "get 429; default: with --max-queue-tokens, as many as the other tenants leave free; "
+        "else no limit.",
     ] = None
     prefix_cache_isolation: Annotated[
         Literal["none", "tenant"],
-        "Who finds whose prompts in the prefix cache: none = everybody everybody's with the same "
-        "cache_salt; tenant = each key (or user) only its own.",
+        "Who shares cached prompts; none: everybody, with the same cache_salt; tenant: each "
+        "key (or user) only its own.",
     ] = "none"
     hide_cached_tokens: Annotated[
-        bool, "Do not tell clients how much of a prompt was in the prefix cache."
+        bool, "Do not tell clients how many tokens of a prompt were cached."
     ] = False
     allow_priority: Annotated[
         bool | None,
-        "Whether clients may send a priority; default: if there are no API keys and this node's "
-        "--scheduling-policy is not fcfs.",
+        "Let clients send a priority; default: only if there is no API key and "
+        "--scheduling-policy is priority.",
     ] = None
     allow_rank_pinning: Annotated[
         bool | None,
-        "Whether clients may choose an engine with the header X-data-parallel-rank; default: if "
-        "there are no API keys.",
+        "Let clients choose an engine with the header X-data-parallel-rank; default: only if "
+        "there is no API key.",
     ] = None
 
 
@@ -65,15 +65,15 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
 
     routing_policy: Annotated[
         Literal["least-loaded", "prefix-affinity", "power-of-two", "round-robin"],
-        "Which engine gets a request: the one with the least work; the one that got a prompt "
-        "that begins alike, while it is not much busier; the less loaded of two drawn at random; "
-        "one after the other.",
+        "Which engine gets a request; least-loaded: the one with the least work; "
+        "prefix-affinity: the one that got a prompt with the same beginning, unless it is much "
+        "busier; power-of-two: the less loaded of two drawn at random; round-robin: each in "
+        "turn.",
     ] = "least-loaded"
     max_resumes: Annotated[
         NonNegativeInt,
-        "How often a request may be moved away from an engine that died before it has to run "
-        "alone.",
+        "How many engines may die with a request in flight; after one more it has to run alone.",
     ] = 1
     resume_timeout: Annotated[
-        PositiveFloat, "Seconds that a moved request waits for an engine to take it over."
+        PositiveFloat, "Seconds that a moved request waits for another engine."
     ] = 30.0

@@ -18,24 +18,24 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     ] = None
     data_parallel_start_rank: Annotated[
         NonNegativeInt | None,
-        "Rank of this node's first engine; default: ranks are given by the coordinator.",
+        "Rank of this node's first engine; default: the coordinator assigns ranks.",
     ] = None
     data_parallel_rank: Annotated[
         NonNegativeInt | None,
-        "Rank of this engine, default: given by the coordinator; for a front end, the engine "
-        "that it serves under --data-parallel-lb external.",
+        "Rank of this engine; default: the coordinator assigns it. For a front end: the engine "
+        "that it serves with --data-parallel-lb external.",
     ] = None
     data_parallel_rank_local: Annotated[
         NonNegativeInt | None,
-        "Number of this engine among those of its node, which picks its CUDA devices; default: "
-        "given by the node's supervisor; of an engine that is started alone, "
-        "--data-parallel-rank modulo --data-parallel-size-local.",
+        "Number of this engine on its node, which selects its CUDA devices; default: the "
+        "supervisor assigns it; for an engine started alone, --data-parallel-rank modulo "
+        "--data-parallel-size-local.",
     ] = None
     data_parallel_lb: Annotated[
         Literal["internal", "hybrid", "external"],
-        "Which engines a front end balances over: internal = all of the cluster; hybrid = those "
-        "of its own node; external = only the one of --data-parallel-rank, with a load balancer "
-        "outside.",
+        "Engines that a front end balances over; internal: all of the cluster; hybrid: those "
+        "of its node; external: only the one of --data-parallel-rank, behind a load balancer "
+        "of yours.",
     ] = "internal"
 
     tensor_parallel_size: Annotated[
@@ -46,18 +46,17 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     ] = 1
     enable_expert_parallel: Annotated[
         bool,
-        "Each engine of a mixture-of-experts model holds its share of the experts; the engines "
-        "then step together.",
+        "Spread the experts of a mixture-of-experts model over the engines, which then step "
+        "together.",
     ] = False
     regroup: Annotated[
         Literal["shrink", "wait"],
-        "When one of the engines that step together dies: shrink = the others load its experts "
-        "and go on until it is back; wait = they wait for it.",
+        "What happens when one of the engines that step together dies; shrink: the others load "
+        "its experts and go on until it is back; wait: they wait for it.",
     ] = "shrink"
     group_timeout: Annotated[
         PositiveFloat,
-        "Seconds that engines which step together wait for each other before they form their "
-        "group anew.",
+        "Seconds that engines that step together wait for each other before they form a new group.",
     ] = 30.0
 
     @property
@@ -101,12 +100,13 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     ] = None
     socket_dir: Annotated[
         str | None,
-        "Private directory in which a node makes a fresh one for its local sockets; default: the "
+        "Private directory in which this node creates one for its local sockets; default: the "
         "system's temporary directory.",
     ] = None
     cluster_key_file: Annotated[
         str | None,
-        "File with the shared secret, 16 bytes or more, that encrypts and authenticates TCP links.",
+        "File with the shared secret (at least 16 bytes) that encrypts and authenticates TCP "
+        "connections between nodes.",
     ] = None
     insecure_cluster: Annotated[bool, "Allow plain TCP between nodes (trusted networks only)."] = (
         False
@@ -115,7 +115,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         PositiveFloat, "Seconds between heartbeats, to the coordinator and on TCP connections."
     ] = 1.0
     drain_timeout: Annotated[
-        float, Meta(ge=0), "Seconds that an engine gets to end its requests after SIGTERM."
+        float, Meta(ge=0), "Seconds that an engine has after SIGTERM to finish its requests."
     ] = 30.0
     engine_timeout: Annotated[
         PositiveFloat, "Seconds without a heartbeat after which a member is gone."

@@ -16,17 +16,17 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[PositiveInt, "Token budget of one step."] = 2048
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
-        "fcfs = in order of arrival, the priority of a request is ignored; priority = the lowest "
-        "number first, which may preempt higher ones.",
+        "Order of waiting requests; fcfs: as they arrive, whatever their priority; priority: "
+        "lowest number first, and it may preempt others.",
     ] = "fcfs"
     long_prefill_token_threshold: Annotated[
-        NonNegativeInt, "Maximum prompt tokens of one request in one step; 0 is no limit."
+        NonNegativeInt, "Maximum prompt tokens of one request in one step; 0: no limit."
     ] = 0
     max_tenant_prefill_tokens: Annotated[
         PositiveInt | None,
-        "Maximum prompt tokens of one tenant (API key) in one step while others use the engine: "
-        "less keeps their tokens flowing, more computes long prompts faster; default: a quarter "
-        "of --max-num-batched-tokens.",
+        "Maximum prompt tokens of one tenant (API key) in one step while others use the "
+        "engine. Lower values keep the others' tokens flowing, higher ones compute long "
+        "prompts faster; default: a quarter of --max-num-batched-tokens.",
     ] = None
     max_slowdown: Annotated[
         float,
@@ -35,7 +35,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "while others decode: more of its sequences take turns then. Less keeps others' tokens "
         "flowing, more computes large requests faster; 0: no limit.",
     ] = 1.25
-    async_scheduling: Annotated[bool, "Plan the next step while the one before it runs."] = False
+    async_scheduling: Annotated[bool, "Plan the next step while the current one runs."] = False
     speculative_ngram: Annotated[
         int,
         Meta(ge=0, le=64),
@@ -52,18 +52,21 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = None
     admission_policy: Annotated[
         Literal["none", "balance", "cadence", "level"] | None,
-        "When engines that step together prefill: none = whatever fits; balance = nobody admits "
-        "while one is full; cadence = every N-th step; level = equal amounts on all, as long as "
-        "waiting costs less than the stall; default: level for a lockstep group, else none.",
+        "When engines that step together compute prompts; none: whenever they fit; balance: "
+        "not while any engine is full; cadence: every N-th step; level: equal amounts on all "
+        "engines, unless waiting costs more than the stall; default: level in a lockstep "
+        "group, else none.",
     ] = None
-    admission_cadence: Annotated[PositiveInt, "cadence: steps from one prefill to the next."] = 2
+    admission_cadence: Annotated[
+        PositiveInt, "For cadence: prompts are computed every so many steps."
+    ] = 2
     level_wait_weight: Annotated[
         PositiveInt,
-        "level: decode steps that one step of waiting is worth; less raises throughput, more "
-        "lowers the time to the first token.",
+        "For level: how many decode steps one step of waiting costs. Lower values raise "
+        "throughput, higher ones shorten the time to the first token.",
     ] = 4
     level_hold_per_rank: Annotated[
-        PositiveInt, "level: a prefill waits at most this many steps per engine."
+        PositiveInt, "For level: the maximum steps, per engine, that a prompt waits."
     ] = 16
 
     def __post_init__(self) -> None:
@@ -89,31 +92,34 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
 
     executor: Annotated[
         Literal["model", "simulated"],
-        "simulated replaces the model by a cost model, for tests and benchmarks.",
+        "model: compute the model; simulated: a cost model in its place, for tests and benchmarks.",
     ] = "model"
     threads: Annotated[
         PositiveInt | None,
-        "Compute threads per engine; default: cores / engines on this node, with one core left "
-        "to front ends if the model is small, but while the LM head of a large batch computes.",
+        "Compute threads per engine; default: cores divided by the engines of this node. "
+        "Engines of a small model leave one core to the front ends, except while the LM head "
+        "of a large batch is computed.",
     ] = None
     step_timeout: Annotated[
         PositiveFloat,
-        "Seconds that a step of up to 1,024 tokens may take (more in proportion, and five times "
-        "as long for the first ones) before the engine counts as hung and ends.",
+        "Seconds after which a step of up to 1,024 tokens counts as hung and the engine ends; "
+        "larger steps get more in proportion, the first ones five times as long.",
     ] = 60.0
     batch_invariant: Annotated[
         bool,
-        "Compute each token in the same way whatever else is in the batch, so that a request "
-        "gives the same tokens, bit for bit, alone, in any batch and after it was moved to "
-        "another engine; CPU only, slower.",
+        "Compute each token the same way whatever else is in the batch: a request gets the "
+        "same tokens, bit for bit, alone, in any batch, and after a move to another engine. "
+        "CPU only, and slower.",
     ] = False
     enforce_eager: Annotated[
-        bool, "CUDA: launch every kernel of decode steps instead of graphs."
+        bool, "CUDA: launch each kernel of a decode step instead of replaying CUDA graphs."
     ] = False
     torch_profiler_dir: Annotated[
         str | None, "Directory for the traces of the start_profile and stop_profile calls."
     ] = None
-    simulated_step_us: Annotated[NonNegativeInt, "Simulated executor: fixed time of a step."] = 500
+    simulated_step_us: Annotated[
+        NonNegativeInt, "Simulated executor: microseconds of every step."
+    ] = 500
     simulated_token_us: Annotated[
-        NonNegativeInt, "Simulated executor: time per token computed."
+        NonNegativeInt, "Simulated executor: microseconds per computed token."
     ] = 10

@@ -24,31 +24,32 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     revision: Annotated[str | None, "Branch, tag or commit of a model from the hub."] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        "Type of weights and activations; auto takes the checkpoint's, or float32 for a small "
-        "model on a processor that multiplies it faster.",
+        "Type of weights and activations; auto: the checkpoint's, or float32 for a small model "
+        "on a CPU that multiplies float32 faster.",
     ] = "auto"
     quantization: Annotated[
         Literal["int8"] | None,
-        "int8 = weights and activations of linear layers are rounded to 8 bits (CPU only); "
-        "default: computed as loaded.",
+        "int8: round the weights and activations of linear layers to 8 bits (CPU only); "
+        "default: as loaded.",
     ] = None
     load_format: Annotated[
-        Literal["auto", "dummy"], "auto reads safetensors; dummy fills random weights from --seed."
+        Literal["auto", "dummy"], "auto: read the checkpoint; dummy: random weights from --seed."
     ] = "auto"
     max_model_len: Annotated[
-        PositiveInt | None, "Longest sequence in tokens; default: what the model was made for."
+        PositiveInt | None, "Longest sequence in tokens; default: the model's own limit."
     ] = None
     seed: Annotated[int, "Seed of dummy weights."] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], "Where the model runs."] = "auto"
     generation_config: Annotated[
         str,
-        "Where defaults for temperature, top_p and the like come from: auto = the model's "
-        "generation_config.json, vllm or none = neutral ones, else a directory with such a file.",
+        "Source of the defaults of temperature, top_p and the like; auto: the model's "
+        "generation_config.json; vllm or none: neutral values; else a directory that holds "
+        "such a file.",
     ] = "auto"
     override_generation_config: Annotated[
         str,
-        'JSON object of such defaults that win over those of the file, e.g. `{"temperature": '
-        "0.2}`.",
+        "JSON object of sampling defaults that override those of the file, e.g. "
+        '`{"temperature": 0.2}`.',
     ] = "{}"
     chat_template: Annotated[str | None, "Jinja file that replaces the model's chat template."] = (
         None
@@ -71,6 +72,6 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         Meta(gt=0, le=1),
         "Share of a CUDA device's memory for weights, activations and KV cache of one engine.",
     ] = 0.9
-    enable_prefix_caching: Annotated[bool, "Reuse the KV blocks of prompts that begin alike."] = (
-        True
-    )
+    enable_prefix_caching: Annotated[
+        bool, "Reuse the KV blocks of prompts that begin with the same tokens."
+    ] = True

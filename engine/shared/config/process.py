@@ -24,8 +24,8 @@ class LogConfig(Section, frozen=True, kw_only=True):
     """Logging"""
 
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], "Minimum level of the log lines shown."
+        Literal["debug", "info", "warning", "error"], "Lowest level of log lines that is shown."
     ] = "info"
-    log_format: Annotated[Literal["text", "json"], "Lines for people, or one JSON object each."] = (
-        "text"
-    )
+    log_format: Annotated[
+        Literal["text", "json"], "text: lines for people; json: one JSON object per line."
+    ] = "text"
