@@ -158,9 +158,7 @@ class WorksForTheDead(EngineCore):
     """Goes on with the requests of a front end that has gone, and answers its successor."""
 
     def front_end_left(self, index: int) -> None:
-        known = self._front_ends.get(index)
-        if known is not None:
-            known.present = False
+        self._front_ends.left(index)
 
 
 class TriesInCompany(EngineCore):
