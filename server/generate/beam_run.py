@@ -2,14 +2,18 @@
 
 import asyncio
 
-import msgspec
-from msgspec import UNSET
-
 from engine.shared.messages import RequestOutput, SamplingParams, TokenLogprob
-from server.api.shared.answer import PromptTokensDetails, Usage
+from server.api.shared.answer import Usage
 from server.generate.beams import Beam, Beams, BeamSearch
-from server.generate.fold import ChoiceFold, Delta, GenerationFailed, Prompt, RequestRefused
-from server.generate.run import Output, Sender
+from server.generate.fold import (
+    ChoiceFold,
+    Delta,
+    GenerationFailed,
+    Prompt,
+    RequestRefused,
+    highest,
+)
+from server.generate.run import Output, Sender, first_token
 from server.generate.specification import GenerationSpec
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
@@ -152,7 +156,7 @@ class BeamRun:
     def _shown(self, prompt: Prompt, beam: Beam) -> Delta:
         """Return a beam as what would have come of it had it been drawn."""
         wanted = self._spec.sampling.logprobs if self._spec.fold.logprobs else None
-        scores = None if wanted is None else [_cut(each, wanted) for each in beam.scores]
+        scores = None if wanted is None else [highest(each, wanted) for each in beam.scores]
         end = beam.token_ids[-1] if beam.ended else None
         output = RequestOutput(
             0,
@@ -171,8 +175,7 @@ class BeamRun:
     @property
     def first_token(self) -> float | None:
         """When the first answer came, in monotonic seconds."""
-        times = [timer.first_token for timer in self._timers]
-        return min((each for each in times if each is not None), default=None)
+        return first_token(self._timers)
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -181,12 +184,8 @@ class BeamRun:
 
     def usage(self) -> Usage:
         """Return the tokens of prompts and answers; beams that were left do not count."""
-        prompt_tokens = self._spec.num_prompt_tokens
-        return Usage(
-            prompt_tokens,
-            self._num_tokens,
-            prompt_tokens + self._num_tokens,
-            PromptTokensDetails(self.cached_tokens) if self._sender.shows_cached else UNSET,
+        return self._sender.usage(
+            self._spec.num_prompt_tokens, self._num_tokens, self.cached_tokens
         )
 
     def close(self, reason: str = "abort") -> None:
@@ -203,12 +202,6 @@ class BeamRun:
 def _scores(output: RequestOutput) -> TokenLogprob:
     assert output.logprobs is not None, "they were asked for"
     return output.logprobs[0]
-
-
-def _cut(scores: TokenLogprob, count: int) -> TokenLogprob:
-    return msgspec.structs.replace(
-        scores, top_ids=scores.top_ids[:count], top_logprobs=scores.top_logprobs[:count]
-    )
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

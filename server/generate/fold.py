@@ -76,7 +76,7 @@ class Delta(msgspec.Struct):
     """Of the tokens, if the engine reports log probabilities."""
 
 
-def _highest(scores: TokenLogprob, count: int) -> TokenLogprob:
+def highest(scores: TokenLogprob, count: int) -> TokenLogprob:
     """Return the scores of a token with so many alternatives."""
     if len(scores.top_ids) <= count:
         return scores
@@ -105,7 +105,7 @@ class PromptEcho:
     def tokens(self, scores: Sequence[TokenLogprob], shown: int) -> list[ScoredToken]:
         """Return the prompt's tokens with scores of all but the first, as many as are known."""
         offsets = self._spell()[1]
-        each: list[TokenLogprob | None] = [None, *[_highest(one, shown) for one in scores]]
+        each: list[TokenLogprob | None] = [None, *[highest(one, shown) for one in scores]]
         return [
             ScoredToken(token_id, offset, score)
             for token_id, offset, score in zip(self._prompt.token_ids, offsets, each, strict=False)
@@ -174,7 +174,7 @@ class ChoiceFold:
         delta = Delta("", [], [] if self._options.logprobs else None, None, None)
         if output.prompt_logprobs is not None and self._options.prompt_logprobs is not None:
             shown = self._options.prompt_logprobs
-            delta.prompt_logprobs = [_highest(each, shown) for each in output.prompt_logprobs]
+            delta.prompt_logprobs = [highest(each, shown) for each in output.prompt_logprobs]
         if not self._echoed:
             self._echoed = True
             self._repeat_prompt(output.prompt_logprobs, delta)

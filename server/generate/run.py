@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -55,6 +55,21 @@ class Sender(msgspec.Struct, frozen=True, kw_only=True):
     """These two as in `engine.shared.messages.AddRequest`."""
     shows_cached: bool = True
     """Whether the usage says how much of the prompt was cached."""
+
+    def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+        """Return token counts as this client may see them."""
+        return Usage(
+            prompt_tokens,
+            completion_tokens,
+            prompt_tokens + completion_tokens,
+            PromptTokensDetails(cached_tokens) if self.shows_cached else UNSET,
+        )
+
+
+def first_token(timers: Iterable[SequenceTimer]) -> float | None:
+    """Return when the first token of any sequence came, in monotonic seconds."""
+    times = [timer.first_token for timer in timers]
+    return min((each for each in times if each is not None), default=None)
 
 
 class Run:
@@ -230,20 +245,15 @@ class Run:
 
     def usage(self) -> Usage:
         """Return the token counts so far; a prompt counts once however many choices it has."""
-        prompt_tokens = self._spec.num_prompt_tokens
         completion_tokens = sum([fold.num_tokens for fold in self._folds])
-        return Usage(
-            prompt_tokens,
-            completion_tokens,
-            prompt_tokens + completion_tokens,
-            PromptTokensDetails(self.cached_tokens) if self._sender.shows_cached else UNSET,
+        return self._sender.usage(
+            self._spec.num_prompt_tokens, completion_tokens, self.cached_tokens
         )
 
     @property
     def first_token(self) -> float | None:
         """When the first token of any sequence came, in monotonic seconds."""
-        times = [timer.first_token for timer in self._timers]
-        return min((each for each in times if each is not None), default=None)
+        return first_token(self._timers)
 
     @property
     def finish_reasons(self) -> list[str]:

@@ -1,6 +1,6 @@
 """What clients are told when something is wrong: one exception class, one table, one body shape."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -81,8 +81,13 @@ class ApiError(Exception):
         detail = ErrorDetail(self.message, self.kind, self.param, self.code)
         return msgspec.json.encode(ErrorResponse(detail))
 
-    def about(self, param: str, message: str) -> "ApiError":
-        """Return the same error about another field."""
+    def renamed(self, rename: Callable[[str], str]) -> "ApiError":
+        """Return the same error with another name of its field, if it has one, in its text too."""
+        if self.param is None:
+            return self
+        param, message = rename(self.param), self.message
+        if message.startswith(self.param):
+            message = param + message[len(self.param) :]
         return ApiError(
             self.status,
             message,

@@ -7,6 +7,9 @@ import msgspec
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
+ROW_BYTES = 256
+"""What counts against the store's limit for a row besides its texts."""
+
 UNFINISHED: frozenset[Status] = frozenset(("queued", "in_progress"))
 
 
@@ -31,11 +34,7 @@ class StoredResponse(msgspec.Struct, kw_only=True):
     @property
     def size(self) -> int:
         """Bytes that count against the store's limit."""
-        return len(self.input) + len(self.response) + _OVERHEAD
-
-
-_OVERHEAD = 256
-"""Bytes for what a row has besides its texts."""
+        return len(self.input) + len(self.response) + ROW_BYTES
 
 
 class StoredConversation(msgspec.Struct, kw_only=True):
@@ -46,6 +45,11 @@ class StoredConversation(msgspec.Struct, kw_only=True):
     created: float
     metadata: bytes
     """JSON object."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that count against the store's limit, without the items."""
+        return len(self.metadata) + ROW_BYTES
 
 
 class StoredItem(msgspec.Struct, kw_only=True):
@@ -58,7 +62,7 @@ class StoredItem(msgspec.Struct, kw_only=True):
     @property
     def size(self) -> int:
         """Bytes that count against the store's limit."""
-        return len(self.item) + _OVERHEAD
+        return len(self.item) + ROW_BYTES
 
 
 class TooLong(Exception):

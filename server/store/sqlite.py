@@ -8,6 +8,7 @@ from typing import Any
 
 from server.access.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.store.records import (
+    ROW_BYTES,
     StoredConversation,
     StoredItem,
     StoredResponse,
@@ -172,7 +173,7 @@ class SqliteBackend:
 
     def put_conversation(self, conversation: StoredConversation, now: float) -> None:
         """Keep a conversation, or what is new of its metadata."""
-        size = len(conversation.metadata) + 256
+        size = conversation.size
         with self._transaction() as database:
             self._make_room(size, now, conversation.tenant, conversation.id)
             database.execute(
@@ -258,7 +259,7 @@ class SqliteBackend:
                 return False
             database.execute(
                 "UPDATE conversations SET size = size - ? WHERE tenant = ? AND id = ?",
-                (row[0] + 256, tenant, id_),
+                (row[0] + ROW_BYTES, tenant, id_),
             )
         return True
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import certain_length, find_first
+from server.text.markers import find_first, split_at
 from server.tool_calls.json_value import JsonValue
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -58,18 +58,12 @@ class DeepSeekParser:
 
     def _content(self, parts: list[Part]) -> bool:
         """Outside calls: the marks around them are no content."""
-        found = find_first(self._held, _MARKS)
-        length = certain_length(self._held, _MARKS) if found is None else found[0]
-        before = self._held[:length]
+        before, mark, self._held = split_at(self._held, _MARKS)
         if before:
             parts.append(ContentText(before))
-        if found is None:
-            self._held = self._held[length:]
-            return False
-        self._held = self._held[length + len(found[1]) :]
-        if found[1] == CALL_BEGIN:
+        if mark == CALL_BEGIN:
             self._state = self._head
-        return True
+        return bool(mark)
 
     def _head(self, parts: list[Part]) -> bool:
         kind = _KIND.match(self._held)
@@ -99,9 +93,7 @@ class DeepSeekParser:
 
     def _behind_call(self, parts: list[Part]) -> bool:
         """The end of the block of code and of the call."""
-        before, mark, after = self._held.partition(CALL_END)
+        _, mark, self._held = split_at(self._held, [CALL_END])
         if mark:
-            self._held, self._state = after, self._content
-        else:
-            self._held = before[certain_length(before, [CALL_END]) :]
+            self._state = self._content
         return bool(mark)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import certain_length
+from server.text.markers import split_at
 from server.tool_calls.call_object import CallObject
 
 START, END = "<tool_call>", "</tool_call>"
@@ -56,13 +56,9 @@ class HermesParser:
             return self._in_call(self._object, parts)
         if self._behind_call:
             return self._after_call()
-        before, tag, after = self._held.partition(self._start)
+        before, tag, self._held = split_at(self._held, [self._start])
         if tag:
-            self._held = after
             self._object, self._begun = CallObject(), False
-        else:
-            length = certain_length(before, [self._start])
-            before, self._held = before[:length], before[length:]
         if before:
             parts.append(ContentText(before))
         return bool(tag)

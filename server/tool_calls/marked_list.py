@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import ContentText, Part
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import certain_length, find_first
+from server.text.markers import split_at
 from server.tool_calls.call_list import CallListParser
 
 MARKERS = ("<|tool_call|>", "<tool_call>")
@@ -27,14 +27,12 @@ class MarkedListParser:
         if self._list is not None:
             return self._list.push(text)
         self._held += text
-        found = find_first(self._held, MARKERS)
-        length = certain_length(self._held, MARKERS) if found is None else found[0]
-        before, self._held = self._held[:length], self._held[length:]
+        before, marker, self._held = split_at(self._held, MARKERS)
         parts: list[Part] = [ContentText(before)] if before else []
-        if found is None:
+        if not marker:
             return parts
         self._list = CallListParser(" \t\r\n[],")
-        return parts + self._list.push(self._held[len(found[1]) :])
+        return parts + self._list.push(self._held)
 
     def finish(self) -> list[Part]:
         """End: return what was held back as the content that it is."""

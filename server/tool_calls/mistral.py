@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import certain_length
+from server.text.markers import split_at
 from server.tool_calls.call_list import CallListParser
 from server.tool_calls.json_value import JsonValue
 
@@ -55,14 +55,10 @@ class MistralParser:
             return self._arguments(self._value, parts)
         if self._marked:
             return self._behind_marker(parts)
-        before, marker, after = self._held.partition(MARKER)
-        if marker:
-            self._held, self._marked = after, True
-        else:
-            length = certain_length(before, [MARKER])
-            before, self._held = before[:length], before[length:]
+        before, marker, self._held = split_at(self._held, [MARKER])
         if before:
             parts.append(ContentText(before))
+        self._marked = bool(marker)
         return self._marked
 
     def _behind_marker(self, parts: list[Part]) -> bool:

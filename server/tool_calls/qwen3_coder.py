@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import certain_length, find_first
+from server.text.markers import certain_length, find_first, split_at
 from server.tool_calls.parameters import Parameters
 
 START, END = "<tool_call>", "</tool_call>"
@@ -58,12 +58,9 @@ class Qwen3CoderParser:
     # Each state takes the next piece off the held text and returns whether there may be another.
 
     def _content(self, parts: list[Part]) -> bool:
-        before, tag, after = self._held.partition(START)
+        before, tag, self._held = split_at(self._held, [START])
         if tag:
-            self._held, self._state = after, self._name
-        else:
-            length = certain_length(before, [START])
-            before, self._held = before[:length], before[length:]
+            self._state = self._name
         if before:
             parts.append(ContentText(before))
         return bool(tag)

@@ -12,8 +12,9 @@ from server.api.context import Context
 from server.api.conversations.schema import ConversationRequest, ItemsRequest, MetadataRequest
 from server.api.responses.items import Conversation, Deleted, ItemList
 from server.api.responses.keeping import kept_item, now
-from server.api.responses.kept import kept, not_found, owner_of, page
+from server.api.responses.kept import not_found, owner_of, page
 from server.api.responses.schema import InputItem, ItemReference
+from server.api.responses.store_errors import kept
 from server.http.call import Call
 from server.http.errors import invalid
 from server.store.records import StoredConversation, StoredItem

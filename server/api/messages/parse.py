@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -87,12 +88,15 @@ def _as_chat(
         body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     sent = {name: value for name, value in body.items() if value is not None}
     encoded = msgspec.json.encode(sent)
+
+    def blame(error: ApiError) -> ApiError:
+        return error.renamed(partial(_renamed, turns.places))
+
     try:
         chat = ChatCompletionRequest.model_validate_json(encoded)
     except pydantic.ValidationError as error:
-        raise _blamed(invalid_body(error, encoded), turns.places) from error
-    places = turns.places
-    return chat, lambda error: _blamed(error, places)
+        raise blame(invalid_body(error, encoded)) from error
+    return chat, blame
 
 
 def _check(request: MessagesRequest | CountTokensRequest) -> None:
@@ -244,18 +248,8 @@ _RENAMED = (
 )
 
 
-def _blamed(error: ApiError, places: list[str]) -> ApiError:
-    """Return the error with the field's name in the request, in its text too."""
-    if error.param is None:
-        return error
-    param = _renamed(error.param, places)
-    message = error.message
-    if message.startswith(error.param):
-        message = param + message[len(error.param) :]
-    return error.about(param, message)
-
-
-def _renamed(param: str, places: list[str]) -> str:
+def _renamed(places: list[str], param: str) -> str:
+    """Return the field of the request that a field of the chat completion stands for."""
     turn = re.match(r"messages\[(\d+)\]", param)
     if turn is not None and int(turn[1]) < len(places):
         return places[int(turn[1])]

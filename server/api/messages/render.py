@@ -1,7 +1,5 @@
 """Messages as clients see them: events of a stream, or one body."""
 
-from collections.abc import Sequence
-
 import msgspec
 
 from server.answer.parts import ContentText, Part
@@ -18,7 +16,7 @@ from server.api.messages.content import (
 )
 from server.api.messages.schema import MessagesRequest
 from server.api.shared.answer import Usage
-from server.api.shared.rendering import Answering, Renderer
+from server.api.shared.rendering import Answering, Renderer, event_frames
 from server.api.shared.whole import WholeAnswers
 from server.generate.answer import Answer
 from server.generate.fold import Delta
@@ -121,28 +119,20 @@ class MessageEvents:
         """Return the frames of a delta."""
         begin: list[MessageEvent] = [] if self._begun else [MessageStart(self._growing.message)]
         self._begun = True
-        return _frames([*begin, *self._growing.push(delta)])
+        return event_frames([*begin, *self._growing.push(delta)])
 
     def finish(self, usage: Usage) -> bytes:
         """Return the frames behind those of the last delta."""
         told, message = self._growing.close(usage), self._growing.message
         ending = Ending(message.stop_reason, message.stop_sequence)
-        return _frames([*told, MessageDelta(ending, message.usage), MessageStop()])
+        return event_frames([*told, MessageDelta(ending, message.usage), MessageStop()])
 
 
 def _error(error: ApiError) -> bytes:
-    return _frames([MessagesErrorResponse(message_error(error))])
+    return event_frames([MessagesErrorResponse(message_error(error))])
 
 
 def _usage(usage: Usage) -> MessageUsage:
     details = usage.prompt_tokens_details
     cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
-
-
-def _frames(told: Sequence[MessageEvent]) -> bytes:
-    frames = []
-    for event in told:
-        name = str(type(event).__struct_config__.tag).encode()
-        frames.append(b"event: %b\ndata: %b\n\n" % (name, _encode(event)))
-    return b"".join(frames)

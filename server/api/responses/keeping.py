@@ -20,6 +20,7 @@ from server.api.responses.schema import (
     MessageItem,
     ResponsesRequest,
 )
+from server.api.responses.store_errors import kept
 from server.api.shared.answer import Usage
 from server.api.shared.rendering import Answering
 from server.http.errors import ApiError, invalid, unavailable
@@ -131,28 +132,28 @@ class Keeping:
     async def _earlier(self) -> list[Any]:
         """Return the items that come before those of the request."""
         previous = self._sent.previous_response_id
-        try:
-            if previous is not None:
-                chain = await self._store.chain(self.owner, previous)
-                if chain is None:
-                    raise _gone(previous, "previous_response_id")
-                texts = [item for record in chain for item in _items_of(record)]
-            elif self._conversation is not None:
-                kept = await self._store.items(self.owner, self._conversation)
-                if kept is None:
-                    raise _gone(self._conversation, "conversation")
-                texts = [msgspec.json.decode(item.item) for item in kept]
-            else:
-                return []
-        except StoreUnavailable as error:
-            raise unavailable("What is kept cannot be read now; try again.") from error
-        except TooLong as error:
-            raise invalid(
-                f"previous_response_id: what it goes on with has more than {MAX_KEPT_LENGTH} bytes",
-                "previous_response_id",
-            ) from error
+        if previous is not None:
+            texts = await self._chain(previous)
+        elif self._conversation is not None:
+            found = await kept(self._store.items(self.owner, self._conversation))
+            if found is None:
+                raise _gone(self._conversation, "conversation")
+            texts = [msgspec.json.decode(item.item) for item in found]
+        else:
+            return []
         items: list[Any] = ITEMS.validate_python(texts)
         return items
+
+    async def _chain(self, previous: str) -> list[Any]:
+        """Return the items of a response and of all that it goes on with."""
+        field = "previous_response_id"
+        too_long = invalid(
+            f"{field}: what it goes on with has more than {MAX_KEPT_LENGTH} bytes", field
+        )
+        chain = await kept(self._store.chain(self.owner, previous), too_long)
+        if chain is None:
+            raise _gone(previous, field)
+        return [item for record in chain for item in _items_of(record)]
 
     async def _resolved(self, items: Sequence[Any]) -> list[Any]:
         """Return items with what references refer to in their place."""
@@ -168,7 +169,7 @@ class Keeping:
             if named is None:
                 raise _gone(item.id, field)
             if item.id not in outputs:
-                record = await self._record(f"resp_{named[1]}")
+                record = await kept(self._store.get(self.owner, f"resp_{named[1]}"))
                 if record is None:
                     raise _gone(item.id, field)
                 size += record.size
@@ -180,12 +181,6 @@ class Keeping:
                 raise _gone(item.id, field)
             resolved += ITEMS.validate_python([found])
         return resolved
-
-    async def _record(self, id_: str) -> StoredResponse | None:
-        try:
-            return await self._store.get(self.owner, id_)
-        except StoreUnavailable as error:
-            raise unavailable("What is kept cannot be read now; try again.") from error
 
 
 def own_items(request: ResponsesRequest) -> list[Any]:

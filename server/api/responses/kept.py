@@ -1,19 +1,15 @@
 """GET and DELETE /v1/responses/ID, POST /v1/responses/ID/cancel: what was kept."""
 
-from collections.abc import Awaitable
-from typing import TypeVar
-
 import msgspec
 from fastapi import Request
 from fastapi import Response as HttpResponse
 
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.api.responses.items import Deleted, ItemList
-from server.http.errors import ApiError, invalid, unavailable
-from server.store.records import UNFINISHED, Status, StoredResponse, StoreFull, TooLong
-from server.store.service import ResponseStore, StoreUnavailable, is_abandoned
-
-Result = TypeVar("Result")
+from server.api.responses.store_errors import kept
+from server.http.errors import ApiError, invalid
+from server.store.records import UNFINISHED, Status, StoredResponse
+from server.store.service import ResponseStore, is_abandoned
 
 MAX_LISTED = 100
 """Items of one page."""
@@ -115,20 +111,6 @@ def page(request: Request, items: list[msgspec.Raw]) -> ItemList:
     shown, shown_names = items[start : start + limit], names[start : start + limit]
     first, last = (shown_names[0], shown_names[-1]) if shown else (None, None)
     return ItemList(shown, first, last, start + limit < len(items))
-
-
-async def kept(waiting: Awaitable[Result]) -> Result:
-    """Return what the store answers.
-
-    Raises:
-        ApiError: it does not work now.
-    """
-    try:
-        return await waiting
-    except StoreUnavailable as error:
-        raise unavailable("What is kept cannot be reached now; try again.") from error
-    except (StoreFull, TooLong) as error:
-        raise invalid("It is too large to be kept.", code="too_large") from error
 
 
 def not_found(kind: str, id_: str) -> ApiError:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,11 +52,7 @@ def parse(request: ResponsesRequest, limits: Limits, earlier: int = 0) -> Genera
     Raises:
         ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
-    chat, items = _as_chat(request, earlier)
-
-    def blame(error: ApiError) -> ApiError:
-        return _blamed(error, items)
-
+    chat, blame = _as_chat(request, earlier)
     try:
         return parse_chat(chat, limits, blame)
     except ApiError as error:
@@ -68,11 +65,7 @@ def parse_count(request: ResponsesRequest, earlier: int) -> tuple[Conversation, 
     Raises:
         ApiError: the request is wrong, or asks for what is not served; `param` names the field.
     """
-    chat, items = _as_chat(request, earlier)
-
-    def blame(error: ApiError) -> ApiError:
-        return _blamed(error, items)
-
+    chat, blame = _as_chat(request, earlier)
     return conversation(chat), blame
 
 
@@ -80,8 +73,8 @@ _INSTRUCTIONS, _EARLIER = -1, -2
 """What stands for the instructions, and for items that the request did not send itself."""
 
 
-def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, list[int]]:
-    """Return a chat completion, and which input item each of its messages begins with."""
+def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, Blame]:
+    """Return a chat completion, and what turns errors about it into errors about the request."""
     _check(request)
     turns = _Turns()
     if request.instructions is not None:
@@ -111,11 +104,15 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
     if request.text is not None and request.text.format is not None:
         body["response_format"] = _response_format(request.text.format)
     encoded = msgspec.json.encode(body)
+
+    def blame(error: ApiError) -> ApiError:
+        return error.renamed(partial(_renamed, turns.items))
+
     try:
         chat = ChatCompletionRequest.model_validate_json(encoded)
     except pydantic.ValidationError as error:
-        raise _blamed(invalid_body(error, encoded), turns.items) from error
-    return chat, turns.items
+        raise blame(invalid_body(error, encoded)) from error
+    return chat, blame
 
 
 def _wants_logprobs(request: ResponsesRequest) -> bool:
@@ -249,18 +246,8 @@ _RENAMED = (
 )
 
 
-def _blamed(error: ApiError, items: list[int]) -> ApiError:
-    """Return the error with the field's name in the request, in its text too."""
-    if error.param is None:
-        return error
-    param = _renamed(error.param, items)
-    message = error.message
-    if message.startswith(error.param):
-        message = param + message[len(error.param) :]
-    return error.about(param, message)
-
-
-def _renamed(param: str, items: list[int]) -> str:
+def _renamed(items: list[int], param: str) -> str:
+    """Return the field of the request that a field of the chat completion stands for."""
     message = re.match(r"messages(?:\[(\d+)\])?", param)
     if message is not None:
         return _input_field(param, items, message)

@@ -22,7 +22,7 @@ from server.api.responses.items import (
 from server.api.responses.output import OutputBuilder
 from server.api.responses.schema import ConversationName, ResponsesRequest
 from server.api.shared.answer import Usage
-from server.api.shared.rendering import Answering
+from server.api.shared.rendering import Answering, event_frames
 from server.api.shared.whole import WholeAnswers
 from server.generate.answer import Answer
 from server.generate.fold import Delta, FinishReason
@@ -215,8 +215,8 @@ class ResponseEvents:
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta."""
-        begin = b"" if self._sequence_number else self._begin()
-        return begin + self._frames(self._growing.push(delta))
+        begin = [] if self._sequence_number else self._begin()
+        return self._frames([*begin, *self._growing.push(delta)])
 
     def complete(self, usage: Usage) -> Response:
         """Return the whole response, of which no more will come."""
@@ -242,20 +242,15 @@ class ResponseEvents:
         code = error.code or error.kind
         return self._frames([ErrorEvent(code=code, message=error.message, param=error.param)])
 
-    def _begin(self) -> bytes:
+    def _begin(self) -> list[ResponseEvent]:
         response = self._growing.response
-        return self._frames(
-            [
-                events.ResponseCreated(response=response),
-                events.ResponseInProgress(response=response),
-            ]
-        )
+        return [
+            events.ResponseCreated(response=response),
+            events.ResponseInProgress(response=response),
+        ]
 
     def _frames(self, told: Sequence[ResponseEvent]) -> bytes:
-        frames = []
         for event in told:
             event.sequence_number = self._sequence_number
             self._sequence_number += 1
-            name = type(event).__struct_config__.tag
-            frames.append(b"event: %b\ndata: %b\n\n" % (str(name).encode(), _encode(event)))
-        return b"".join(frames)
+        return event_frames(told)

@@ -1,5 +1,6 @@
 """How answers are shown: what an endpoint's renderers are made from, and what they do."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -9,6 +10,8 @@ from server.generate.fold import Delta
 from server.generate.specification import GenerationSpec
 from server.http.errors import ApiError
 from server.text.detokenizer import TokenTable
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Answering(msgspec.Struct, frozen=True):
@@ -23,6 +26,15 @@ class Answering(msgspec.Struct, frozen=True):
     table: TokenTable
     force_usage: bool
     """Whether every stream ends with its usage."""
+
+
+def event_frames(events: Iterable[msgspec.Struct]) -> bytes:
+    """Return the frames of typed events, which are named by their tags."""
+    frames = []
+    for event in events:
+        tag = str(event.__struct_config__.tag).encode()
+        frames.append(b"event: %b\ndata: %b\n\n" % (tag, _encode(event)))
+    return b"".join(frames)
 
 
 class Renderer(Protocol):

@@ -254,6 +254,19 @@ def test_a_response_whose_maker_is_gone_has_failed(
     client.responses.cancel(queued.id)
 
 
+def test_a_conversation_that_is_too_long_to_go_on_with_is_named(
+    client: openai.OpenAI, new_store: Callable[[], ResponseStore]
+) -> None:
+    made = ask(client, "one")
+    record = new_store()._backend.get("0", made.id)
+    assert record is not None
+    endless = msgspec.structs.replace(record, id="resp_" + "b" * 32, previous="resp_" + "b" * 32)
+    new_store()._backend.put(endless, [], time.time())
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "two", previous_response_id=endless.id)
+    assert caught.value.param == "previous_response_id"
+
+
 def test_without_a_store_what_needs_one_is_refused(http: Any) -> None:
     for field, value in {
         "store": True, "background": True, "previous_response_id": "a", "conversation": "a",
