@@ -135,7 +135,7 @@ class FrontEnd:
         control = None
         if self._launch.control is not None:
             control = SupervisorControl(self._launch.control, self._transport)
-        store = self._store()
+        store = await asyncio.to_thread(self._store)  # others may be writing
         try:
             app = build_app(
                 self._config, client, tokenizer, metrics, self._admission(), control, tracer, store

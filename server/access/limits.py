@@ -68,5 +68,17 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 """Range of seeds."""
 MAX_KEPT_LENGTH = 2**22
 """Bytes of what a request goes on with: earlier responses, or a conversation."""
+MAX_CHAIN = 1024
+"""Kept responses that one goes on with."""
+MAX_ADDED_ITEMS = 20
+"""Items that one request adds to a conversation that is kept."""
+MAX_LISTED = 100
+"""Items of one page of a list."""
+MAX_METADATA = 16
+"""Keys of a kept conversation's metadata."""
+MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
+"""Characters of a key, and of what it stands for."""
+MAX_JOBS = 256
+"""Responses that one front end makes at a time in the background."""
 MAX_KEPT_ITEMS = 2048
 """Items of a conversation that is kept."""

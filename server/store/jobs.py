@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-MAX_JOBS = 256
-"""Responses that one front end makes at a time in the background."""
+from server.access.limits import MAX_JOBS
+
 _LOOK = 1.0
 """Seconds between looks at whether some are to be given up."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from server.access.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
+from server.access.limits import MAX_CHAIN, MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.store.records import (
     ROW_BYTES,
     StoredConversation,
@@ -18,7 +18,6 @@ from server.store.records import (
 
 _WAIT = 10.0
 """Seconds for which a front end waits for others that write."""
-_MAX_CHAIN = 1024
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tenants (
     tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL
@@ -132,7 +131,7 @@ class SqliteBackend:
                 return None
             found.append(record)
             size += record.size
-            if len(found) > _MAX_CHAIN or size > MAX_KEPT_LENGTH:
+            if len(found) > MAX_CHAIN or size > MAX_KEPT_LENGTH:
                 raise TooLong
             following = record.previous or ""
         with self._transaction() as database:

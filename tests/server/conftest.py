@@ -213,6 +213,17 @@ class FakeGenerationClient:
         return lambda left: generator.randint(1, max(1, left))
 
 
+def tokenizer_with(backend: Tokenizer, template: str, *added: AddedToken) -> ServedTokenizer:
+    """Return a tokenizer with a chat template, and with more tokens."""
+    own = Tokenizer.from_str(backend.to_str())
+    own.add_tokens(list(added))
+    return ServedTokenizer(
+        own,
+        eos_token_ids=[own.token_to_id("<|eos|>")],
+        chat_template=ChatTemplate(template, {}),
+    )
+
+
 @pytest.fixture(scope="session")
 def backend() -> Tokenizer:
     return byte_level_tokenizer()

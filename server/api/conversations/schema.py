@@ -4,18 +4,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from server.access.limits import MAX_NAME_LENGTH
+from server.access.limits import (
+    MAX_ADDED_ITEMS,
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
+)
 from server.api.responses.schema import InputItem
 from server.api.shared.body import RequestBody
 
-MAX_ADDED = 20
-"""Items that one request adds to a conversation."""
-MAX_METADATA = 16
-"""Keys of a conversation's metadata."""
-
 Metadata = Annotated[
     dict[
-        Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=MAX_NAME_LENGTH // 2)]
+        Annotated[str, Field(max_length=MAX_METADATA_KEY)],
+        Annotated[str, Field(max_length=MAX_METADATA_VALUE)],
     ],
     Field(max_length=MAX_METADATA),
 ]
@@ -24,7 +25,7 @@ Metadata = Annotated[
 class ConversationRequest(RequestBody):
     """Begin a conversation."""
 
-    items: Annotated[list[InputItem], Field(max_length=MAX_ADDED)] | None = None
+    items: Annotated[list[InputItem], Field(max_length=MAX_ADDED_ITEMS)] | None = None
     metadata: Metadata | None = None
 
 
@@ -37,4 +38,4 @@ class MetadataRequest(RequestBody):
 class ItemsRequest(RequestBody):
     """Add items to a conversation."""
 
-    items: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ADDED)]
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ADDED_ITEMS)]

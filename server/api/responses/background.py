@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from server.access.limits import MAX_JOBS
 from server.access.tenants import SCOPE_KEY
 from server.api.context import Context
 from server.api.generation import generate
@@ -17,7 +18,7 @@ from server.api.responses.render import begun_response
 from server.api.responses.schema import ResponsesRequest
 from server.http.call import Call, foreseen
 from server.http.errors import ApiError, invalid, unavailable
-from server.store.jobs import MAX_JOBS, Jobs
+from server.store.jobs import Jobs
 from server.store.records import StoreFull, TooLong
 from server.store.service import LEASE, StoreUnavailable
 

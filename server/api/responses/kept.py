@@ -4,15 +4,13 @@ import msgspec
 from fastapi import Request
 from fastapi import Response as HttpResponse
 
+from server.access.limits import MAX_LISTED
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.api.responses.items import Deleted, ItemList
 from server.api.responses.store_errors import kept
 from server.http.errors import ApiError, invalid
 from server.store.records import UNFINISHED, Status, StoredResponse
 from server.store.service import ResponseStore, is_abandoned
-
-MAX_LISTED = 100
-"""Items of one page."""
 
 
 def owner_of(request: Request) -> str:

@@ -9,9 +9,9 @@ from engine.shared.config import ModelConfig
 from engine.shared.messages import LarkGrammar
 from server.answer.config import AnswerConfig
 from server.config import FrontEndConfig
-from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 from server.tool_calls.harmony import MARKERS
+from tests.server.conftest import tokenizer_with
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"
@@ -28,12 +28,8 @@ FINAL = "<|channel|>final<|message|>Yes."
 
 @pytest.fixture
 def tokenizer(backend: Tokenizer, template: str) -> ServedTokenizer:
-    own = Tokenizer.from_str(backend.to_str())
-    own.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
-    return ServedTokenizer(
-        own,
-        eos_token_ids=[own.token_to_id("<|eos|>")],
-        chat_template=ChatTemplate(template, {}),
+    return tokenizer_with(
+        backend, template, *[AddedToken(marker, special=True) for marker in MARKERS]
     )
 
 

@@ -16,6 +16,7 @@ from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
+from tests.server.conftest import tokenizer_with
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -44,12 +45,11 @@ MakeApp = Callable[..., FastAPI]
 
 @pytest.fixture
 def tokenizer(backend: Tokenizer) -> ServedTokenizer:
-    own = Tokenizer.from_str(backend.to_str())
-    own.add_special_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
-    return ServedTokenizer(
-        own,
-        eos_token_ids=[own.token_to_id("<|eos|>")],
-        chat_template=ChatTemplate(TEMPLATE, {}),
+    return tokenizer_with(
+        backend,
+        TEMPLATE,
+        AddedToken("<tool_call>", special=True),
+        AddedToken("</tool_call>", special=True),
     )
 
 

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer
 from engine.shared.config import ModelConfig
 from server.answer.config import AnswerConfig
 from server.config import FrontEndConfig, GuardConfig
-from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
+from tests.server.conftest import tokenizer_with
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -36,13 +36,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def tokenizer(backend: Tokenizer) -> ServedTokenizer:
-    own = Tokenizer.from_str(backend.to_str())
-    own.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
-    return ServedTokenizer(
-        own,
-        eos_token_ids=[own.token_to_id("<|eos|>")],
-        chat_template=ChatTemplate(TEMPLATE, {}),
-    )
+    return tokenizer_with(backend, TEMPLATE, AddedToken("<think>"), AddedToken("</think>"))
 
 
 @pytest.fixture

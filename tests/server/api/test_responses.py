@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer
 from engine.shared.config import ModelConfig
 from server.answer.config import AnswerConfig
 from server.config import FrontEndConfig, HttpConfig
-from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
+from tests.server.conftest import tokenizer_with
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -34,13 +34,7 @@ EVERYTHING = f"<think>\nhm\n</think>\n\n{TWO_CALLS}"
 
 @pytest.fixture
 def tokenizer(backend: Tokenizer) -> ServedTokenizer:
-    own = Tokenizer.from_str(backend.to_str())
-    own.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
-    return ServedTokenizer(
-        own,
-        eos_token_ids=[own.token_to_id("<|eos|>")],
-        chat_template=ChatTemplate(TEMPLATE, {}),
-    )
+    return tokenizer_with(backend, TEMPLATE, AddedToken("<think>"), AddedToken("</think>"))
 
 
 @pytest.fixture
