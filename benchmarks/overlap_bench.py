@@ -28,7 +28,7 @@ from engine.core.engine_core import EngineCore
 from engine.executor.environment import settle_environment
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import Executor, PendingResult
-from engine.process.sender import ConnectFrontEnd, Sender, StepDone
+from engine.process.sender import Sender
 from engine.scheduler.batch import BatchPlan
 from engine.shared.config import (
     CacheConfig,
@@ -91,7 +91,7 @@ class Engine:
         self.core = EngineCore(config, self._executor, rank=0, incarnation=1)
         self.core.front_end_joined(0, 1)
         self.sender = Sender(Transport(config.cluster, zmq.Context()))
-        self.sender.put(ConnectFrontEnd(0, options.address))
+        self.sender.connect_front_end(0, options.address)
         self.sender.start()
 
     def run(self, streams: int, prompt: int, tokens: int) -> Run:
@@ -104,8 +104,7 @@ class Engine:
         self._executor.seconds = 0.0
         began, cpu_began = time.perf_counter(), time.process_time()
         while self.core.has_work:
-            step = self.core.step()
-            self.sender.put(StepDone(step.stats, step.outputs))
+            self.sender.say(self.core.step())
         seconds = time.perf_counter() - began
         outside = 1.0 - self._executor.seconds / seconds
         cpu = (time.process_time() - cpu_began) / (streams * tokens)

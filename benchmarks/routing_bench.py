@@ -21,7 +21,8 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from benchmarks.simulation.front_end import BalancingFrontEnd
-from engine.core.engine_core import CoreStep, EngineCore
+from engine.core.engine_core import EngineCore
+from engine.core.outbox import CoreStep
 from engine.executor.simulated import SimulatedExecutor
 from engine.shared.config import (
     CacheConfig,
