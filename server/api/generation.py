@@ -123,9 +123,11 @@ async def _run(
         output = BestOf(output, len(spec.prompts), spec.n, spec.best_of)
     with CancelOnDisconnect(call.receive):
         engines = context.client, context.table, context.metrics
-        run: Run | BeamRun = Run(spec, sender, *engines)
-        if spec.beams is not None:
-            run = BeamRun(spec, spec.beams, sender, *engines)
+        run = (
+            Run(spec, sender, *engines)
+            if spec.beams is None
+            else BeamRun(spec, spec.beams, sender, *engines)
+        )
         try:
             await _in_time(run, output, call, context.request_timeout)
         except Exception as error:

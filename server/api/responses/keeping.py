@@ -56,6 +56,8 @@ class Keeping:
         self.keeps = request.store is not False
         self.name = uuid.uuid4().hex
         self._renderer: ResponseBody | ResponseEvents | None = None
+        self._own: list[dict[str, Any]] = []
+        """The items that the request added, references replaced by what they refer to."""
         conversation = request.conversation
         self._conversation = (
             conversation.id if isinstance(conversation, ConversationName) else conversation
@@ -76,6 +78,7 @@ class Keeping:
         own = own_items(sent)
         if any(isinstance(item, ItemReference) for item in own):
             own = await self._resolved(own)
+        self._own = [_item(item) for item in own]
         return sent.model_copy(update={"input": [*earlier, *own]}), len(earlier)
 
     def renderer(
@@ -106,28 +109,24 @@ class Keeping:
 
     async def put(self, response: Response, lease: float | None = None) -> None:
         """Write down a response as it is now."""
-        own = [_item(item) for item in own_items(self._sent)]
-        record = StoredResponse(
-            id=response.id,
-            tenant=self.owner,
-            created=response.created_at,
-            status=response.status,
-            previous=self._sent.previous_response_id,
-            conversation=self._conversation,
-            input=msgspec.json.encode(own),
-            response=msgspec.json.encode(response),
-            lease=lease,
-        )
-        if not self.keeps:
-            await self._add(own, response)
-            return
-        done = response.status in ("completed", "incomplete")
-        items = _stored(own, response) if self._conversation is not None and done else []
-        await self._store.put(record, items)
-
-    async def _add(self, own: list[dict[str, Any]], response: Response) -> None:
-        assert self._conversation is not None, "else nothing is kept"
-        await self._store.add_items(self.owner, self._conversation, _stored(own, response))
+        items = []
+        if self._conversation is not None and response.status in ("completed", "incomplete"):
+            items = _stored(self._own, response)
+        if self.keeps:
+            record = StoredResponse(
+                id=response.id,
+                tenant=self.owner,
+                created=response.created_at,
+                status=response.status,
+                previous=self._sent.previous_response_id,
+                conversation=self._conversation,
+                input=msgspec.json.encode(self._own),
+                response=msgspec.json.encode(response),
+                lease=lease,
+            )
+            await self._store.put(record, items)
+        elif self._conversation is not None and items:
+            await self._store.add_items(self.owner, self._conversation, items)
 
     async def _earlier(self) -> list[Any]:
         """Return the items that come before those of the request."""

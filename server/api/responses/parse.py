@@ -76,6 +76,7 @@ _INSTRUCTIONS, _EARLIER = -1, -2
 def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, Blame]:
     """Return a chat completion, and what turns errors about it into errors about the request."""
     _check(request)
+    goes_on_with = "previous_response_id" if request.conversation is None else "conversation"
     turns = _Turns()
     if request.instructions is not None:
         turns.say("system", request.instructions, _INSTRUCTIONS)
@@ -106,7 +107,7 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
     encoded = msgspec.json.encode(body)
 
     def blame(error: ApiError) -> ApiError:
-        return error.renamed(partial(_renamed, turns.items))
+        return error.renamed(partial(_renamed, turns.items, goes_on_with))
 
     try:
         chat = ChatCompletionRequest.model_validate_json(encoded)
@@ -246,26 +247,26 @@ _RENAMED = (
 )
 
 
-def _renamed(items: list[int], param: str) -> str:
+def _renamed(items: list[int], goes_on_with: str, param: str) -> str:
     """Return the field of the request that a field of the chat completion stands for."""
     message = re.match(r"messages(?:\[(\d+)\])?", param)
     if message is not None:
-        return _input_field(param, items, message)
+        return _input_field(param, items, goes_on_with, message)
     for pattern, name in _RENAMED:
         if pattern.match(param):
             return pattern.sub(name, param)
     return param
 
 
-def _input_field(param: str, items: list[int], message: "re.Match[str]") -> str:
+def _input_field(param: str, items: list[int], goes_on_with: str, message: "re.Match[str]") -> str:
     if message[1] is None or int(message[1]) >= len(items):
         return "input"
     index = items[int(message[1])]
+    if index == _EARLIER:
+        return goes_on_with
     rest = param[message.end() :]
     call = re.match(r"\.tool_calls\[(\d+)\]\.function", rest)
     if call is not None:
         # Calls are items of their own, which follow the one that the turn began with.
         return f"input[{index}]{rest[call.end() :]}" if call[1] == "0" else "input"
-    if index == _EARLIER:
-        return "previous_response_id"
     return "instructions" if index == _INSTRUCTIONS else f"input[{index}]{rest}"

@@ -133,6 +133,31 @@ def test_items_can_be_referred_to(client: openai.OpenAI, engines: Any) -> None:
             ask(client, [{"type": "item_reference", "id": unknown}])
 
 
+def test_what_was_referred_to_is_part_of_the_conversation(
+    client: openai.OpenAI, engines: Any
+) -> None:
+    made = ask(client, "one")
+    reference = {"type": "item_reference", "id": made.output[0].id}
+    second = ask(client, [reference, {"role": "user", "content": "two"}])
+    client.responses.delete(made.id)
+    ask(client, "three", previous_response_id=second.id)
+    assert prompt_of(engines) == (
+        "<|assistant|>hello world<|end|><|user|>two<|end|><|assistant|>hello world<|end|>"
+        "<|user|>three<|end|><|assistant|>"
+    )
+
+
+def test_a_call_of_an_earlier_response_is_blamed_on_it(client: openai.OpenAI) -> None:
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "no JSON"}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, [call])
+    assert caught.value.param == "input[0].arguments"
+    conversation = client.conversations.create(items=[call])
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "two", conversation=conversation.id)
+    assert caught.value.param == "conversation"
+
+
 def test_a_conversation_grows_with_its_responses(client: openai.OpenAI, engines: Any) -> None:
     items: Any = [{"type": "message", "role": "user", "content": "zero"}]
     conversation = client.conversations.create(items=items, metadata={"a": "b"})
