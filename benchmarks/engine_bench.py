@@ -18,13 +18,14 @@ work on the machine disturbs least.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -115,7 +116,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
             (model_runner.ModelRunner, "run", "run"),
             *((product, "__call__", "linear") for product in products),
         ):
-            stack.enter_context(replaced(owner, name, lambda f, p=part: clock.timed(p, f)))
+            stack.enter_context(replaced(owner, name, functools.partial(clock.timed, part)))
         yield
 
 
@@ -205,7 +206,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Return the settings of the engine; a shape by name gets random weights."""
     from benchmarks.make_model import SHAPES, write_config  # imports torch
 
-    model, load_format = options.model, "auto"
+    model = options.model
+    load_format: Literal["auto", "dummy"] = "auto"
     if model in SHAPES:
         directory = Path("build/bench-shapes") / model
         write_config(directory, SHAPES[model])

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,10 @@ import psutil
 
 _PROGRAM = "import sys; from server.cli import main; sys.exit(main())"
 _READY = re.compile(r"swell is ready after ([\d.]+) s: (https?://\S+)")
+
+
+started: "weakref.WeakSet[RunningStack]" = weakref.WeakSet()
+"""All that were started and are still in use: for whoever wants to see what they printed."""
 
 
 class StackFailed(Exception):
@@ -38,7 +43,7 @@ class RunningStack:
     def __init__(
         self,
         *arguments: str,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         command: str = "serve",
         log: int | None = None,
         interpreter: Path | None = None,
@@ -77,6 +82,7 @@ class RunningStack:
             daemon=True,
         )
         self._reader.start()
+        started.add(self)
         if not self._ready.wait(self._timeout) or not self.url:
             self.kill()
             raise StackFailed(f"not ready within {self._timeout} s:\n{self.output}")
@@ -108,6 +114,11 @@ class RunningStack:
         """Everything that the processes printed, the last lines of it."""
         return "\n".join(self.lines[-60:])
 
+    @property
+    def name(self) -> str:
+        """The command with its flags."""
+        return " ".join((self._command, *self._arguments))
+
     def processes(self) -> dict[str, psutil.Process]:
         """Return the living processes of the stack by their titles, e.g. `engine 0`."""
         supervisor = psutil.Process(self.process.pid)
@@ -126,7 +137,7 @@ class RunningStack:
         times = [each.cpu_times() for each in self.processes().values()]
         return sum(each.user + each.system for each in times)
 
-    def stop(self, timeout: float = 10.0) -> float:
+    def stop(self, timeout: float = 30.0) -> float:
         """Ask the stack to end; return how many seconds it took.
 
         Raises:

@@ -65,7 +65,8 @@ class Engine:
                 max_tokens=tokens, seed=number, temperature=temperature, ignore_eos=True
             )
             self.core.handle(AddRequest(number, str(number), 0, 0, prompt, sampling))
-        before, outputs = self.core.stats(), {number: [] for number in range(len(prompts))}
+        outputs: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+        before = self.core.stats()
         began = time.perf_counter()
         while self.core.has_work:
             for output in self.core.step().outputs.get(0, []):

@@ -1,4 +1,4 @@
-"""Who may be in one cluster: those that speak the same protocol and serve the same model.
+"""Who may join a cluster: processes of the same protocol that serve the same model.
 
 Engines decide what a cluster serves. An engine has to agree with the other engines, and a front end
 with the engines that are there; front ends alone agree to anything. When the first engine of

@@ -2,11 +2,15 @@
 
 from typing import Annotated
 
+from msgspec import Meta
+
 from engine.shared.config import ClusterConfig, HealthConfig, LogConfig, PositiveFloat, Section
+
+ExpectedEngines = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._-]+=)?[0-9]{1,5}$")]
 
 
 class PublishConfig(Section, frozen=True, kw_only=True):
-    """Publishing"""
+    """Coordinator"""
 
     publish_interval: Annotated[
         PositiveFloat, "Minimum seconds between two messages of the coordinator with changed load."
@@ -14,6 +18,16 @@ class PublishConfig(Section, frozen=True, kw_only=True):
     publish_idle_interval: Annotated[
         PositiveFloat, "Seconds between the coordinator's messages while nothing changes."
     ] = 3.0
+    expected_engines: Annotated[
+        tuple[ExpectedEngines, ...],
+        "Number of engines that should be there, or NAME=N for each engine group; missing ones "
+        "show in metrics and on the status page; default: as many as the nodes' supervisors run.",
+    ] = ()
+
+    def expected(self, group: str) -> int | None:
+        """Return how many engines of a group there shall be, None if nobody says so."""
+        numbers = dict(each.rpartition("=")[::2] for each in self.expected_engines)
+        return int(numbers[group]) if group in numbers else None
 
 
 class CoordinatorConfig(Section, frozen=True, kw_only=True):

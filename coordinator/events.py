@@ -6,12 +6,12 @@ from engine.shared.messages import (
     ClusterView,
     CoordinatorReply,
     EngineReport,
+    FrontEndNotice,
     GroupOrder,
     MemberKind,
     MemberMessage,
     NodeOrder,
     NodeReport,
-    WakeUp,
 )
 
 
@@ -43,7 +43,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = FromMember | FromNode | EngineReport | WakeUp | Subscribed | Tick
+Event = FromMember | FromNode | EngineReport | FrontEndNotice | Subscribed | Tick
 
 
 @dataclass(frozen=True)

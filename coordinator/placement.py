@@ -1,4 +1,4 @@
-"""How many engines each node runs: decided when an operator asks for another number, never else.
+"""How many engines each node runs: decided only when an operator asks for another number.
 
 Without I/O. Supervisors keep what was decided: one that is lost takes its share with it, and a
 coordinator that was restarted learns all from their reports. Until those had time to come it
@@ -15,7 +15,7 @@ from engine.shared.messages import Assignment, NodeEngines, NodeOrder, NodeRepor
 
 
 class Share(NamedTuple):
-    """One node's engines, and most engines."""
+    """How many engines a node runs, and how many it can run."""
 
     engines: int
     capacity: int
@@ -71,6 +71,17 @@ class Placement:
         self._settled_at: float | None = None
         self._decided: set[int] = set()
         self._restarts: list[int] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no node."""
+        return not self._nodes
+
+    @property
+    def wanted(self) -> int | None:
+        """How many engines the nodes shall run in all, None without nodes that run any."""
+        able = [node for node in self._nodes.values() if node.engines.capacity or node.target]
+        return sum(node.target for node in able) if able else None
 
     def report(self, sender: bytes, report: NodeReport, now: float) -> list[Action]:
         """Take a supervisor's report at `now` (seconds, monotonic) and answer it."""

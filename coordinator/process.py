@@ -1,4 +1,4 @@
-"""The coordinator process: sockets and clock around `coordinator.state`."""
+"""The coordinator process: sockets and clock around `coordinator.groups`."""
 
 import logging
 import secrets
@@ -22,7 +22,9 @@ from coordinator.events import (
     Subscribed,
     Tick,
 )
-from coordinator.state import CoordinatorParameters, CoordinatorState
+from coordinator.groups import EngineGroups
+from coordinator.state import CoordinatorParameters
+from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.health import Health, serve_health
 from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
@@ -30,7 +32,6 @@ from engine.shared.logs import name_process
 from engine.shared.messages import EngineReport, FrontEndNotice, MemberMessage, NodeReport, encode
 from engine.shared.transport import (
     Inbox,
-    InsecureCluster,
     Transport,
     advertised_host,
     bound_address,
@@ -59,7 +60,7 @@ def socket_addresses(registration: str) -> tuple[str, str, str]:
 
 
 class Coordinator:
-    """Owns the four sockets; everything that decides is in `CoordinatorState`."""
+    """Owns the four sockets; everything that decides is in `EngineGroups`."""
 
     def __init__(self, config: CoordinatorConfig, transport: Transport) -> None:
         self._transport = transport
@@ -74,7 +75,7 @@ class Coordinator:
         self.front.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.back.setsockopt(zmq.XPUB_VERBOSE, 1)
         host = advertised_host(config.cluster)
-        self.state = CoordinatorState(
+        self.state = EngineGroups(
             CoordinatorParameters(
                 epoch=secrets.randbits(48),
                 front_publish=bound_address(self.front, host),
@@ -83,7 +84,8 @@ class Coordinator:
                 publish_interval=config.publish.publish_interval,
                 publish_idle_interval=config.publish.publish_idle_interval,
                 member_timeout=config.cluster.engine_timeout,
-            )
+            ),
+            config.publish.expected,
         )
         self._members = Inbox(self.registration, MemberMessage | NodeReport, "registration")
         self._reports = Inbox(self.output, EngineReport, "back output")

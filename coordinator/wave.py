@@ -20,7 +20,7 @@ NEVER = float("inf")
 
 
 class GroupWave(Protocol):
-    """The wave of all engines together. Methods that return a bool say whether news are out."""
+    """The wave of all engines together. Methods that return a bool say whether a view is due."""
 
     wave: int
     wakeups: dict[str, int]

@@ -27,13 +27,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-# The package lies next to this file, which may run by its path or as a module.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from bundled_training.export import export
-from bundled_training.trainer import Trainer
+# This file may run by its path, which does not have the folder above it searched for packages.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine.shared.writable import writable_directory
+from scripts.bundled_training.export import export
+from scripts.bundled_training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 

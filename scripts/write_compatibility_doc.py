@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from server.api.compatibility import TABLE, Rows
+from server.api.compatibility import OTHER_PATHS, TABLE, Rows
 
 TARGET = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
@@ -21,7 +21,7 @@ reference and of vLLM's servers.
 - **ignored**: taken, and changes nothing. No field is ignored that would change the answer.
 
 Fields that are in no table are ignored, as OpenAI clients expect of a server that is older than
-they are.
+they are. `/invocations` takes the bodies of the endpoint whose fields a request has.
 """
 
 
@@ -32,7 +32,10 @@ def render() -> str:
 
 def _section(path: str, rows: Rows) -> str:
     same = ", ".join(f"`{name}`" for name, row in sorted(rows.items()) if row.state == "same")
-    text = f"\n## {path}\n\nSame: {same}.\n\n| Field | State | Why |\n|---|---|---|\n"
+    paths = ", ".join([path, *OTHER_PATHS.get(path, ())])
+    text = f"\n## {paths}\n\nSame: {same}.\n"
+    if any(row.state != "same" for row in rows.values()):
+        text += "\n| Field | State | Why |\n|---|---|---|\n"
     for state in ("different", "refused", "ignored"):
         for name, row in sorted(rows.items()):
             if row.state == state:

@@ -11,10 +11,11 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from engine.shared.pooling import PoolingSpec
 from engine.shared.version import SWELL_VERSION
 from server.access.admission import Admission
 from server.access.admission_table import AdmissionTable
-from server.access.guards import admin_keys, api_keys, install
+from server.access.guards import Doors, install
 from server.access.tenants import Tenancy
 from server.api.admin.endpoint import AdminRoutes, call_utility
 from server.api.admin.scaling import ScalingRoutes
@@ -25,12 +26,15 @@ from server.api.admin.schema import (
     UtilityAnswers,
     UtilityRequest,
 )
-from server.api.chat.endpoint import create_chat_completion
+from server.api.chat.endpoint import create_chat_completion, create_chat_completions
 from server.api.chat.schema import (
+    BatchChatRequest,
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
+from server.api.classify.endpoint import classify
+from server.api.classify.schema import ClassifyRequest, ClassifyResponse
 from server.api.completions.endpoint import create_completion
 from server.api.completions.schema import CompletionRequest, CompletionResponse
 from server.api.context import Context, make_context
@@ -41,7 +45,11 @@ from server.api.conversations.endpoint import (
     update_conversation,
 )
 from server.api.conversations.schema import ConversationRequest, ItemsRequest, MetadataRequest
+from server.api.embeddings.endpoint import create_embeddings
+from server.api.embeddings.schema import EmbeddingsRequest, EmbeddingsResponse
 from server.api.invocations import AnyRequest, invoke
+from server.api.lora.endpoint import load_lora_adapter, unload_lora_adapter
+from server.api.lora.schema import LoadLoraRequest, UnloadLoraRequest
 from server.api.messages.content import Message, MessageEvent, TokenCount
 from server.api.messages.endpoint import count_tokens, create_message
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
@@ -59,18 +67,22 @@ from server.api.openapi import (
     REQUEST_HEADERS,
     Responses,
     any_of,
-    document,
     event_responses,
     json_responses,
+    serve_document,
     stream_responses,
     text_responses,
     with_errors,
 )
+from server.api.pooling.endpoint import pool
+from server.api.pooling.schema import PoolingRequest, PoolingResponse
 from server.api.responses import items
 from server.api.responses.endpoint import count_input_tokens, create_response
 from server.api.responses.events import ResponseEvent
 from server.api.responses.kept import KeptRoutes
 from server.api.responses.schema import ResponsesRequest
+from server.api.scores.endpoint import COHERE_PATH, rerank, score
+from server.api.scores.schema import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from server.api.status.endpoint import status_routes
 from server.api.tokenize.endpoint import detokenize, tokenize
 from server.api.tokenize.schema import (
@@ -85,7 +97,10 @@ from server.http.call import Call, foreseen, raw_endpoint
 from server.http.direct import Direct
 from server.http.doorstep import Doorstep
 from server.http.errors import ApiError, MessagesErrorResponse
+from server.http.load_header import LoadHeader
+from server.http.own_middleware import add_own
 from server.observe.access_log import AccessLog
+from server.observe.engine_load import engine_load
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer
 from server.router.generation_client import GenerationClient, NoEngineAvailable
@@ -106,24 +121,27 @@ def build_app(
     control: SupervisorControl | None = None,
     tracer: RequestTracer | None = None,
     store: ResponseStore | None = None,
+    pooling: PoolingSpec | None = None,
 ) -> FastAPI:
     """Return the application of one front end.
 
     `table` is where the front ends of a node count what they have taken on; None for one that is
     alone. `control` reaches the node's supervisor, if it has one. `tracer`
     makes a span of each request, if there is one. `store` keeps responses, if they are kept.
+    `pooling` is how the model makes vectors, if that is what it does.
     """
-    tenancy = Tenancy(config, api_keys(config.guards).num_tenants)
+    doors = Doors(config.guards)
+    tenancy = Tenancy(config)
     admission = Admission(
         table or AdmissionTable(None),
         config.overload,
         lambda: client.num_slots,
         config.tenants,
-        several=tenancy.several,
+        several=lambda: tenancy.are_several(doors.api.num_tenants),
     )
     created = int(time.time())
     context = make_context(
-        config, client, tokenizer, metrics, admission, tenancy, created, tracer, store
+        config, client, tokenizer, metrics, admission, tenancy, created, tracer, store, pooling
     )
     meta = MetaRoutes(context, config)
     app = FastAPI(
@@ -134,6 +152,46 @@ def build_app(
         redirect_slashes=False,
         redoc_url=None,
     )
+    direct = _direct_routes(context)
+    app.router.routes += [
+        *direct,
+        _get("/v1/models", meta.list_models, json_responses(ModelList, 401)),
+        _get("/v1/models/{model_id:path}", meta.retrieve_model, json_responses(Model, 401, 404)),
+        _get("/health", meta.health, json_responses(HealthResponse)),
+        _get("/ping", meta.ping, json_responses(HealthResponse, 503)),
+        _plain("POST", "/ping", meta.ping, json_responses(HealthResponse, 503)),
+        _get("/ready", meta.ready, json_responses(HealthResponse, 503)),
+        _get("/version", meta.version, json_responses(VersionResponse)),
+        _get("/load", meta.load, json_responses(LoadResponse, 401)),
+        _get("/metrics", meta.metrics, text_responses(401)),
+        _get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 401, 404)),
+        *status_routes(context),
+    ]
+    if store is not None:
+        app.router.routes += _kept_routes(context, store)
+    if config.http.enable_tokenizer_info_endpoint:
+        told = json_responses(TokenizerInfo, 401)
+        app.router.routes.append(_get("/tokenizer_info", meta.tokenizer_info, told))
+    if doors.has_admin:
+        shown = json_responses(ServerInfo, 403)
+        app.router.routes.append(_get("/server_info", meta.server_info, shown))
+        app.router.routes += _admin_routes(context, control)
+    for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    # The last that is added is the outermost.
+    app.add_middleware(Direct, endpoints={route.path: route.app for route in direct})
+    app.add_middleware(LoadHeader, load=functools.partial(engine_load, client))
+    install(app, doors, config.guards, metrics)
+    add_own(app, config.http.middleware)
+    if config.http.access_log:
+        app.add_middleware(AccessLog)
+    app.add_middleware(Doorstep, root_path=config.http.root_path.rstrip("/"))
+    serve_document(app)
+    return app
+
+
+def _direct_routes(context: Context) -> list[APIRoute]:
+    """Return the endpoints whose requests go past the router (`server.http.direct`)."""
     completion = stream_responses(CompletionResponse, CompletionResponse, *_POST_ERRORS, 429, 503)
     chat = stream_responses(ChatCompletionResponse, ChatCompletionChunk, *_POST_ERRORS, 429, 503)
     response = event_responses(items.Response, get_args(ResponseEvent), *_POST_ERRORS, 429, 503)
@@ -142,9 +200,16 @@ def build_app(
         MessagesErrorResponse,
     )
     count = with_errors(json_responses(TokenCount, *_POST_ERRORS, 503), MessagesErrorResponse)
-    direct = [
+    return [
         _post("/v1/completions", create_completion, CompletionRequest, completion, context),
         _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
+        _post(
+            "/v1/chat/completions/batch",
+            create_chat_completions,
+            BatchChatRequest,
+            json_responses(ChatCompletionResponse, *_POST_ERRORS, 429, 503),
+            context,
+        ),
         _post("/v1/responses", create_response, ResponsesRequest, response, context),
         _post(
             "/v1/responses/input_tokens",
@@ -153,6 +218,7 @@ def build_app(
             json_responses(items.InputTokens, *_POST_ERRORS, 503),
             context,
         ),
+        *_pooling_routes(context),
         _post("/v1/messages", create_message, MessagesRequest, message, context),
         _post(
             "/v1/messages/count_tokens",
@@ -177,39 +243,29 @@ def build_app(
             context,
         ),
     ]
-    app.router.routes += [
-        *direct,
-        _get("/v1/models", meta.list_models, json_responses(ModelList, 401)),
-        _get("/v1/models/{model_id:path}", meta.retrieve_model, json_responses(Model, 401, 404)),
-        _get("/health", meta.health, json_responses(HealthResponse)),
-        _get("/ping", meta.ping, json_responses(HealthResponse, 503)),
-        _plain("POST", "/ping", meta.ping, json_responses(HealthResponse, 503)),
-        _get("/ready", meta.ready, json_responses(HealthResponse, 503)),
-        _get("/version", meta.version, json_responses(VersionResponse)),
-        _get("/load", meta.load, json_responses(LoadResponse, 401)),
-        _get("/metrics", meta.metrics, text_responses(401)),
-        _get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 401, 404)),
-        *status_routes(context),
+
+
+def _pooling_routes(context: Context) -> list[APIRoute]:
+    """Return what models serve that make vectors; others say that they do not."""
+    errors = (*_POST_ERRORS, 429, 503)
+    embeddings = json_responses(EmbeddingsResponse, *errors)
+    scored, ranked = json_responses(ScoreResponse, *errors), json_responses(RerankResponse, *errors)
+    return [
+        _post("/v1/embeddings", create_embeddings, EmbeddingsRequest, embeddings, context),
+        _post("/pooling", pool, PoolingRequest, json_responses(PoolingResponse, *errors), context),
+        _post(
+            "/classify",
+            classify,
+            ClassifyRequest,
+            json_responses(ClassifyResponse, *errors),
+            context,
+        ),
+        *(_post(path, score, ScoreRequest, scored, context) for path in ("/score", "/v1/score")),
+        *(
+            _post(path, rerank, RerankRequest, ranked, context)
+            for path in ("/rerank", "/v1/rerank", COHERE_PATH)
+        ),
     ]
-    if store is not None:
-        app.router.routes += _kept_routes(context, store)
-    if config.http.enable_tokenizer_info_endpoint:
-        told = json_responses(TokenizerInfo, 401)
-        app.router.routes.append(_get("/tokenizer_info", meta.tokenizer_info, told))
-    if admin_keys(config.guards):
-        shown = json_responses(ServerInfo, 403)
-        app.router.routes.append(_get("/server_info", meta.server_info, shown))
-        app.router.routes += _admin_routes(context, control)
-    for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(kind, _answer_error)
-    # The last that is added is the outermost.
-    app.add_middleware(Direct, endpoints={route.path: route.app for route in direct})
-    install(app, config.guards, metrics)
-    if config.http.access_log:
-        app.add_middleware(AccessLog)
-    app.add_middleware(Doorstep, root_path=config.http.root_path.rstrip("/"))
-    app.openapi = functools.partial(document, app)  # type: ignore[method-assign]
-    return app
 
 
 def _kept_routes(context: Context, store: ResponseStore) -> list[APIRoute]:
@@ -239,6 +295,9 @@ def _kept_routes(context: Context, store: ResponseStore) -> list[APIRoute]:
 
 def _admin_routes(context: Context, control: SupervisorControl | None) -> list[APIRoute]:
     admin = AdminRoutes(context)
+    changed = text_responses(
+        400, 403, 404, 413, 415, 503, kind="text/plain; charset=utf-8", text="It is done."
+    )
     scaling = ScalingRoutes(control)
     errors = (400, 403, 500)
     return [
@@ -258,6 +317,8 @@ def _admin_routes(context: Context, control: SupervisorControl | None) -> list[A
             admin.reset_prefix_cache,
             json_responses(UtilityAnswers, *errors, 503),
         ),
+        _post("/v1/load_lora_adapter", load_lora_adapter, LoadLoraRequest, changed, context),
+        _post("/v1/unload_lora_adapter", unload_lora_adapter, UnloadLoraRequest, changed, context),
         _post(
             "/admin/utilities",
             call_utility,

@@ -16,10 +16,13 @@ from engine.shared.config import DEFAULT_COORDINATOR, EngineConfig
 from engine.shared.log_stream import open_standard_descriptors
 from server.batch.config import RunBatchConfig
 from server.bench.config import BenchConfig
+from server.chat.config import ChatConfig
 from server.completion import CompletionConfig
 from server.config import ApiServerConfig, ServeConfig
+from server.fetch.config import FetchConfig
 from server.flags import Command, parse
 from server.fleet.scale_config import ScaleConfig
+from server.fleet.status_config import StatusConfig
 
 
 def _serve(config: ServeConfig) -> int:
@@ -70,10 +73,28 @@ def _bench(config: BenchConfig) -> int:
     return command.bench(config)
 
 
+def _chat(config: ChatConfig) -> int:
+    from server.chat import command
+
+    return command.chat(config)
+
+
 def _scale(config: ScaleConfig) -> int:
     from server.fleet import scale_command
 
     return scale_command.scale(config)
+
+
+def _status(config: StatusConfig) -> int:
+    from server.fleet import status_command
+
+    return status_command.status(config)
+
+
+def _fetch(config: FetchConfig) -> int:
+    from server.fetch import command
+
+    return command.fetch(config)
 
 
 def _completion(config: CompletionConfig) -> int:
@@ -91,7 +112,8 @@ COMMANDS = {
         "swell serve                              # the bundled model on port 8000\n"
         "swell serve Qwen/Qwen3-0.6B --data-parallel-size 4 --port 8080\n"
         "swell serve --data-parallel-address 10.0.0.1            # the first of several nodes\n"
-        "swell serve --data-parallel-address 10.0.0.1 --headless # the others",
+        "swell serve --data-parallel-address 10.0.0.1 --headless # the others\n"
+        "swell serve --data-parallel-backend ray --data-parallel-size-local 1",
         ServeConfig,
         MODEL,
         frozenset({"data_parallel_rank_local"}),
@@ -123,6 +145,24 @@ COMMANDS = {
         ),
         _api_server,
     ),
+    "chat": Command(
+        "converse in the terminal, with a running server or one started for it",
+        "swell chat                                      # with http://127.0.0.1:8000\n"
+        "swell chat ./model.gguf                         # serves it until you leave\n"
+        "swell chat --url http://head:8000 --quick Hello",
+        ChatConfig,
+        ("model", "model to serve meanwhile; without one --url is asked"),
+        frozenset(),
+        _chat,
+    ),
+    "fetch": Command(
+        "fetch a model of the Hugging Face hub before it is served",
+        "swell fetch Qwen/Qwen3-0.6B\nswell fetch Qwen/Qwen3-0.6B --revision main --text-only",
+        FetchConfig,
+        ("model", "hub id"),
+        frozenset(),
+        _fetch,
+    ),
     "scale": Command(
         "change the number of engines of a running node or cluster",
         "swell scale 4\nSWELL_ADMIN_KEY=... swell scale 2 --url http://head:8000",
@@ -131,8 +171,16 @@ COMMANDS = {
         frozenset(),
         _scale,
     ),
+    "status": Command(
+        "show the engines of a running server, with their nodes and states",
+        "swell status\nSWELL_ADMIN_KEY=... swell status --url http://head:8000",
+        StatusConfig,
+        None,
+        frozenset(),
+        _status,
+    ),
     "run-batch": Command(
-        "answer a file of requests, with a running server or one of its own",
+        "answer a file of requests, with a running server or one started for it",
         "swell run-batch in.jsonl out.jsonl --url http://127.0.0.1:8000\n"
         "swell run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --data-parallel-size 4",
         RunBatchConfig,

@@ -149,7 +149,11 @@ def _metavar(setting: Setting) -> str:
 
 def _help_text(setting: Setting) -> str:
     text = setting.help.replace("%", "%%")
-    if setting.default in (None, ()) or setting.name == "model":
+    if setting.default in (None, (), "") or setting.name == "model":
         return text
-    default = str(setting.default).lower() if setting.is_bool else setting.default
+    default = setting.default
+    if setting.is_bool:
+        default = str(default).lower()
+    elif setting.is_list:
+        default = " ".join(map(str, default))
     return f"{text} (default: {default})"

@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -15,17 +16,18 @@ import zmq
 from fastapi import FastAPI
 
 from engine.shared.addresses import is_loopback, join_host_port
+from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.group_config import model_identity
 from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.membership import Identity
-from engine.shared.messages import FrontEndAddresses
+from engine.shared.messages import ClusterView, FrontEndAddresses
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
+from engine.shared.pooling import BadPooling, read_pooling
 from engine.shared.scope import MissingRank, front_end_scope, node_name
 from engine.shared.transport import (
-    InsecureCluster,
     Transport,
     advertised_host,
     bound_address,
@@ -40,6 +42,7 @@ from server.fleet.control import SupervisorControl
 from server.generate.sampling_defaults import BadGenerationConfig
 from server.http.descriptors import make_room_for_descriptors
 from server.http.listener import HttpServer
+from server.http.own_middleware import BadMiddleware
 from server.http.protocol import limited_protocol
 from server.observe.metrics import FrontEndMetrics
 from server.observe.stats_log import log_stats
@@ -49,8 +52,9 @@ from server.router.link import ClusterLink, JoinRefused
 from server.router.load_table import LoadTable
 from server.router.router import Router, build_router
 from server.router.routing import POLICIES
+from server.store.records import Backend
 from server.store.service import ResponseStore
-from server.store.sqlite import SqliteBackend
+from server.store.sqlite import sqlite_backend
 from server.text.tokenizer import ServedTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
@@ -111,6 +115,7 @@ class FrontEnd:
         self._lifeline.progress("loading the tokenizer")
         model = await asyncio.to_thread(model_directory, self._config.model, weights=False)
         tokenizer = ServedTokenizer.load(model, self._config.model)
+        pooling = read_pooling(model, self._config.model)
         link = self._link(await asyncio.to_thread(model_identity, self._config.model))
         self._lifeline.progress("waiting for the coordinator")
         index = await link.join()
@@ -125,8 +130,14 @@ class FrontEnd:
             notify=link.notify,
             requests=self._requests,
             outputs=self._outputs,
+            min_ready_engines=self._config.routing.min_ready_engines,
         )
-        link.subscribe(client.view_changed)
+
+        def view_changed(view: ClusterView) -> None:
+            client.view_changed(view)
+            link.know_adapters(client.adapters.sheet)
+
+        link.subscribe(view_changed)
         interval = self._config.http.log_stats_interval
         stats = None
         if interval and not self._launch.place:
@@ -138,9 +149,16 @@ class FrontEnd:
         store = await asyncio.to_thread(self._store)  # others may be writing
         try:
             app = build_app(
-                self._config, client, tokenizer, metrics, self._admission(), control, tracer, store
+                self._config,
+                client,
+                tokenizer,
+                metrics,
+                self._admission(),
+                control,
+                tracer,
+                store,
+                pooling,
             )
-            app.openapi()  # made once, and not while others wait for tokens
             await self._serve_http(app, link, client)
         finally:
             mending.cancel()
@@ -176,6 +194,7 @@ class FrontEnd:
                     bound_address(self._requests, host), bound_address(self._outputs, host)
                 ),
                 scope=self._scope,
+                group=cluster.engine_group,
             ),
             cluster.coordinator_address,
             cluster.heartbeat_interval,
@@ -192,11 +211,13 @@ class FrontEnd:
         config = self._config.store
         if config.response_store == "none":
             return None
+        limits = config.response_store_bytes, config.response_store_age
+        if config.is_postgres:
+            return ResponseStore(_postgres(config.response_store, *limits))
         path = Path(self._launch.socket_dir) / "responses.sqlite"
         if config.response_store != "node":
             path = Path(config.response_store).expanduser()
-        backend = SqliteBackend(path, config.response_store_bytes, config.response_store_age)
-        return ResponseStore(backend)
+        return ResponseStore(sqlite_backend(path, *limits))
 
     def _router(self, index: int) -> Router:
         table = None
@@ -223,6 +244,7 @@ class FrontEnd:
                 app,
                 host=http.host,
                 port=http.port,
+                uds=http.uds,
                 loop="none",
                 http=limited_protocol(guards),
                 timeout_keep_alive=guards.keep_alive_timeout,
@@ -247,23 +269,38 @@ class FrontEnd:
             sockets = [socket.socket(fileno=self._launch.listen_fd)]
         serving = asyncio.create_task(server.serve(sockets))
         stopping = asyncio.create_task(stop.wait())
+        over: list[asyncio.Future[Any]] = [serving, stopping, link.replaced]
         ready = asyncio.create_task(client.wait_until_ready())
         self._lifeline.progress("waiting for an engine")
-        await asyncio.wait([serving, stopping, ready], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*over, ready], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             settle_heap()
             link.ready()
-            self._lifeline.ready(
-                f"serving on {guards.scheme}://{join_host_port(http.host, http.port)}"
-            )
+            self._lifeline.ready(f"serving on {guards.scheme}://{http.address}")
         ready.cancel()
-        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        cut_off = await client.drain(http.shutdown_timeout)
-        if cut_off:
-            logger.warning("%d requests did not end within --shutdown-timeout", cut_off)
+        if not link.replaced.done():
+            cut_off = await client.drain(http.shutdown_timeout)
+            if cut_off:
+                logger.warning("%d requests did not end within --shutdown-timeout", cut_off)
         server.should_exit = True
         await serving
+        if link.replaced.done():
+            raise JoinRefused(link.replaced.result())
+
+
+def _postgres(url: str, max_bytes: int, max_age: float) -> Backend:
+    """Return what keeps responses in a PostgreSQL database.
+
+    Raises:
+        OSError: its driver is not installed, or the database cannot be used.
+    """
+    try:
+        from server.store.postgres import postgres_backend
+    except ImportError as error:
+        raise OSError(f"--response-store of PostgreSQL needs swell[postgres]: {error}") from error
+    return postgres_backend(url, max_bytes, max_age)
 
 
 def _stop_or_force(stop: asyncio.Event) -> None:
@@ -291,6 +328,8 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
         TracingUnavailable,
         BadGuards,
         BadFormats,
+        BadMiddleware,
+        BadPooling,
         OSError,
     ) as error:
         lifeline.failed(str(error))

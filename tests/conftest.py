@@ -9,11 +9,25 @@ import pytest
 import zmq
 
 from benchmarks.running_stack import RunningStack
+from tests.support.groups import pytest_collection_modifyitems
+from tests.support.process_logs import pytest_runtest_makereport, pytest_runtest_setup
+from tests.support.quick import pytest_addoption, pytest_configure, pytest_ignore_collect
+
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_ignore_collect",
+    "pytest_runtest_makereport",
+    "pytest_runtest_setup",
+]
 
 faulthandler.enable()
 
 # How long an example takes is the machine's matter; what hangs is ended by pytest-timeout.
-hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.register_profile(
+    "no deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("no deadline")
 
 

@@ -71,7 +71,9 @@ def loaded() -> Iterator[tuple[Any, dict[str, Any]]]:
     """The model in float32, and what transformers says about loading it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, threads))
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any
+    report: dict[str, Any]
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
         DIRECTORY, dtype=torch.float32, output_loading_info=True
     )
     yield model.eval(), report

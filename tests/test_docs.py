@@ -1,5 +1,6 @@
 """Generated and hand-written pages agree with the code."""
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ def test_the_settings_page_is_up_to_date() -> None:
     assert TARGET.read_text(encoding="utf-8") == render(), "run `make docs`"
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
     assert build_site.main(tmp_path / "site") == 0
     named = set(re.findall(r'"([\w-]+)\.md"', (ROOT / "zensical.toml").read_text()))
@@ -24,6 +26,7 @@ def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
     assert written == named, "every page stands in the navigation of zensical.toml"
 
 
+@pytest.mark.slow
 def test_a_dead_link_ends_the_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +96,20 @@ def test_state_machines_that_the_page_names_are_there() -> None:
         if not source.exists() or (is_class and f"class {last}" not in source.read_text()):
             missing.append(name)
     assert not missing
+
+
+def test_functions_that_the_architecture_names_are_there() -> None:
+    classes: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                functions = ast.FunctionDef | ast.AsyncFunctionDef
+                names = {each.name for each in node.body if isinstance(each, functions)}
+                classes.setdefault(node.name, set()).update(names)
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)", page))
+    assert len(named) > 25
+    assert sorted(f"{c}.{name}" for c, name in named if name not in classes.get(c, ())) == []
 
 
 def test_pages_to_read_in_one_go_stay_short() -> None:

@@ -2,14 +2,10 @@
 
 import asyncio
 import json
-import re
 import signal
 import ssl
 import subprocess
-import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -17,6 +13,8 @@ import psutil
 import pytest
 
 from benchmarks.running_stack import RunningStack, StackFailed
+from tests.support.metrics import num_running, total
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
@@ -25,13 +23,6 @@ FLAGS = (
     "--executor", "simulated", "--simulated-step-us", "20000", "--max-num-seqs", "4",
     "--max-queue", str(QUEUE),
 )  # fmt: skip
-
-
-def until(condition: Callable[[], bool], what: str, timeout: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.02)
 
 
 async def burst(url: str, count: int, tokens: int) -> list[httpx.Response | Exception]:
@@ -47,6 +38,11 @@ async def burst(url: str, count: int, tokens: int) -> list[httpx.Response | Exce
                 return error
 
         return await asyncio.gather(*(one(index) for index in range(count)))
+
+
+def in_engines(url: str) -> float:
+    """Return how many sequences run or wait in all engines."""
+    return num_running(url) + total(url, "num_requests_waiting")
 
 
 def statuses(answers: list[httpx.Response | Exception]) -> Counter[int]:
@@ -96,23 +92,11 @@ def test_a_front_end_that_is_killed_gives_its_places_back() -> None:
         assert (taken, found) == (lost, {429: 5})
 
 
-def in_engines(url: str) -> int:
-    """Return how many sequences run or wait in all engines."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    pattern = r"^swell_num_requests_(?:running|waiting)\{[^}]*\} (\S+)$"
-    return int(sum(map(float, re.findall(pattern, text, re.M))))
-
-
 def test_json_logs_follow_a_request_through_all_processes() -> None:
     flags = ("--log-format", "json", "--log-level", "debug", "--access-log")
     with RunningStack(*FLAGS, *flags, "--log-stats-interval", "0.2") as stack:
-        request = urllib.request.Request(
-            f"{stack.url}/v1/completions",
-            json.dumps({"prompt": "x", "max_tokens": 30, "ignore_eos": True}).encode(),
-            {"Content-Type": "application/json", "X-Request-Id": "follow-me"},
-        )
-        urllib.request.urlopen(request, timeout=30).close()
+        body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True}
+        httpx.post(f"{stack.url}/v1/completions", json=body, headers={"X-Request-Id": "follow-me"})
 
         def records() -> list[dict[str, object]]:
             return [json.loads(line) for line in stack.lines]

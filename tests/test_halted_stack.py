@@ -6,7 +6,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from tests.together import ADMIN_KEY, call, complete, until, utility
+from tests.support.http import ADMIN_KEY, call, complete
+from tests.support.lockstep import utility
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
@@ -16,37 +18,40 @@ FLAGS = (
 )  # fmt: skip
 
 
-def halted(stack: RunningStack) -> set[int]:
+def halted(url: str) -> set[int]:
     """Return which engines are halted, as the front end that answers sees it."""
-    engines = call(f"{stack.url}/admin/engines")["engines"]
+    engines = call(f"{url}/admin/engines")["engines"]
     return {engine["rank"] for engine in engines if engine["halted"]}
 
 
-def ask(stack: RunningStack, pool: ThreadPoolExecutor, count: int) -> "list[Future[str]]":
-    return [pool.submit(complete, stack, f"To be {number}", 20) for number in range(count)]
+def ask(url: str, pool: ThreadPoolExecutor, count: int) -> "list[Future[str]]":
+    return [pool.submit(complete, url, f"To be {number}", 20) for number in range(count)]
 
 
 @pytest.mark.timeout(120)
 def test_requests_are_not_routed_to_a_halted_engine_and_wait_while_all_are() -> None:
     with RunningStack(*FLAGS) as stack, ThreadPoolExecutor(16) as pool:
-        utility(stack, "pause", rank=0)
-        for answer in ask(stack, pool, 6):
+        utility(stack.url, "pause", rank=0)
+        until(lambda: all(halted(stack.url) == {0} for _ in range(8)), "every front end knows")
+        for answer in ask(stack.url, pool, 6):
             assert answer.result(timeout=20)
-        utility(stack, "sleep", rank=1)
-        waiting = ask(stack, pool, 4)
-        until(lambda: halted(stack) == {0, 1}, "everybody knows")
+        utility(stack.url, "sleep", rank=1)
+        waiting = ask(stack.url, pool, 4)
+        until(lambda: halted(stack.url) == {0, 1}, "everybody knows")
         assert not any(answer.done() for answer in waiting)
-        utility(stack, "resume", rank=0)
+        utility(stack.url, "resume", rank=0)
         for answer in waiting:
             assert answer.result(timeout=20)
-        utility(stack, "wake_up", rank=1)
+        utility(stack.url, "wake_up", rank=1)
 
 
 @pytest.mark.timeout(120)
 def test_what_an_engine_holds_moves_when_its_operator_says_so() -> None:
     with RunningStack(*FLAGS) as stack, ThreadPoolExecutor(16) as pool:
-        answers = [pool.submit(complete, stack, f"Long {n}", 500) for n in range(6)]
-        until(lambda: sum(i["running"] for i in utility(stack, "info").values()) == 6, "they run")
+        answers = [pool.submit(complete, stack.url, f"Long {n}", 500) for n in range(6)]
+        until(
+            lambda: sum(i["running"] for i in utility(stack.url, "info").values()) == 6, "they run"
+        )
         began = time.monotonic()
         results = call(
             f"{stack.url}/admin/utilities",

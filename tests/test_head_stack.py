@@ -12,11 +12,16 @@ import pytest
 
 from benchmarks.running_stack import RunningStack
 from engine.shared.config import BUNDLED_MODEL
-from tests.test_nodes_stack import SWELL, engines_of, four_free_ports, served_by, wait_until
-from tests.test_scaling_stack import ADMIN_KEY, FLAGS, Load, call
+from tests.support.commands import SWELL, run_swell, swell
+from tests.support.http import ADMIN_KEY, call, ready_ranks
+from tests.support.load import Load
+from tests.support.metrics import metric
+from tests.support.ports import port_of_a_coordinator
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
+FLAGS = ("--executor", "simulated", "--simulated-step-us", "3000", "--admin-key", ADMIN_KEY)
 QUICK = ("--engine-timeout", "2", "--heartbeat-interval", "0.3")
 
 
@@ -25,7 +30,7 @@ class Nodes:
 
     def __init__(self, directory: Path, running: ExitStack) -> None:
         self._running = running
-        self.port = four_free_ports()
+        self.port = port_of_a_coordinator()
         self.key = directory / "cluster.key"
         self.key.write_text("a secret of these tests, long enough")
         self.join = (
@@ -40,36 +45,22 @@ class Nodes:
         )  # fmt: skip
         self.url = self.head.url
 
-    def headless(self, name: str) -> "subprocess.Popen[bytes]":
+    def headless(self, name: str) -> None:
         flags = ("--headless", *self.join, *FLAGS, "--node", name)
-        node = subprocess.Popen(
-            [SWELL, "serve", *flags, "--data-parallel-size-local", "1"], stderr=subprocess.DEVNULL
-        )
-        self._running.callback(self.end, node)
-        return node
-
-    @staticmethod
-    def end(node: "subprocess.Popen[bytes]") -> None:
-        node.terminate()
-        assert node.wait(15) == 0
+        self._running.enter_context(swell("serve", *flags, "--data-parallel-size-local", "1"))
 
     def sizes(self) -> dict[str, int]:
         nodes = call(f"{self.url}/admin/scale")["nodes"]
-        assert isinstance(nodes, dict)
         return {name: len(node["engines"]) for name, node in nodes.items()}
 
     def hosts(self) -> list[str]:
         """Return the node of each engine that is ready."""
         engines = call(f"{self.url}/admin/engines")["engines"]
-        assert isinstance(engines, list)
         return sorted(engine["host"] for engine in engines if engine["ready"])
 
     def scale(self, size: int) -> str:
         """Run `swell scale` and return what it says in the end."""
-        run = subprocess.run(
-            [SWELL, "scale", str(size), "--url", self.url, "--admin-key", ADMIN_KEY],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        run = run_swell("scale", str(size), "--url", self.url, "--admin-key", ADMIN_KEY)
         assert run.returncode == 0, run.stderr
         return run.stdout
 
@@ -82,25 +73,24 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     with ExitStack() as running:
         made = Nodes(tmp_path_factory.mktemp("head"), running)
         made.headless("far")
-        wait_until(lambda: made.hosts() == ["far", "head"], "both engines serve")
-        wait_until(lambda: set(made.sizes()) == {"far", "head"}, "both supervisors are known")
+        until(lambda: made.hosts() == ["far", "head"], "both engines serve")
+        until(lambda: set(made.sizes()) == {"far", "head"}, "both supervisors are known")
         yield made
 
 
 def test_a_killed_coordinator_is_restarted_by_the_head_and_everybody_is_back(nodes: Nodes) -> None:
     with Load(nodes.url, 8).running() as load:
-        wait_until(lambda: len(served_by(nodes.url)) == 2, "both engines work")
+        until(lambda: len(metric(nodes.url, "routing_decisions_total")) == 2, "both engines work")
         killed = nodes.head.processes()["coordinator"]
         killed.kill()
         psutil.wait_procs([killed], timeout=5)
-        wait_until(lambda: "coordinator" in nodes.head.processes(), "another coordinator")
-        wait_until(
+        until(lambda: "coordinator" in nodes.head.processes(), "another coordinator")
+        until(
             lambda: sum("registered again" in line for line in nodes.head.lines) >= 3,
             "the head's engine and front ends have registered again",
         )
-        wait_until(lambda: nodes.hosts() == ["far", "head"], "both engines are known again")
-        before = load.count
-        wait_until(lambda: load.count > before + 30, "requests are answered")
+        until(lambda: nodes.hosts() == ["far", "head"], "both engines are known again")
+        load.goes_on()
     load.check()
     assert nodes.scale(2).startswith("2 engines; ")
 
@@ -129,7 +119,7 @@ def test_a_front_end_of_another_tokenizer_is_refused_by_name(nodes: Nodes, tmp_p
     said = refused.stdout + refused.stderr
     assert "tokenizer is '" in said
     assert "front ends have to serve the model that the engines do" in said
-    assert len(engines_of(nodes.url)) == 2
+    assert len(ready_ranks(nodes.url)) == 2
 
 
 def test_a_process_of_another_protocol_is_refused_by_name(nodes: Nodes) -> None:
@@ -143,10 +133,10 @@ def test_a_process_of_another_protocol_is_refused_by_name(nodes: Nodes) -> None:
     )  # fmt: skip
     assert refused.returncode != 0
     assert "protocol is 99 there" in refused.stdout + refused.stderr
-    assert len(engines_of(nodes.url)) == 2
+    assert len(ready_ranks(nodes.url)) == 2
 
 
 def test_contradicting_settings_of_a_node_are_named() -> None:
-    run = subprocess.run([SWELL, "serve", "--headless"], capture_output=True, text=True, timeout=30)
+    run = run_swell("serve", "--headless")
     assert run.returncode == 1
     assert "--headless needs --data-parallel-address" in run.stderr

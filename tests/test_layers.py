@@ -65,6 +65,17 @@ def test_the_server_imports_itself_and_what_is_shared(path: Path) -> None:
     assert not {name.split(".")[0] for name in imports(path)} & {"torch", "transformers"}
 
 
+def test_ray_is_for_the_ray_backend_alone() -> None:
+    every = [path for package in ("engine", "coordinator", "server") for path in sources(package)]
+    users = {path for path in every if "ray" in {name.split(".")[0] for name in imports(path)}}
+    assert users == {ROOT / "server/fleet/ray/cluster.py"}
+    home = ROOT / "server/fleet/ray"
+    reaching = {path for path in every if any("server.fleet.ray" in n for n in imports(path))}
+    assert {path for path in reaching if home not in path.parents} == {
+        ROOT / "server/fleet/backend_choice.py"
+    }
+
+
 @pytest.mark.parametrize("path", sources("engine/scheduler"), ids=str)
 def test_scheduling_knows_no_tensors_sockets_or_clocks(path: Path) -> None:
     forbidden = {"torch", "numpy", "zmq", "time", "asyncio", "threading"}
@@ -78,13 +89,16 @@ ROUTER_SHELL = {"engine_client.py", "link.py", "token_stream.py"}
 @pytest.mark.parametrize(
     "path",
     [ROOT / "coordinator/state.py", ROOT / "coordinator/wave.py", ROOT / "engine/lockstep/wave.py",
-     ROOT / "coordinator/formation.py", ROOT / "engine/lockstep/group_membership.py",
+     ROOT / "coordinator/formation.py", ROOT / "coordinator/groups.py",
+     ROOT / "coordinator/expected.py",
+     ROOT / "engine/lockstep/group_membership.py",
      *(path for path in sources("server/router") if path.name not in ROUTER_SHELL),
      ROOT / "engine/process/links.py", ROOT / "engine/process/reception.py",
      ROOT / "engine/process/turns.py", ROOT / "engine/process/ending.py",
      ROOT / "engine/core/halting.py", ROOT / "engine/core/wave_clock.py",
      ROOT / "engine/core/receive_counts.py", ROOT / "coordinator/events.py",
-     ROOT / "engine/shared/membership.py", ROOT / "engine/shared/roster.py"],
+     ROOT / "engine/shared/membership.py", ROOT / "engine/shared/roster.py",
+     ROOT / "server/fleet/ray/packing.py", ROOT / "server/fleet/ray/needs.py"],
     ids=str,
 )  # fmt: skip
 def test_state_machines_know_no_sockets_or_clocks(path: Path) -> None:
@@ -123,6 +137,7 @@ def test_what_parses_and_renders_does_no_io(path: Path) -> None:
 TELLS_THE_TIME = {
     "server/app.py", "server/store/service.py", "server/api/responses/keeping.py",
     "server/api/generation.py", "server/api/status/endpoint.py",
+    "server/observe/engine_metrics.py", "server/api/vectors.py",
 }  # fmt: skip
 """What tells clients when something was; all else measures durations, and the clock may be set."""
 
@@ -136,10 +151,24 @@ def test_no_duration_is_taken_from_a_clock_that_jumps() -> None:
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("coordinator.process", "torch fastapi pydantic transformers numpy asyncio"),
-        ("server.front_end", "torch transformers llguidance"),
-        ("engine.process.main, engine.executor.in_process", "transformers llguidance"),
-        ("server.fleet.supervisor", "torch transformers fastapi pydantic tokenizers"),
+        ("coordinator.process", "torch fastapi pydantic transformers numpy asyncio rich"),
+        (
+            "server.front_end",
+            "torch transformers llguidance numpy huggingface_hub rich psycopg opentelemetry.sdk "
+            "server.fleet.supervisor server.batch server.bench server.chat "
+            "engine.models engine.runner engine.scheduler engine.process",
+        ),
+        (
+            "engine.process.main, engine.executor.in_process",
+            "transformers llguidance fastapi pydantic tokenizers huggingface_hub ray sympy "
+            "torch._dynamo torch._inductor engine.executor.multi_process "
+            "engine.executor.encoding engine.executor.simulated",
+        ),
+        (
+            "server.fleet.supervisor",
+            "torch transformers fastapi pydantic tokenizers ray numpy uvicorn "
+            "server.front_end engine.process engine.scheduler",
+        ),
         (
             "engine.process.receiver, engine.process.sender, engine.scheduler.scheduler",
             "torch transformers",

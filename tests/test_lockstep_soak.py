@@ -3,11 +3,14 @@
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from tests.together import FLAGS, complete, metric, utility, watched, wave_when_paused
+from tests.support.http import complete
+from tests.support.lockstep import FLAGS, utility, watched, wave_when_paused
+from tests.support.metrics import num_running, total
 
 pytestmark = pytest.mark.stack
 
@@ -24,8 +27,8 @@ def test_500_requests_at_random_times_through_two_front_ends_and_three_engines()
         ThreadPoolExecutor(16) as clients,
         watched(stack, 80),
     ):
-        before = wave_when_paused(stack)
-        sent = []
+        before = wave_when_paused(stack.url)
+        sent: list[Any] = []
         while len(sent) < REQUESTS:
             for _ in range(min(random_gaps.choice((1, 1, 2, 5, 20)), REQUESTS - len(sent))):
                 number = len(sent)
@@ -35,7 +38,7 @@ def test_500_requests_at_random_times_through_two_front_ends_and_three_engines()
                 sent.append(
                     clients.submit(
                         complete,
-                        stack,
+                        stack.url,
                         f"No. {number}",
                         tokens,
                         rank,
@@ -45,10 +48,10 @@ def test_500_requests_at_random_times_through_two_front_ends_and_three_engines()
             if random_gaps.random() < 0.6:
                 time.sleep(random_gaps.uniform(0, LONGEST_GAP))
         assert all(each.result(60) for each in sent)
-        after = wave_when_paused(stack)
+        after = wave_when_paused(stack.url)
         assert 10 < after - before < REQUESTS, "it paused often, and not for every request"
-        infos = utility(stack, "info")
+        infos = utility(stack.url, "info")
         assert {info["wave"] for info in infos.values()} == {after}
         assert len({info["topology"] for info in infos.values()}) == 1
-        assert sum(metric(stack, "num_requests_running").values()) == 0
-        assert sum(metric(stack, "engine_restarts_total").values()) == 0
+        assert num_running(stack.url) == 0
+        assert total(stack.url, "engine_restarts_total") == 0

@@ -9,18 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from tests.together import (
-    FLAGS,
-    call,
-    complete,
-    is_paused,
-    kill,
-    metric,
-    until,
-    utility,
-    watched,
-    wave_when_paused,
-)
+from tests.support.http import call, complete
+from tests.support.lockstep import FLAGS, is_paused, kill, utility, watched, wave_when_paused
+from tests.support.metrics import metric, total
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
@@ -37,13 +29,13 @@ def pair() -> Iterator[RunningStack]:
 def test_a_request_to_one_engine_makes_the_other_run_dummy_batches(
     pair: RunningStack, rank: int
 ) -> None:
-    before_wave = wave_when_paused(pair)
-    before = metric(pair, "dummy_steps_total")
-    complete(pair, "To be", 30, rank)
-    assert wave_when_paused(pair) == before_wave + 1
+    before_wave = wave_when_paused(pair.url)
+    before = metric(pair.url, "dummy_steps_total")
+    complete(pair.url, "To be", 30, rank)
+    assert wave_when_paused(pair.url) == before_wave + 1
 
     def dummies(of: int) -> float:
-        return metric(pair, "dummy_steps_total")[str(of)] - before.get(str(of), 0)
+        return metric(pair.url, "dummy_steps_total")[str(of)] - before.get(str(of), 0)
 
     until(lambda: dummies(1 - rank) >= 30, "one for each step of the other")
     assert dummies(1 - rank) <= 31
@@ -51,8 +43,8 @@ def test_a_request_to_one_engine_makes_the_other_run_dummy_batches(
 
 
 def test_paused_engines_use_no_processor(pair: RunningStack) -> None:
-    complete(pair, "Rest", 2)
-    wave_when_paused(pair)
+    complete(pair.url, "Rest", 2)
+    wave_when_paused(pair.url)
     before, began = pair.cpu_seconds(), time.monotonic()
     time.sleep(CPU_SECONDS_IDLE)
     share = (pair.cpu_seconds() - before) / (time.monotonic() - began)
@@ -66,16 +58,16 @@ def test_a_request_wakes_the_group_whichever_engine_and_front_end_it_hits(
 
     def seconds(number: int) -> float:
         began = time.monotonic()
-        complete(pair, "Awake", 1, number % 2)  # a new connection: any front end may get it
+        complete(pair.url, "Awake", 1, number % 2)  # a new connection: any front end may get it
         return time.monotonic() - began
 
     paused = []
     for number in range(6):
-        wave_when_paused(pair)
+        wave_when_paused(pair.url)
         paused.append(seconds(number))
     with ThreadPoolExecutor() as background:
-        long = background.submit(complete, pair, "On and on", 400)
-        until(lambda: not is_paused(pair), "the group runs")
+        long = background.submit(complete, pair.url, "On and on", 400)
+        until(lambda: not is_paused(pair.url), "the group runs")
         running = [seconds(number) for number in range(6)]
         long.result()
     extra = statistics.median(paused) - statistics.median(running)
@@ -83,66 +75,66 @@ def test_a_request_wakes_the_group_whichever_engine_and_front_end_it_hits(
 
 
 def test_what_comes_while_the_group_is_held_runs_when_it_is_resumed(pair: RunningStack) -> None:
-    wave_when_paused(pair)
+    wave_when_paused(pair.url)
     with watched(pair, 40), ThreadPoolExecutor() as clients:
-        busy = clients.submit(complete, pair, "Before", 40)
-        assert utility(pair, "pause") == {0: {"is_paused": True}, 1: {"is_paused": True}}
-        assert all(info["is_paused"] for info in utility(pair, "info").values())
-        held = [clients.submit(complete, pair, f"While {i}", 5, i % 2) for i in range(4)]
-        until(lambda: sum(metric(pair, "num_requests_waiting").values()) >= 4, "they wait")
-        steps = [info["step"] for info in utility(pair, "info").values()]
+        busy = clients.submit(complete, pair.url, "Before", 40)
+        assert utility(pair.url, "pause") == {0: {"is_paused": True}, 1: {"is_paused": True}}
+        assert all(info["is_paused"] for info in utility(pair.url, "info").values())
+        held = [clients.submit(complete, pair.url, f"While {i}", 5, i % 2) for i in range(4)]
+        until(lambda: total(pair.url, "num_requests_waiting") >= 4, "they wait")
+        steps = [info["step"] for info in utility(pair.url, "info").values()]
         time.sleep(0.2)
-        assert [info["step"] for info in utility(pair, "info").values()] == steps
+        assert [info["step"] for info in utility(pair.url, "info").values()] == steps
         assert not any(each.done() for each in held)
         for rank in (0, 1, 1):  # also twice: the second changes nothing
-            utility(pair, "resume", rank)
+            utility(pair.url, "resume", rank)
         assert [each.result() for each in held] == [
-            complete(pair, f"While {i}", 5) for i in range(4)
+            complete(pair.url, f"While {i}", 5) for i in range(4)
         ]
         busy.result()
-    wave_when_paused(pair)
-    assert not any(info["is_paused"] for info in utility(pair, "info").values())
+    wave_when_paused(pair.url)
+    assert not any(info["is_paused"] for info in utility(pair.url, "info").values())
 
 
 def test_a_group_that_sleeps_wakes_up_together(pair: RunningStack) -> None:
     with watched(pair, 40), ThreadPoolExecutor() as clients:
-        told = complete(pair, "A dream", 20)
-        busy = clients.submit(complete, pair, "A dream", 20)
-        utility(pair, "sleep")
-        assert all(info["is_sleeping"] for info in utility(pair, "info").values())
-        waits = clients.submit(complete, pair, "A dream", 20, 0)
-        utility(pair, "wake_up", 1)
+        told = complete(pair.url, "A dream", 20)
+        busy = clients.submit(complete, pair.url, "A dream", 20)
+        utility(pair.url, "sleep")
+        assert all(info["is_sleeping"] for info in utility(pair.url, "info").values())
+        waits = clients.submit(complete, pair.url, "A dream", 20, 0)
+        utility(pair.url, "wake_up", 1)
         assert busy.result() == waits.result() == told
-        wave_when_paused(pair)
-        assert not any(info["is_sleeping"] for info in utility(pair, "info").values())
+        wave_when_paused(pair.url)
+        assert not any(info["is_sleeping"] for info in utility(pair.url, "info").values())
 
 
 def test_a_new_coordinator_takes_the_group_over_as_it_is(pair: RunningStack) -> None:
-    before = wave_when_paused(pair)
-    topology = {info["topology"] for info in utility(pair, "info").values()}
+    before = wave_when_paused(pair.url)
+    topology = {info["topology"] for info in utility(pair.url, "info").values()}
     with watched(pair, 60), ThreadPoolExecutor() as clients:
-        running = clients.submit(complete, pair, "Without a head", 60, 0)
-        until(lambda: not is_paused(pair), "it runs")
+        running = clients.submit(complete, pair.url, "Without a head", 60, 0)
+        until(lambda: not is_paused(pair.url), "it runs")
         kill(pair, "coordinator")
         running.result()
-        sent = clients.submit(complete, pair, "Nobody to be asked", 5, 1)
+        sent = clients.submit(complete, pair.url, "Nobody to be asked", 5, 1)
         assert sent.result(), "a request needs no coordinator for long"
         until(lambda: "coordinator" in pair.processes(), "the coordinator is back")
-        until(lambda: metric(pair, "engines_ready")[""] == 2, "the engines have registered")
-        complete(pair, "With a new one", 5, 0)
-        until(lambda: wave_when_paused(pair) > before, "the wave goes on")
-    assert {info["topology"] for info in utility(pair, "info").values()} == topology
+        until(lambda: metric(pair.url, "engines_ready")[""] == 2, "the engines have registered")
+        complete(pair.url, "With a new one", 5, 0)
+        until(lambda: wave_when_paused(pair.url) > before, "the wave goes on")
+    assert {info["topology"] for info in utility(pair.url, "info").values()} == topology
 
 
 def test_requests_of_many_kinds_at_once(pair: RunningStack) -> None:
     """What one engine answers with all experts of its own, two answer with half of them each."""
     prompts = [f"{name}: what say you of" for name in ("ROMEO", "JULIET", "HENRY", "KING")] * 3
-    alone = [complete(pair, prompt, 16, i % 2) for i, prompt in enumerate(prompts)]
+    alone = [complete(pair.url, prompt, 16, i % 2) for i, prompt in enumerate(prompts)]
     gate = threading.Barrier(len(prompts))
 
     def ask(i: int) -> str:
         gate.wait()
-        return complete(pair, prompts[i], 16, i % 2)
+        return complete(pair.url, prompts[i], 16, i % 2)
 
     with watched(pair, 60), ThreadPoolExecutor(len(prompts)) as clients:
         assert list(clients.map(ask, range(len(prompts)))) == alone

@@ -3,17 +3,18 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
 from benchmarks.running_stack import RunningStack
+from tests.support.http import MODEL
 
 pytestmark = pytest.mark.stack
 
-MODEL = "swell-shakespeare"
 PROMPT = "ROMEO:"
-CHAT = [{"role": "user", "content": "Good morrow, my lord. What news?"}]
+CHAT: list[Any] = [{"role": "user", "content": "Good morrow, my lord. What news?"}]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +47,9 @@ def test_a_streamed_completion_is_the_same_text(client: openai.OpenAI) -> None:
     )  # fmt: skip
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == (
-        whole.usage.completion_tokens  # type: ignore[union-attr]
-    )
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     finished = [c.choices[0].finish_reason for c in chunks if c.choices]
     assert finished[-1] == whole.choices[0].finish_reason
     assert not any(finished[:-1])
@@ -57,7 +58,7 @@ def test_a_streamed_completion_is_the_same_text(client: openai.OpenAI) -> None:
 def test_chat_streamed_and_not(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(
         model=MODEL, messages=CHAT, max_completion_tokens=40, temperature=0
-    )  # type: ignore[call-overload]
+    )
     message = whole.choices[0].message
     assert (message.role, whole.object) == ("assistant", "chat.completion")
     assert message.content
@@ -65,11 +66,13 @@ def test_chat_streamed_and_not(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model=MODEL, messages=CHAT, max_completion_tokens=40, temperature=0, stream=True,
             stream_options={"include_usage": True},
-        )  # type: ignore[call-overload]
+        )
     )  # fmt: skip
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == message.content
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -170,14 +173,16 @@ def test_logprobs_of_completions(client: openai.OpenAI) -> None:
 def test_logprobs_of_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=CHAT, max_completion_tokens=4, logprobs=True, top_logprobs=2
-    )  # type: ignore[call-overload]
-    content = answer.choices[0].logprobs.content
+    )
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    content = choice.logprobs.content
     assert content
     assert all(len(each.top_logprobs) == 2 for each in content)
     assert (
-        b"".join(bytes(each.bytes) for each in content)
+        b"".join(bytes(each.bytes or []) for each in content)
         .decode(errors="replace")
-        .startswith(answer.choices[0].message.content[:1])
+        .startswith((choice.message.content or "")[:1])
     )
 
 
@@ -198,7 +203,12 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
 
 def test_n_gives_different_choices_in_one_answer(client: openai.OpenAI) -> None:
     answer = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=24, n=3, seed=5, extra_body={"ignore_eos": True}
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=24,
+        n=3,
+        seed=5,
+        extra_body={"ignore_eos": True},
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.text for choice in answer.choices}) == 3

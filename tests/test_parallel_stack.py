@@ -1,24 +1,18 @@
-"""A whole stack whose one engine computes with two processes."""
+"""Whole stacks whose engines compute with two processes each."""
 
-import json
-import re
 import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.running_stack import RunningStack
+from tests.support.commands import SWELL
+from tests.support.http import complete, fetch, ready_ranks
+from tests.support.metrics import metric, num_running
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
-
-SWELL = str(Path(sys.executable).with_name("swell"))
 
 FLAGS = (
     "--data-parallel-size",
@@ -35,68 +29,54 @@ TOKENS = 120
 """More than are computed before the worker is killed."""
 
 
-def generate(stack: RunningStack, tokens: int) -> str:
-    body = {"model": "swell-shakespeare", "prompt": "Once", "max_tokens": tokens}
-    request = urllib.request.Request(
-        f"{stack.url}/v1/completions",
-        json.dumps({**body, "temperature": 0, "ignore_eos": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        text: str = json.loads(answer.read())["choices"][0]["text"]
-        return text
-
-
-def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_ready(stack: RunningStack) -> bool:
-    try:
-        with urllib.request.urlopen(f"{stack.url}/ready", timeout=10):
-            return True
-    except urllib.error.HTTPError as error:
-        error.close()
-        return False
-
-
-def steps_run(stack: RunningStack) -> bool:
-    with urllib.request.urlopen(f"{stack.url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return any(re.match(r'swell_num_requests_running{engine="0".* 1.0', line) for line in lines)
-
-
 def test_requests_outlive_a_killed_worker_and_nothing_outlives_the_stack() -> None:
     with RunningStack(*FLAGS) as stack:
         processes = stack.processes()
         engine, worker = processes["engine 0"], processes["engine 0 worker 1"]
-        undisturbed = generate(stack, TOKENS)
+        undisturbed = complete(stack.url, "Once", TOKENS)
         with ThreadPoolExecutor(1) as clients:
-            answer = clients.submit(generate, stack, TOKENS)
-            until(lambda: steps_run(stack))
+            answer = clients.submit(complete, stack.url, "Once", TOKENS)
+            until(lambda: num_running(stack.url) == 1, "it runs")
             worker.kill()
             assert answer.result(60) == undisturbed
-        until(lambda: not engine.is_running())
+        until(lambda: not engine.is_running(), "the engine ends")
         assert stack.processes()["engine 0 worker 1"].pid != worker.pid
         assert "worker 1 has died" in "\n".join(stack.lines)
 
         # An idle engine notices as well, before the next request has to.
         engine, worker = (stack.processes()[name] for name in ("engine 0", "engine 0 worker 1"))
         worker.kill()
-        until(lambda: not engine.is_running())
-        until(lambda: is_ready(stack))
-        assert undisturbed.startswith(generate(stack, 20))
+        until(lambda: not engine.is_running(), "the engine ends")
+        until(lambda: fetch(f"{stack.url}/ready").status == 200, "it is replaced")
+        assert undisturbed.startswith(complete(stack.url, "Once", 20))
 
         # However the engine ends, its worker does too.
         engine, worker = (stack.processes()[name] for name in ("engine 0", "engine 0 worker 1"))
         engine.kill()
         _, alive = psutil.wait_procs([worker], timeout=10)
         assert not alive
-        until(lambda: "engine 0 worker 1" in stack.processes())
+        until(lambda: "engine 0 worker 1" in stack.processes(), "another worker starts")
         stack.stop(timeout=20)
+
+
+def test_streams_outlive_either_stage_of_an_engine_and_no_process_is_left() -> None:
+    flags = ("--data-parallel-size", "2", "--pipeline-parallel-size", "2", *FLAGS[4:])
+    with RunningStack(*flags, "--async-scheduling") as stack:
+        undisturbed = complete(stack.url, "Once", TOKENS)
+        for name in ("engine 0 worker 1", "engine 0"):  # the first stage, then the last
+            processes = stack.processes()
+            with ThreadPoolExecutor(6) as clients:
+                answers = [clients.submit(complete, stack.url, "Once", TOKENS) for _ in range(6)]
+                until(lambda: metric(stack.url, "num_requests_running").get("0"), "engine 0 runs")
+                processes[name].kill()
+                assert [answer.result(60) for answer in answers] == [undisturbed] * 6
+            stages = [processes["engine 0"], processes["engine 0 worker 1"]]
+            assert not psutil.wait_procs(stages, timeout=10)[1]
+            until(lambda: ready_ranks(stack.url) == {0, 1}, "it is replaced")
+        everything = list(stack.processes().values())
+        assert len([each for each in everything if each.is_running()]) == len(everything)
+        stack.stop(timeout=20)
+        assert not any(each.is_running() for each in everything)
 
 
 def test_a_stack_stopped_while_its_workers_start_leaves_none() -> None:
@@ -112,7 +92,7 @@ def test_a_stack_stopped_while_its_workers_start_leaves_none() -> None:
         ]
         return bool(workers)
 
-    until(worker_starts)
+    until(worker_starts, "a worker starts")
     process.terminate()
     process.wait(20)
     assert not any(each.is_running() for each in workers)  # and none was left to init

@@ -9,19 +9,11 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from tests.test_scaling_stack import Load, settle
-from tests.together import (
-    ADMIN_KEY,
-    FLAGS,
-    call,
-    complete,
-    kill,
-    metric,
-    until,
-    utility,
-    watched,
-    wave_when_paused,
-)
+from tests.support.http import ADMIN_KEY, call, complete
+from tests.support.load import Load, settle
+from tests.support.lockstep import FLAGS, kill, topologies, utility, watched, wave_when_paused
+from tests.support.metrics import metric, total
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
@@ -43,36 +35,32 @@ def trio(request: pytest.FixtureRequest) -> Iterator[Trio]:
     flags = ("--data-parallel-size", "3", "--regroup", request.param)
     with RunningStack(*FLAGS, *flags) as stack:
         with ThreadPoolExecutor(len(PROMPTS)) as clients:
-            told = list(clients.map(lambda i: complete(stack, PROMPTS[i], TOKENS, i), range(3)))
+            told = list(clients.map(lambda i: complete(stack.url, PROMPTS[i], TOKENS, i), range(3)))
         yield Trio(stack, request.param, told)
-
-
-def topologies(stack: RunningStack) -> set[int]:
-    return {int(info["topology"]) for info in utility(stack, "info").values()}
 
 
 @pytest.mark.parametrize("dead", [1, 0])
 def test_requests_survive_the_death_of_a_member(trio: Trio, dead: int) -> None:
     stack = trio.stack
-    wave = wave_when_paused(stack)
-    (before,) = topologies(stack)
-    generated = sum(metric(stack, "engine_generation_tokens_total").values())
+    wave = wave_when_paused(stack.url)
+    (before,) = topologies(stack.url)
+    generated = total(stack.url, "engine_generation_tokens_total")
 
     def tokens() -> float:
-        return sum(metric(stack, "engine_generation_tokens_total").values()) - generated
+        return total(stack.url, "engine_generation_tokens_total") - generated
 
     with watched(stack, 80), ThreadPoolExecutor(len(PROMPTS)) as clients:
-        sent = [clients.submit(complete, stack, PROMPTS[i], TOKENS, i) for i in range(3)]
+        sent = [clients.submit(complete, stack.url, PROMPTS[i], TOKENS, i) for i in range(3)]
         until(lambda: tokens() > TOKENS, "all are in the middle of it")
         died = kill(stack, f"engine {dead}")
         assert [each.result(70) for each in sent] == trio.told
         print(f"{trio.regroup}: the last answer {time.monotonic() - died:.2f} s later")
-        until(lambda: metric(stack, "engines_ready")[""] == 3, "it is back", 60)
-        until(lambda: len(topologies(stack)) == 1, "in one group again", 60)
-        assert topologies(stack).pop() >= before + (1 if trio.regroup == "wait" else 2)
-        sent = [clients.submit(complete, stack, PROMPTS[i], TOKENS, i) for i in range(3)]
+        until(lambda: metric(stack.url, "engines_ready")[""] == 3, "it is back", 60)
+        until(lambda: len(topologies(stack.url)) == 1, "in one group again", 60)
+        assert topologies(stack.url).pop() >= before + (1 if trio.regroup == "wait" else 2)
+        sent = [clients.submit(complete, stack.url, PROMPTS[i], TOKENS, i) for i in range(3)]
         assert [each.result(60) for each in sent] == trio.told
-        assert wave_when_paused(stack) > wave
+        assert wave_when_paused(stack.url) > wave
 
 
 SIMULATED = (
@@ -90,14 +78,13 @@ def test_a_group_grows_shrinks_and_is_replaced_under_load() -> None:
         for size in (3, 1, 2):
             call(f"{stack.url}/admin/scale", {"data_parallel_size": size})
             assert settle(stack.url, size)["error"] is None
-            until(lambda: len(topologies(stack)) == 1, "one group")
+            until(lambda: len(topologies(stack.url)) == 1, "one group")
         old = {engine["incarnation"] for engine in call(f"{stack.url}/admin/engines")["engines"]}
         call(f"{stack.url}/admin/restart", {})
         settle(stack.url, 2)
         new = {engine["incarnation"] for engine in call(f"{stack.url}/admin/engines")["engines"]}
         assert not old & new
-        before = load.count
-        until(lambda: load.count > before + 20, "the load goes on")
+        load.goes_on()
     load.check()
 
 
@@ -108,13 +95,13 @@ def test_a_member_that_hangs_holds_the_others_up_until_it_is_given_up_only() -> 
         watched(stack, 60),
         ThreadPoolExecutor(3) as clients,
     ):
-        told = [complete(stack, f"No. {i}", 100, seed=i) for i in range(3)]
-        wave_when_paused(stack)
+        told = [complete(stack.url, f"No. {i}", 100, seed=i) for i in range(3)]
+        wave_when_paused(stack.url)
         stopped = stack.processes()["engine 1"]
-        sent = [clients.submit(complete, stack, f"No. {i}", 100, seed=i) for i in range(3)]
+        sent = [clients.submit(complete, stack.url, f"No. {i}", 100, seed=i) for i in range(3)]
         stopped.send_signal(signal.SIGSTOP)
         assert [each.result(50) for each in sent] == told
         stopped.send_signal(signal.SIGCONT)
-        until(lambda: len(utility(stack, "info")) == 2, "it takes part again", 30)
-        until(lambda: len(topologies(stack)) == 1, "in one group", 30)
-        assert [complete(stack, f"No. {i}", 100, 1, seed=i) for i in range(3)] == told
+        until(lambda: len(utility(stack.url, "info")) == 2, "it takes part again", 30)
+        until(lambda: len(topologies(stack.url)) == 1, "in one group", 30)
+        assert [complete(stack.url, f"No. {i}", 100, 1, seed=i) for i in range(3)] == told

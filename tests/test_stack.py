@@ -7,11 +7,9 @@ import re
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,58 +18,14 @@ import pytest
 
 from benchmarks.running_stack import RunningStack
 from server.bench.client import stream_completion, stream_many
+from tests.support.commands import SWELL, run_swell
+from tests.support.http import Answer, call, completion, fetch
+from tests.support.metrics import metric, num_running, total
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
-MODEL = "swell-shakespeare"
 CPU_SECONDS_IDLE = 5
-SWELL = str(Path(sys.executable).with_name("swell"))
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return str(answer.read().decode())
-
-
-def status(url: str) -> int:
-    try:
-        get(url)
-    except urllib.error.HTTPError as error:
-        error.close()
-        return error.code
-    return 200
-
-
-def metric(url: str, name: str) -> dict[str, float]:
-    """Return the samples of a metric by engine (or by "" without that label)."""
-    found: dict[str, float] = {}
-    for labels, value in re.findall(
-        rf"^swell_{name}(\{{[^}}]*\}})? (\S+)$", get(f"{url}/metrics"), re.M
-    ):
-        engine = re.search(r'engine="(\d+)"', labels)
-        key = engine[1] if engine else ""
-        found[key] = found.get(key, 0.0) + float(value)
-    return found
-
-
-def until(condition: Callable[[], bool], what: str, timeout: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.02)
-
-
-def completion(prompt: str, tokens: int, **more: object) -> dict[str, object]:
-    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}
-
-
-def post(url: str, body: dict[str, object]) -> dict[str, object]:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        result: dict[str, object] = json.loads(answer.read())
-        return result
 
 
 def test_every_process_names_itself(stack: RunningStack) -> None:
@@ -108,15 +62,15 @@ def test_200_streams_complete_with_exact_counts_and_even_load(stack: RunningStac
     assert all(90 <= count <= 110 for count in routed.values()), routed
     assert max(seen_running) > 10
     until(lambda: metric(stack.url, "engines_running")[""] == 0, "the engines pause")
-    until(lambda: sum(metric(stack.url, "num_requests_running").values()) == 0, "none runs")
-    assert sum(metric(stack.url, "num_requests_waiting").values()) == 0
+    until(lambda: num_running(stack.url) == 0, "none runs")
+    assert total(stack.url, "num_requests_waiting") == 0
     assert metric(stack.url, "wave")[""] > wave_before
 
 
 def test_a_client_that_disconnects_frees_its_engine_slot(stack: RunningStack) -> None:
     host, port = stack.url.removeprefix("http://").split(":")
     body = json.dumps(completion("Endless", 900, stream=True)).encode()
-    before = sum(metric(stack.url, "generation_tokens_total").values())
+    before = total(stack.url, "generation_tokens_total")
     with socket.create_connection((host, int(port))) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -126,11 +80,11 @@ def test_a_client_that_disconnects_frees_its_engine_slot(stack: RunningStack) ->
         while b"data: " not in received:
             received += client.recv(4096)
         until(
-            lambda: sum(metric(stack.url, "num_requests_running").values()) == 1,
+            lambda: num_running(stack.url) == 1,
             "the request runs",
         )
-    until(lambda: sum(metric(stack.url, "num_requests_running").values()) == 0, "it is gone")
-    assert sum(metric(stack.url, "generation_tokens_total").values()) - before < 900
+    until(lambda: num_running(stack.url) == 0, "it is gone")
+    assert total(stack.url, "generation_tokens_total") - before < 900
 
 
 def test_requests_that_wait_for_a_slot_show_as_queue_time() -> None:
@@ -152,7 +106,7 @@ def test_requests_that_wait_for_a_slot_show_as_queue_time() -> None:
 def test_a_seed_gives_the_same_text_on_any_engine_and_front_end(stack: RunningStack) -> None:
     url = f"{stack.url}/v1/completions"
     texts = {
-        str(post(url, completion("KING:", 24, seed=7, temperature=1.0))["choices"][0]["text"])  # type: ignore[index]
+        str(call(url, completion("KING:", 24, seed=7, temperature=1.0))["choices"][0]["text"])
         for _ in range(8)
     }
     assert len(texts) == 1
@@ -161,10 +115,7 @@ def test_a_seed_gives_the_same_text_on_any_engine_and_front_end(stack: RunningSt
 def test_one_scrape_covers_all_processes(stack: RunningStack) -> None:
     url = f"{stack.url}/v1/completions"
 
-    def total() -> float:
-        return sum(metric(stack.url, "generation_tokens_total").values())
-
-    before = total()
+    before = total(stack.url, "generation_tokens_total")
 
     async def spread() -> None:
         # New connections, so that both front ends get some.
@@ -173,7 +124,10 @@ def test_one_scrape_covers_all_processes(stack: RunningStack) -> None:
         )
 
     asyncio.run(spread())
-    until(lambda: total() - before == 100, "every token is counted once")
+    until(
+        lambda: total(stack.url, "generation_tokens_total") - before == 100,
+        "every token is counted once",
+    )
     assert set(metric(stack.url, "engine_up")) == {"0", "1"}
     assert metric(stack.url, "front_ends")[""] == 2
 
@@ -187,8 +141,14 @@ def test_idle_processes_together_use_under_2_percent_of_a_core(stack: RunningSta
     assert share < 0.02, f"{100 * share:.1f} % of a core"
 
 
-def test_stopping_leaves_no_process_no_socket_and_no_file(tmp_path: Path) -> None:
-    directory = tmp_path / "sockets"
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets in it, which `tmp_path` need not be."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made) / "sockets"
+
+
+def test_stopping_leaves_no_process_no_socket_and_no_file(directory: Path) -> None:
     with RunningStack("--socket-dir", str(directory), "--executor", "simulated") as running:
         processes = list(running.processes().values())
         assert len(processes) == 6
@@ -199,9 +159,8 @@ def test_stopping_leaves_no_process_no_socket_and_no_file(tmp_path: Path) -> Non
 
 
 def test_children_of_a_killed_supervisor_end_and_the_directory_is_usable_again(
-    tmp_path: Path,
+    directory: Path,
 ) -> None:
-    directory = tmp_path / "sockets"
     flags = ("--socket-dir", str(directory), "--executor", "simulated")
     with RunningStack(*flags) as running:
         processes = list(running.processes().values())
@@ -209,7 +168,7 @@ def test_children_of_a_killed_supervisor_end_and_the_directory_is_usable_again(
         _, alive = psutil.wait_procs(processes, timeout=5)
         assert not alive, alive
     with RunningStack(*flags) as again:
-        assert post(f"{again.url}/v1/completions", completion("Hi", 2))["choices"]
+        assert call(f"{again.url}/v1/completions", completion("Hi", 2))["choices"]
 
 
 def test_an_engine_that_dies_is_replaced_and_its_requests_go_on(tmp_path: Path) -> None:
@@ -218,20 +177,20 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_go_on(tmp_path: Path) 
         bodies = [completion(f"Story {i}", 200, seed=i, return_token_ids=True) for i in range(8)]
         for body in bodies[1::2]:
             body["structured_outputs"] = {"regex": "([a-z]{2,9}[ ,]){400}"}
-        undisturbed = [post(url, body)["choices"][0]["text"] for body in bodies[:4]]  # type: ignore[index]
+        undisturbed = [call(url, body)["choices"][0]["text"] for body in bodies[:4]]
 
         with ThreadPoolExecutor(len(bodies)) as clients:
-            posts = [clients.submit(post, url, body) for body in bodies]
+            posts = [clients.submit(call, url, body) for body in bodies]
             until(
-                lambda: sum(metric(running.url, "num_requests_running").values()) == len(bodies),
+                lambda: num_running(running.url) == len(bodies),
                 "all requests run",
             )
             running.processes()["engine 1"].kill()
             answers = [each.result(timeout=30) for each in posts]
-        texts = [answer["choices"][0]["text"] for answer in answers]  # type: ignore[index]
+        texts = [answer["choices"][0]["text"] for answer in answers]
         assert texts[:4] == undisturbed
         assert all(re.fullmatch("[a-z ,]+", text) for text in texts[1::2])
-        assert all(answer["usage"]["completion_tokens"] == 200 for answer in answers)  # type: ignore[index]
+        assert all(answer["usage"]["completion_tokens"] == 200 for answer in answers)
         assert metric(running.url, "requests_resumed_total")[""] >= 1
         until(lambda: metric(running.url, "engine_up").get("1") == 1, "engine 1 is back")
         until(lambda: metric(running.url, "engine_restarts_total")["1"] == 1, "it is counted")
@@ -242,10 +201,10 @@ def test_a_dead_coordinator_is_replaced_while_serving_goes_on() -> None:
         url = f"{running.url}/v1/completions"
         running.processes()["coordinator"].kill()
         for i in range(20):
-            assert post(url, completion(f"During {i}", 3))["usage"]
+            assert call(url, completion(f"During {i}", 3))["usage"]
         until(lambda: "coordinator" in running.processes(), "it is replaced")
         until(lambda: set(metric(running.url, "engine_up")) == {"0", "1"}, "all registered again")
-        assert post(url, completion("After", 3))["usage"]
+        assert call(url, completion("After", 3))["usage"]
 
 
 def test_a_dead_front_end_is_replaced_without_a_refused_connection() -> None:
@@ -254,59 +213,52 @@ def test_a_dead_front_end_is_replaced_without_a_refused_connection() -> None:
         victim = running.processes()["api 0"]
         victim.send_signal(signal.SIGKILL)
         for i in range(20):
-            assert post(url, completion(f"Meanwhile {i}", 2))["usage"]
+            assert call(url, completion(f"Meanwhile {i}", 2))["usage"]
         until(lambda: metric(running.url, "front_ends")[""] == 2, "two front ends again")
 
 
 def test_requests_in_flight_end_after_sigterm_and_new_ones_are_refused() -> None:
     flags = ("--executor", "simulated", "--simulated-step-us", "10000", "--shutdown-timeout", "20")
     with RunningStack(*flags) as running, ThreadPoolExecutor(1) as clients:
-        answer = clients.submit(post, f"{running.url}/v1/completions", completion("Farewell", 200))
+        answer = clients.submit(call, f"{running.url}/v1/completions", completion("Farewell", 200))
         until(
-            lambda: sum(metric(running.url, "num_requests_running").values()) == 1,
+            lambda: num_running(running.url) == 1,
             "the request runs",
         )
         running.process.terminate()
-        refusals: list[urllib.error.HTTPError] = []
+        answers: list[Answer] = []
 
         def refused() -> bool:
-            try:
-                post(f"{running.url}/v1/completions", completion("Too late", 1))
-            except urllib.error.HTTPError as error:
-                error.close()
-                refusals.append(error)
-            return bool(refusals)
+            answers.append(fetch(f"{running.url}/v1/completions", completion("Too late", 1)))
+            return answers[-1].status != 200
 
         until(refused, "new requests are refused")
-        assert refusals[0].code == 503
-        assert refusals[0].headers["Retry-After"]
-        until(lambda: status(f"{running.url}/ready") == 503, "no front end takes traffic")
-        assert get(f"{running.url}/health")
-        assert answer.result(timeout=20)["usage"]["completion_tokens"] == 200  # type: ignore[index]
+        assert answers[-1].status == 503
+        assert answers[-1].headers["Retry-After"]
+        until(lambda: fetch(f"{running.url}/ready").status == 503, "no front end takes traffic")
+        assert fetch(f"{running.url}/health").status == 200
+        assert answer.result(timeout=20)["usage"]["completion_tokens"] == 200
         running.process.wait(10)
 
 
 def test_an_engine_whose_step_hangs_ends_and_its_requests_are_moved() -> None:
     flags = ("--executor", "simulated", "--simulated-step-us", "60000000", "--step-timeout", "0.1")
     with RunningStack(*flags, "--max-resumes", "1") as running:
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            post(f"{running.url}/v1/completions", completion("Hang", 5))
-        error = json.loads(caught.value.read())["error"]
-        caught.value.close()
+        error = fetch(f"{running.url}/v1/completions", completion("Hang", 5)).error
         assert error["code"] == "request_kills_engines"
         # It hung on as many as may be chance, and twice more alone.
         assert "ended 4 engines, 2 of them while it ran there alone" in error["message"]
         assert "--step-timeout" in running.output
         assert "Thread 0x" in "\n".join(running.lines), "the stacks are in the log"
-        until(lambda: status(f"{running.url}/ready") == 200, "engines are started again")
+        until(lambda: fetch(f"{running.url}/ready").status == 200, "engines are started again")
 
 
 def test_a_second_signal_ends_at_once() -> None:
     flags = ("--executor", "simulated", "--simulated-step-us", "50000", "--shutdown-timeout", "60")
     with RunningStack(*flags) as running, ThreadPoolExecutor(1) as clients:
-        answer = clients.submit(post, f"{running.url}/v1/completions", completion("Long", 2000))
+        answer = clients.submit(call, f"{running.url}/v1/completions", completion("Long", 2000))
         until(
-            lambda: sum(metric(running.url, "num_requests_running").values()) == 1,
+            lambda: num_running(running.url) == 1,
             "the request runs",
         )
         processes = list(running.processes().values())
@@ -346,18 +298,13 @@ def test_what_cannot_start_says_why_and_leaves_nothing(flags: list[str], expecte
 
 def test_a_taken_port_is_named(stack: RunningStack) -> None:
     port = stack.url.rsplit(":", 1)[1]
-    ended = subprocess.run(
-        [SWELL, "serve", "--port", port],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    ended = run_swell("serve", "--port", port)
     assert ended.returncode == 1
     assert port in ended.stderr
     assert "--port" in ended.stderr
 
 
 def test_unreachable_paths_answer_like_openai(stack: RunningStack) -> None:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        get(f"{stack.url}/v1/nothing")
-    assert caught.value.code == 404
-    assert json.loads(caught.value.read())["error"]["message"]
-    caught.value.close()
+    answer = fetch(f"{stack.url}/v1/nothing")
+    assert answer.status == 404
+    assert answer.error["message"]

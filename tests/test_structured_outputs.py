@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from benchmarks.running_stack import RunningStack
+from tests.support.http import MODEL
 
 pytestmark = pytest.mark.stack
 
@@ -53,7 +54,7 @@ def client(stack: RunningStack) -> openai.OpenAI:
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
     fields = {"temperature": 1.0, "max_tokens": 800} | fields
     return client.chat.completions.create(
-        model="swell-shakespeare",
+        model=MODEL,
         messages=[{"role": "user", "content": "Who goes there?"}],
         **fields,
     )
@@ -87,7 +88,7 @@ def test_the_parse_helper_of_the_client_returns_objects(client: openai.OpenAI) -
         players: list[Player] = pydantic.Field(min_length=1, max_length=2)
 
     completion = client.chat.completions.parse(
-        model="swell-shakespeare",
+        model=MODEL,
         messages=[{"role": "user", "content": "Name the cast."}],
         response_format=Cast,
         max_tokens=600,
@@ -129,7 +130,7 @@ def test_constraints_of_the_vllm_kind(
     client: openai.OpenAI, constraint: dict[str, Any], pattern: str
 ) -> None:
     completion = client.completions.create(
-        model="swell-shakespeare",
+        model=MODEL,
         prompt="ROMEO:",
         max_tokens=60,
         n=4,

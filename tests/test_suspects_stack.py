@@ -1,10 +1,7 @@
 """Requests that kill engines, on a whole stack: only they are answered with an error."""
 
 import asyncio
-import json
 import os
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +9,15 @@ import pytest
 
 from benchmarks.running_stack import RunningStack
 from server.bench.client import stream_many
-from tests.together import metric, until
+from tests.support.http import MODEL, Answer, fetch
+from tests.support.metrics import num_running
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
-MODEL = "swell-shakespeare"
 KILLER = [7, 11, 7, 11]
 """As in `tests/killer/sitecustomize.py`."""
 INNOCENT = 40
-
-
-def num_running(stack: RunningStack) -> float:
-    return sum(metric(stack, "num_requests_running").values())
-
-
-def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Send a completion; return the status and the body of the answer."""
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=80) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
 
 
 @pytest.mark.timeout(150)
@@ -63,23 +44,23 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
     with RunningStack(*flags) as running:
         url = running.url
 
-        async def load() -> tuple[int, dict[str, Any]]:
+        async def load() -> Answer:
             streams = asyncio.create_task(
                 stream_many(f"{url}/v1/completions", bodies, concurrency=INNOCENT)
             )
-            await asyncio.to_thread(until, lambda: num_running(running) == INNOCENT, "they run")
+            await asyncio.to_thread(until, lambda: num_running(url) == INNOCENT, "they run")
             killer = {
                 "model": MODEL, "prompt": KILLER, "max_tokens": 50, "n": sequences,
                 "temperature": 1.0,
             }  # fmt: skip
-            answer = await asyncio.to_thread(ask, url, killer)
+            answer = await asyncio.to_thread(fetch, f"{url}/v1/completions", killer, timeout=80)
             for result in await streams:
                 assert (result.status, result.finish_reason) == (200, "length")
                 assert result.tokens == 400
             return answer
 
-        status, body = asyncio.run(load())
+        answer = asyncio.run(load())
         deaths = sum("SIGSEGV" in line for line in running.lines)
-    assert (status, body["error"]["code"]) == (500, "request_kills_engines")
-    assert "alone" in body["error"]["message"]
+    assert (answer.status, answer.error["code"]) == (500, "request_kills_engines")
+    assert "alone" in answer.error["message"]
     assert 4 <= deaths <= 3 * sequences + 1, "\n".join(running.lines[-100:])

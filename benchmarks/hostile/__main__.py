@@ -10,12 +10,14 @@ Ends with status 1 if a bound was exceeded. What follows `--` are flags of the s
 import argparse
 import functools
 import sys
+from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, RIGHT, STALL_BOUND, Trial
+from benchmarks.hostile.operations import OPERATIONS
+from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
 
 
 def table(trial: Trial) -> Table:
@@ -38,10 +40,12 @@ def table(trial: Trial) -> Table:
 def main() -> None:
     """Parse the arguments, attack, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = ("fields", "costly", "large", "shown", "gaps", "connections")
+    kinds = ("fields", "costly", "large", "kept", "shown", "gaps", "connections")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--share", type=float, default=1.0, help="of the values of fields, 0 to 1")
-    parser.add_argument("--paths", nargs="+", choices=RIGHT, default=RIGHT, help="of the fields")
+    parser.add_argument(
+        "--paths", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="of the fields"
+    )
     parser.add_argument("--key", help="API key of the server; default: none is asked for")
     parser.add_argument("--without-key", action="store_true", help="attack without the key")
     parser.add_argument("server", nargs="*", help="flags of the server, after --")
@@ -51,10 +55,11 @@ def main() -> None:
     with trial, Progress(console=console) as progress:
         for kind in arguments.only:
             task = progress.add_task(kind, total=None)
-            steps = {
+            steps: dict[str, Callable[[], Iterable[str]]] = {
                 "fields": functools.partial(trial.fields, arguments.share, arguments.paths),
                 "costly": trial.costly,
                 "large": trial.large,
+                "kept": trial.kept,
                 "shown": trial.shown,
                 "gaps": trial.gaps,
                 "connections": trial.connections,

@@ -6,7 +6,7 @@ field at a time in a body that is right otherwise; a new field or endpoint needs
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 Schema = dict[str, Any]
@@ -35,28 +35,57 @@ class Body(NamedTuple):
 
     name: str
     """The field and what is wrong with it, e.g. `messages[].content: 3145728 characters`."""
-    text: str
-    """JSON, or something that is meant to look like it."""
+    parts: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """JSON, or something that is meant to look like it."""
+        return "".join(self.parts)
 
 
-def bodies(schema: Schema, document: Schema, right: dict[str, Any]) -> Iterator[Body]:
+Value = tuple[str, ...]
+"""JSON text in pieces, put together where it is sent: most are megabytes, and few may be sent."""
+
+
+def bodies(schema: Schema, document: Schema, rights: Sequence[dict[str, Any]]) -> Iterator[Body]:
     """Yield bodies for an operation whose requests look like `schema`.
 
     Args:
         schema: of the operation's body, with references into the document.
         document: the OpenAPI document.
-        right: a body that the operation accepts, as small as possible.
+        rights: bodies that the operation accepts, as small as possible: at least one for each
+            variant of the schema, which has all its fields.
+
+    Raises:
+        ValueError: a variant has none.
     """
-    for name, text in _values(schema, document, _LEVELS):
+    for name, value in _values(schema, document, _LEVELS):
         if not name:
-            yield Body(f"body: {text[:20]}", text)
-    fields = _resolve(schema, document).get("properties", {})
+            yield Body(f"body: {value[0][:20]}", value)
+    for variant in _variants(_resolve(schema, document)) or [schema]:
+        fields = _resolve(variant, document).get("properties", {})
+        fitting = [right for right in rights if right.keys() <= fields.keys()]
+        if not fitting:
+            raise ValueError(f"no right body for {variant}")
+        for right in fitting:
+            yield from _of_fields(fields, document, right)
+
+
+def _of_fields(fields: Schema, document: Schema, right: dict[str, Any]) -> Iterator[Body]:
+    """Yield the right body with each field's worst values in turn."""
     for field, of_field in fields.items():
         rest = json.dumps({key: value for key, value in right.items() if key != field})[1:-1]
         comma = ", " if rest else ""
-        for path, text in _values(of_field, document, _LEVELS):
-            told = f"{len(text)} bytes" if len(text) > 60 else text
-            yield Body(f"{field}{path}: {told}", f"{{{rest}{comma}{json.dumps(field)}: {text}}}")
+        for path, value in _values(of_field, document, _LEVELS):
+            size = sum(map(len, value))
+            told = f"{size} bytes" if size > 60 else "".join(value)
+            start = f"{{{rest}{comma}{json.dumps(field)}: "
+            yield Body(f"{field}{path}: {told}", (start, *value, "}"))
+
+
+def _variants(schema: Schema) -> list[Schema]:
+    """Return the schemas that this one is made of, if it is."""
+    return schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or []
 
 
 def _resolve(schema: Schema, document: Schema) -> Schema:
@@ -68,22 +97,22 @@ def _resolve(schema: Schema, document: Schema) -> Schema:
     return schema
 
 
-def _values(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, str]]:
-    """Yield (where in the field, its value as JSON text)."""
+def _values(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, Value]]:
+    """Yield (where in the field, its value)."""
     schema = _resolve(schema, document)
-    variants = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf")
+    variants = _variants(schema)
     if variants:
         for variant in variants:
             yield from _values(variant, document, levels)
         return
-    yield from (("", text) for text in _wrong())
+    yield from (("", (text,)) for text in _wrong())
     match schema.get("type"):
         case "integer":
-            yield from (("", text) for text in [*_NUMBERS, *_INTEGERS, *_bounds(schema)])
+            yield from (("", (text,)) for text in [*_NUMBERS, *_INTEGERS, *_bounds(schema)])
         case "number":
-            yield from (("", text) for text in [*_NUMBERS, *_bounds(schema)])
+            yield from (("", (text,)) for text in [*_NUMBERS, *_bounds(schema)])
         case "string":
-            yield from (("", text) for text in _strings(schema))
+            yield from (("", (text,)) for text in _strings(schema))
         case "array":
             yield from _arrays(schema, document, levels)
         case "object":
@@ -119,9 +148,13 @@ def _bounds(schema: Schema) -> list[str]:
 def _strings(schema: Schema) -> Iterator[str]:
     longest = schema.get("maxLength")
     if longest is not None and longest <= LARGE:  # no body is longer
-        yield json.dumps("a" * longest)
-        yield json.dumps("a" * (longest + 1))
+        yield from _around(longest)
     yield from _large_strings()
+
+
+@functools.cache
+def _around(longest: int) -> list[str]:
+    return [json.dumps("a" * longest), json.dumps("a" * (longest + 1))]
 
 
 @functools.cache
@@ -136,7 +169,7 @@ def _large_strings() -> list[str]:
     ]
 
 
-def _arrays(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, str]]:
+def _arrays(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, Value]]:
     items = schema.get("items", {})
     simple = _simple(items, document)
     most = schema.get("maxItems")
@@ -145,26 +178,32 @@ def _arrays(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str
         numbers |= {most, most + 1}
     for number in sorted(numbers):
         if number * (len(simple) + 1) <= LARGE + 2**20:
-            yield "", "[" + ",".join([simple] * number) + "]"
+            yield "", (_repeated(simple, number),)
     if levels:
-        for path, text in _values(items, document, levels - 1):
-            yield f"[]{path}", f"[{text}]"
+        for path, value in _values(items, document, levels - 1):
+            yield f"[]{path}", ("[", *value, "]")
 
 
-def _objects(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, str]]:
-    yield from (("", text) for text in _large_objects())
+@functools.cache
+def _repeated(element: str, number: int) -> str:
+    return "[" + ",".join([element] * number) + "]"
+
+
+def _objects(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, Value]]:
+    yield from (("", (text,)) for text in _large_objects())
     values = schema.get("additionalProperties")
     if isinstance(values, dict) and levels:
-        for path, text in _values(values, document, levels - 1):
-            yield f"{{}}{path}", f'{{"1": {text}}}'
+        for path, value in _values(values, document, levels - 1):
+            yield f"{{}}{path}", ('{"1": ', *value, "}")
     if not levels:
         return
     fields = schema.get("properties", {})
     right = {name: _simple(fields[name], document) for name in schema.get("required", ())}
     for name, of_field in fields.items():
         others = [f"{json.dumps(key)}: {text}" for key, text in right.items() if key != name]
-        for path, text in _values(of_field, document, levels - 1):
-            yield f".{name}{path}", "{" + ", ".join([*others, f"{json.dumps(name)}: {text}"]) + "}"
+        start = "{" + "".join(f"{other}, " for other in others) + f"{json.dumps(name)}: "
+        for path, value in _values(of_field, document, levels - 1):
+            yield f".{name}{path}", (start, *value, "}")
 
 
 @functools.cache
@@ -179,7 +218,7 @@ def _large_objects() -> list[str]:
 def _simple(schema: Schema, document: Schema) -> str:
     """Return a small value that fits a schema."""
     schema = _resolve(schema, document)
-    variants = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf")
+    variants = _variants(schema)
     if variants:
         return _simple(variants[0], document)
     if "const" in schema or "enum" in schema:

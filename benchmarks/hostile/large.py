@@ -12,8 +12,11 @@ PATHS = (
     "/v1/chat/completions",
     "/v1/responses",
     "/v1/messages",
+    "/v1/conversations",
+    "/invocations",
     "/tokenize",
     "/detokenize",
+    "/v1/embeddings",
 )
 
 _MESSAGE = b'{"role":"user","content":""},'

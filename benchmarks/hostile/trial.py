@@ -15,7 +15,10 @@ from benchmarks.hostile.bodies import Body, bodies
 from benchmarks.hostile.bystanders import Bystanders
 from benchmarks.hostile.connections import ATTACKS, Address, exchange, request
 from benchmarks.hostile.gaps import slowdown
+from benchmarks.hostile.inputs import RIGHT_INPUTS, costly_inputs
+from benchmarks.hostile.kept import kept_requests
 from benchmarks.hostile.large import large_requests
+from benchmarks.hostile.operations import OPERATIONS, keep_something, named
 from benchmarks.hostile.requests import Request, costly_requests, long_requests
 from benchmarks.hostile.watch import Cost, Watch
 from benchmarks.running_stack import RunningStack
@@ -34,20 +37,6 @@ _CALM_SECONDS = 4.0
 _GAP_ROUNDS, _GAP_SECONDS = 3, 1.5
 _ANSWERS = {200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 422, 429, 431, 503}
 
-RIGHT: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "ROMEO:", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
-    "/v1/responses": {"input": "hi", "max_output_tokens": 1},
-    "/v1/messages": {
-        "model": "swell-shakespeare",
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 1,
-    },
-    "/tokenize": {"prompt": "hi"},
-    "/detokenize": {"tokens": [1]},
-    "/invocations": {"prompt": "ROMEO:", "max_tokens": 1},
-}
-"""A small body that each operation accepts."""
 SHOWN = (
     "/", "/metrics", "/metrics/engine/0", "/status.json", "/openapi.json", "/docs", "/v1/models",
 )  # fmt: skip
@@ -92,6 +81,7 @@ class Trial:
         self.left: list[str] = []
         """What was still in use a while after the last attack."""
         self._key = key
+        self._pools = "pooling" in flags
         self._num_bystanders = bystanders
         self._headers = [f"Authorization: Bearer {key}"] if key is not None and with_key else []
         keys = () if key is None else ("--api-key", key)
@@ -109,8 +99,7 @@ class Trial:
         self._watch = self._opened.enter_context(
             Watch(self._stack.url, self._processes["api 0"].pid)
         )
-        for path, right in RIGHT.items():  # first uses load and compile things
-            exchange(self._address, request(path, json.dumps(right).encode(), *self._headers))
+        self._keep()  # first uses load and compile things
         self._beside: Bystanders | None = None
         if self._num_bystanders:
             self._beside = self._opened.enter_context(
@@ -131,18 +120,22 @@ class Trial:
 
     # -- attacks ---------------------------------------------------------------------------------
 
-    def fields(self, share: float = 1.0, paths: Iterable[str] = tuple(RIGHT)) -> Iterator[str]:
+    def fields(self, share: float = 1.0, paths: Iterable[str] = tuple(OPERATIONS)) -> Iterator[str]:
         """Send every field's worst values; yield each path when it is done.
 
         `share` is how many of them are sent, evenly spread.
         """
         document = json.loads(self._get("/openapi.json"))
-        for path in paths:
-            right = RIGHT[path]
-            content = document["paths"][path]["post"]["requestBody"]["content"]
+        kept = self._keep()
+        for operation in map(OPERATIONS.__getitem__, paths):
+            if self._pools and not operation.pools:
+                continue
+            rights = [named(right, kept) for right in operation.rights]
+            path = operation.path.format(**kept)
+            content = document["paths"][operation.path]["post"]["requestBody"]["content"]
             schema = content["application/json"]["schema"]
             worst: Row | None = None
-            for body in _spread(bodies(schema, document, right), share):
+            for body in _spread(bodies(schema, document, rights), share):
                 row = self._request(f"{path} {body.name}", path, body.text.encode())
                 if row.wrong:
                     self.rows.append(row)
@@ -152,13 +145,51 @@ class Trial:
                 self.rows.append(worst)
             yield path
 
+    def _keep(self) -> dict[str, str]:
+        """Send every right body once; return the names of what is kept."""
+        kept = {} if self._pools else keep_something(self._ask)
+        for operation in OPERATIONS.values():
+            if operation.pools or not self._pools:
+                for right in operation.rights:
+                    wire = json.dumps(named(right, kept)).encode()
+                    exchange(self._address, self._as_owner(operation.path.format(**kept), wire))
+        return kept
+
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Have a server do something before an attack that is about it."""
+        wire = self._as_owner(path, json.dumps(body).encode())
+        status, answer = exchange(self._address, wire)
+        assert status == 200, f"{path}: {answer.decode()}"
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def _as_owner(self, path: str, body: bytes) -> bytes:
+        headers = [f"Authorization: Bearer {self._key}"] if self._key is not None else []
+        return request(path, body, *headers)
+
     def costly(self) -> Iterator[str]:
         """Send the requests that ask for much in few bytes."""
         return self._each(costly_requests())
 
+    def inputs(self) -> Iterator[str]:
+        """Send requests for vectors and scores at their most."""
+        for path, right in RIGHT_INPUTS.items():
+            self.rows.append(self._request(f"{path} as usual", path, json.dumps(right).encode()))
+        return self._each(costly_inputs())
+
     def large(self) -> Iterator[str]:
         """Send the bodies that are as large as they are taken."""
         return self._each(large_requests())
+
+    def kept(self) -> Iterator[str]:
+        """Go on with as much as the server keeps, and ask for it."""
+        for each in kept_requests(self._ask):
+            if each.body is None:
+                self._ask_for(each.name, each.path)
+            else:
+                body = json.dumps(each.body).encode()
+                self.rows.append(self._request(each.name, each.path, body))
+            yield each.name
 
     def _each(self, requests: Iterable[Request]) -> Iterator[str]:
         for each in requests:
@@ -168,9 +199,12 @@ class Trial:
     def shown(self) -> Iterator[str]:
         """Ask for what is shown without a body."""
         for path in SHOWN:
-            lines = [f"GET {path} HTTP/1.1", "Host: swell", *self._headers, "", ""]
-            self.rows.append(self._exchange(f"GET {path}", 0, "\r\n".join(lines).encode()))
+            self._ask_for(f"GET {path}", path)
             yield path
+
+    def _ask_for(self, name: str, path: str) -> None:
+        lines = [f"GET {path} HTTP/1.1", "Host: swell", *self._headers, "", ""]
+        self.rows.append(self._exchange(name, 0, "\r\n".join(lines).encode()))
 
     def gaps(self) -> Iterator[str]:
         """Measure what the requests that last cost other streams, in turn with and without them."""

@@ -194,7 +194,7 @@ def random_prompts(model: Path, length: int, seed: int) -> list[str]:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     draw = random.Random(seed)
     vocab_size = tokenizer.get_vocab_size()
-    prompts = []
+    prompts: list[str] = []
     while len(prompts) < _PROMPTS:
         ids = [draw.randrange(_RESERVED_TOKENS, vocab_size) for _ in range(length)]
         text = "".join(c for c in tokenizer.decode(ids) if c.isalpha() or c == " ")

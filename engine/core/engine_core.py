@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.core.events import (
+    AdaptersSettled,
     CoreEvent,
     FrontEndJoined,
     FrontEndLeft,
@@ -12,6 +13,7 @@ from engine.core.events import (
     Rejoined,
 )
 from engine.core.halting import Halting
+from engine.core.held_adapters import HeldAdapters
 from engine.core.load_reports import LoadReports, engine_setup
 from engine.core.operations import Operations
 from engine.core.outbox import CoreStep, Outbox
@@ -27,9 +29,12 @@ from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import EngineConfig
 from engine.shared.messages import (
     AbortRequests,
+    AdapterSheet,
     AddRequest,
     EngineSetup,
     EngineStats,
+    HeldAdapter,
+    HoldAdapters,
     RequestOutput,
     StartDpWave,
     UtilityCall,
@@ -55,13 +60,20 @@ class EngineCore:
         admission: AdmissionPolicy | None = None,
         clock: WaveClock | None = None,
         now: Callable[[], float] = time.monotonic,
+        on_adapters: Callable[[AdapterSheet, list[HeldAdapter]], None] = lambda *_: None,
     ) -> None:
+        """Wire the owners; `on_adapters` is called with the adapters that the engine has."""
         self.clock: WaveClock = clock or OwnClock()
         self._rank = rank
         self._now = now
         self._scheduler = Scheduler(
-            config.scheduler, config.cache, executor.info, executor.grammars
+            config.scheduler,
+            config.cache,
+            executor.info,
+            executor.grammars,
+            max_loras=0 if executor.adapters is None else config.lora.max_loras,
         )
+        self.adapters = HeldAdapters(config.lora, executor.adapters, self._scheduler, on_adapters)
         self._front_ends = FrontEndCounts()
         self._sampling = SharedSampling()
         self._outbox = Outbox()
@@ -83,6 +95,7 @@ class EngineCore:
             steps=self.steps,
             halting=self.halting,
             front_ends=self._front_ends,
+            adapters=self.adapters,
         )
         self.setup: EngineSetup = engine_setup(
             executor.info,
@@ -98,6 +111,7 @@ class EngineCore:
             steps=self.steps,
             scheduler=self._scheduler,
             executor=executor,
+            adapters=self.adapters,
             profiles=Profiles(
                 config.executor.torch_profiler_dir, executor, engine=f"{rank}-{incarnation:x}"
             ),
@@ -107,14 +121,14 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to say."""
+        """Whether `step` has anything to compute or to send."""
         if self.steps.are_in_flight or self._outbox:
             return True
         return self._scheduler.needs_step and not self.halting.is_halted
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is work, or a request that waits for something else than a step."""
+        """Whether there is work, or a request that waits for something other than a step."""
         return self.has_work or (self._scheduler.has_work and not self.halting.is_halted)
 
     @property
@@ -134,7 +148,7 @@ class EngineCore:
     # -- events ----------------------------------------------------------------------------------
 
     def handle(self, event: CoreEvent) -> None:
-        """Take one event. Whatever is wrong with a message, only its sender is told.
+        """Take one event. An error in a message is reported to its sender only.
 
         Raises:
             StepFailed: a utility had to finish the steps in flight, and one failed.
@@ -155,6 +169,10 @@ class EngineCore:
                 self.front_end_left(index)
             case GrammarsSettled():
                 self._outbox.collect(self._scheduler.queue_compiled())
+            case HoldAdapters():
+                self.adapters.take(event.sheet)
+            case AdaptersSettled():
+                self.adapters.settled()
             case StartDpWave():
                 self.clock.start_ordered(event)
             case Rejoined(wave):
@@ -196,13 +214,15 @@ class EngineCore:
         return self._take()
 
     def answers(self) -> CoreStep | None:
-        """Return what there is to say without a step, if anything."""
+        """Return what there is to send without a step, if anything."""
         has_news = self._front_ends.told != self._reports.news
         return self._take() if self._outbox or has_news else None
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _take(self) -> CoreStep:
+        if self.adapters.lingers:
+            self.adapters.sweep()
         was_alone = self._front_ends.told.alone
         for front_end in self._front_ends.to_tell(self._reports.news):
             self._outbox.address(front_end)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.shared.messages import CoreInput, StartDpWave
+from engine.shared.messages import CoreInput, HoldAdapters, StartDpWave
 
 
 @dataclass(frozen=True)
@@ -32,4 +32,12 @@ class GrammarsSettled:
     """Grammars have been compiled, or could not be, since the message before."""
 
 
-CoreEvent = CoreInput | FrontEndJoined | FrontEndLeft | GrammarsSettled | StartDpWave | Rejoined
+@dataclass(frozen=True)
+class AdaptersSettled:
+    """Adapters have been read, or could not be, since the message before."""
+
+
+CoreEvent = (
+    CoreInput | FrontEndJoined | FrontEndLeft | GrammarsSettled | AdaptersSettled | StartDpWave
+    | HoldAdapters | Rejoined
+)  # fmt: skip

@@ -7,10 +7,15 @@ class Halting:
     def __init__(self) -> None:
         self.is_paused = False
         """Until `resume`."""
-        self.is_sleeping = False
-        """Until `wake_up`; the executor's memory is given back."""
+        self.sleep_level = 0
+        """1 or 2 until `wake_up`: the executor's memory is given back."""
         self.hands_over = False
         """Requests go to other engines instead of waiting here."""
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the executor's memory is given back."""
+        return self.sleep_level > 0
 
     @property
     def is_halted(self) -> bool:
@@ -27,12 +32,12 @@ class Halting:
         self.is_paused = False
         self.hands_over &= self.is_sleeping
 
-    def sleep(self, *, hand_over: bool = False) -> None:
+    def sleep(self, level: int, *, hand_over: bool = False) -> None:
         """The executor's memory is given back; requests wait, or go to other engines."""
-        self.is_sleeping = True
+        self.sleep_level = level
         self.hands_over |= hand_over
 
     def wake_up(self) -> None:
         """End a sleep."""
-        self.is_sleeping = False
+        self.sleep_level = 0
         self.hands_over &= self.is_paused

@@ -1,6 +1,7 @@
-"""What an engine tells of itself: once what it is, then what it has to do and has done."""
+"""What an engine tells of itself: its setup once, then its load and counters."""
 
 from engine.core.halting import Halting
+from engine.core.held_adapters import HeldAdapters
 from engine.core.receive_counts import FrontEndCounts, News
 from engine.core.steps import Steps
 from engine.core.wave_clock import WaveClock
@@ -15,12 +16,12 @@ def engine_setup(
 ) -> EngineSetup:
     """Return what the coordinator is told when an engine is ready."""
     return EngineSetup(
-        info.num_kv_blocks,
+        info.num_kv_blocks if info.has_kv else 0,
         cache.block_size,
         max_model_len,
         info.model_fingerprint,
         max_num_seqs,
-        cache.enable_prefix_caching,
+        cache.enable_prefix_caching and not info.in_one_step,
         cache.gpu_memory_utilization,
         cache.num_kv_blocks,
         cache.kv_cache_memory_bytes,
@@ -40,6 +41,7 @@ class LoadReports:
         steps: Steps,
         halting: Halting,
         front_ends: FrontEndCounts,
+        adapters: HeldAdapters,
     ) -> None:
         self.clock = clock
         self._rank = rank
@@ -48,6 +50,7 @@ class LoadReports:
         self._steps = steps
         self._halting = halting
         self._front_ends = front_ends
+        self._adapters = adapters
         self._version = 0
 
     @property
@@ -80,4 +83,6 @@ class LoadReports:
             scheduler.num_deferred,
             scheduler.alone,
             halting.hands_over,
+            self._adapters.load(),
+            halting.sleep_level,
         )

@@ -1,6 +1,7 @@
-"""What operators may look at, and do, while an engine serves."""
+"""What operators may look at and do while an engine serves."""
 
 from engine.core.halting import Halting
+from engine.core.held_adapters import HeldAdapters
 from engine.core.load_reports import LoadReports
 from engine.core.profiles import Profiles
 from engine.core.steps import Steps
@@ -21,11 +22,13 @@ class Operations:
         steps: Steps,
         scheduler: Scheduler,
         executor: Executor,
+        adapters: HeldAdapters,
         profiles: Profiles,
     ) -> None:
         self.setup = setup
         self.halting = halting
         self.profiles = profiles
+        self.adapters = adapters
         self.vocab_size = executor.info.vocab_size
         self._reports = reports
         self._steps = steps
@@ -51,7 +54,7 @@ class Operations:
             StepFailed: a step in flight failed; the engine cannot go on.
         """
         self._steps.vacate()
-        self.halting.sleep(hand_over=hand_over)
+        self.halting.sleep(level, hand_over=hand_over)
         self._executor.sleep(level)
 
     def wake_up(self) -> None:

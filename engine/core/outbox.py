@@ -1,4 +1,4 @@
-"""What an engine has to say to front ends and has not handed over yet."""
+"""Outputs and answers for front ends that have not been handed over yet."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from engine.shared.messages import EngineStats, RequestOutput, UtilityResult
 
 
 class CoreStep(NamedTuple):
-    """What a step, and the messages handled since the one before, have to say."""
+    """What goes out after a step: its outputs, and answers to messages handled before it."""
 
     outputs: Outputs
     """By front end; empty where only the stats are news."""
@@ -15,7 +15,7 @@ class CoreStep(NamedTuple):
     """With the front end that asked."""
     stats: EngineStats
     changes_alone: bool = False
-    """With the next step it changes who runs alone: everybody has to have heard so before."""
+    """The next step changes which request runs alone: all have to be told before it."""
 
 
 class Outbox:

@@ -40,8 +40,9 @@ class _Launched(NamedTuple):
 class Steps:
     """Launches steps and takes their results, which go to the outbox.
 
-    With `async_scheduling` up to two steps are in flight: the next one is planned and handed to
-    the executor while the one before runs, so the executor never waits for the bookkeeping.
+    As many steps are in flight as the executor has stages, so that each of these computes one.
+    With `async_scheduling` it is one more: that is planned and handed to the executor while the
+    others run, so the executor never waits for the bookkeeping.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Steps:
         self._outbox = outbox
         self._admission = admission or build_admission_policy(config, lockstep_size=1)
         self._now = now
-        self._max_in_flight = _steps_in_flight(config)
+        self._max_in_flight = _steps_in_flight(config, executor.info.num_stages)
         self._in_flight: deque[_Launched] = deque()
         self._last_prefill_tokens = 0
 
@@ -75,15 +76,15 @@ class Steps:
 
     @property
     def next_tokens(self) -> int:
-        """Most tokens that the next step can compute."""
+        """Maximum tokens that the next step can compute."""
         gauges = self._scheduler.gauges()
         tokens = gauges.running + gauges.queued_prefill_tokens
-        return min(tokens, self._config.max_num_batched_tokens)
+        return min(tokens, self._scheduler.max_step_tokens)
 
     # -- of an engine that steps alone -----------------------------------------------------------
 
     def advance(self, *, may_launch: bool) -> None:
-        """Launch a step if that may be, and take the result that is due.
+        """Launch a step if one may be launched, and take the result that is due.
 
         A result is due when no further step may be launched before it, or there is none to launch:
         with steps overlapped the first call only launches, and each later one launches the next
@@ -191,9 +192,9 @@ class Steps:
         self._outbox.collect(self._scheduler.update(plan, result, self._now()))
 
 
-def _steps_in_flight(scheduling: SchedulerConfig) -> int:
+def _steps_in_flight(scheduling: SchedulerConfig, stages: int) -> int:
     if scheduling.async_scheduling and not scheduling.steps_overlap:
         logger.info(
             "steps run one after the other: --speculative-ngram needs the tokens of the last one"
         )
-    return 2 if scheduling.steps_overlap else 1
+    return stages + 1 if scheduling.steps_overlap else stages

@@ -34,6 +34,10 @@ class _Sleep(msgspec.Struct, forbid_unknown_fields=True):
     mode: Literal["keep", "move"] = "keep"
 
 
+class _Adapter(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
 class _Utility(NamedTuple):
     """The type of the arguments, and the call."""
 
@@ -125,15 +129,32 @@ def _stop_profile(engine: Operations, _: _NoArguments) -> Answer:
     return {"trace": engine.profiles.stop(engine.stats().step)}
 
 
+def _list_loras(engine: Operations, _: _NoArguments) -> Answer:
+    return dict(engine.adapters.versions())
+
+
+def _pin_lora(engine: Operations, arguments: _Adapter) -> Answer:
+    engine.adapters.pin(arguments.name)
+    return {"is_pinned": True}
+
+
+def _unpin_lora(engine: Operations, arguments: _Adapter) -> Answer:
+    engine.adapters.unpin(arguments.name)
+    return {"is_pinned": False}
+
+
 UTILITIES = {
     "info": _Utility(_NoArguments, _info),
     "is_sleeping": _Utility(_NoArguments, _is_sleeping),
+    "list_loras": _Utility(_NoArguments, _list_loras),
     "pause": _Utility(_Pause, _pause),
+    "pin_lora": _Utility(_Adapter, _pin_lora),
     "reset_prefix_cache": _Utility(_NoArguments, _reset_prefix_cache),
     "resume": _Utility(_NoArguments, _resume),
     "sleep": _Utility(_Sleep, _sleep),
     "start_profile": _Utility(_NoArguments, _start_profile),
     "stop_profile": _Utility(_NoArguments, _stop_profile),
+    "unpin_lora": _Utility(_Adapter, _unpin_lora),
     "wake_up": _Utility(_NoArguments, _wake_up),
 }
 """By the names that front ends send."""

@@ -1,7 +1,8 @@
 """A group of processes that hold collectives together, and can end and be made anew.
 
 A group has two sets of connections, so that the small exchange before a step never waits for, or
-mixes with, the tensors of a step that is still running.
+mixes with, the tensors of a step that is still running. Where tensors are on devices it has a third
+one: integers, which say how many rows come next, always travel between processors.
 """
 
 import contextlib
@@ -13,8 +14,7 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
-from torch.distributed import DistError
+from torch._C._distributed_c10d import Store, Work
 
 from engine.distributed.backend import Backend, Connections, first_line, open_store
 from engine.distributed.spec import GroupBroken, GroupSpec
@@ -22,7 +22,7 @@ from engine.distributed.spec import GroupBroken, GroupSpec
 _LOOK = 0.25
 """Seconds between looks for members that have left, while others keep a collective waiting."""
 _GRACE = 0.25
-"""Seconds that the last words of a member that has left may take to arrive."""
+"""Seconds that data of a member that has left may still take to arrive."""
 CPU = torch.device("cpu")
 
 
@@ -54,21 +54,49 @@ class PendingRows:
         return rows
 
 
+class Transfer:
+    """A tensor on its way between two members; nobody may change it before it has arrived."""
+
+    def __init__(self, group: "Group", work: Work, values: Tensor) -> None:
+        self._group = group
+        self._work = work
+        self._values = values
+
+    def wait(self) -> Tensor:
+        """Wait until it is sent, or received; return it.
+
+        Raises:
+            GroupBroken: the other member has failed.
+        """
+        self._group.finish(self._work, watched=False)
+        return self._values
+
+
 class Group:
-    """One process's end of a group; made by `join_group`."""
+    """One process's end of a group; made by `join_group`.
+
+    More than 20 methods: one for each collective, and few others.
+    """
 
     def __init__(
-        self, spec: GroupSpec, rows: Connections | None, tensors: Connections | None
+        self,
+        spec: GroupSpec,
+        rows: Connections | None,
+        tensors: Connections | None,
+        counts: Connections | None = None,
     ) -> None:
+        """Take the connections; those of counts are those of tensors where these are on CPUs."""
         self.rank = spec.rank
         self.size = spec.size
         self.topology = spec.topology
         self._rows = rows
         self._tensors = tensors
+        self._counts = counts or tensors
+        self._all = [each for each in (rows, tensors, counts) if each is not None]
         self._is_over = threading.Event()
         self._left_at: float | None = None
         self._stuck: list[Work] = []
-        """Collectives that nobody waits for any more and that are not over."""
+        """Unfinished collectives that nobody waits for any more."""
 
     @classmethod
     def alone(cls) -> "Group":
@@ -100,8 +128,25 @@ class Group:
         Raises:
             GroupBroken: not all ranks came.
         """
-        mine = torch.tensor([count], dtype=torch.int64)
-        return [int(value) for value in self.all_gather(mine, [1] * self.size).tolist()]
+        return self.all_to_all_counts([count] * self.size)
+
+    def all_to_all_counts(self, counts: Sequence[int]) -> list[int]:
+        """Send `counts[r]` to rank r; return what comes from each, in rank order.
+
+        Raises:
+            GroupBroken: not all ranks came.
+        """
+        if self._counts is None:
+            self._check()
+            return list(counts)
+        one_each = [1] * self.size
+        sent = torch.tensor(counts, dtype=torch.int64)
+        received = torch.empty_like(sent)
+        with self._launching():
+            work = self._counts.backend.alltoall_base(received, sent, one_each, one_each)
+        self.finish(work)
+        numbers: list[int] = received.tolist()
+        return numbers
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send `sent[r]` of the rows [rows, ...], in order, to rank r; return what comes.
@@ -151,6 +196,27 @@ class Group:
         """
         return self._in_place(values, lambda backend: backend.broadcast([values]))
 
+    def begin_send(self, values: Tensor, rank: int) -> Transfer:
+        """Begin to send a tensor to another member, which receives it when it wants.
+
+        Raises:
+            GroupBroken: the group has ended.
+        """
+        return self._transfer(values, lambda backend: backend.send([values], rank, 0))
+
+    def begin_receive(self, values: Tensor, rank: int) -> Transfer:
+        """Begin to fill a tensor with the next one, of the same type and shape, from a member.
+
+        Raises:
+            GroupBroken: the group has ended.
+        """
+        return self._transfer(values, lambda backend: backend.recv([values], rank, 0))
+
+    def _transfer(self, values: Tensor, launch: Callable[[Backend], Work]) -> Transfer:
+        assert self._tensors is not None, "nobody else is in the group"
+        with self._launching():
+            return Transfer(self, launch(self._tensors.backend), values)
+
     def _in_place(self, values: Tensor, launch: Callable[[Backend], Work]) -> Tensor:
         if self._tensors is None:
             self._check()
@@ -195,7 +261,7 @@ class Group:
                 return True
         else:
             return True
-        if not self._somebody_left():
+        if not any(connections.somebody_left() for connections in self._all):
             self._left_at = None
         elif self._left_at is None:
             self._left_at = time.monotonic()
@@ -203,33 +269,28 @@ class Group:
             self.abort()
         return False
 
-    def _somebody_left(self) -> bool:
-        return any(c is not None and c.somebody_left() for c in (self._rows, self._tensors))
-
     def abort(self) -> None:
         """End the group at once, from any thread: whoever waits in it, at any rank, is freed."""
         self._is_over.set()
-        for connections in (self._rows, self._tensors):
-            if connections is not None:
-                connections.cut()
+        for connections in self._all:
+            connections.cut()
 
     def close(self) -> None:
         """Free sockets and threads; nothing may be in flight, `abort` first if it is. Idempotent.
 
-        Peers that are in a collective, or begin one, find the group broken.
+        Peers that are in a collective, or begin one, get GroupBroken.
         """
         self.abort()
         stuck, self._stuck = [work for work in self._stuck if not work.is_completed()], []
-        for connections in (self._rows, self._tensors):
-            if connections is not None:
-                connections.close(stuck)
+        for connections in self._all:
+            connections.close(stuck)
 
     @contextlib.contextmanager
     def _launching(self) -> Iterator[None]:
         self._check()
         try:
             yield
-        except DistError as error:
+        except RuntimeError as error:  # gloo has no type of its own for a peer that has left
             raise self._broken(first_line(error)) from error
 
     def _check(self) -> None:
@@ -257,20 +318,43 @@ def join_group(
         if listener is not None:
             listener.close()
         return Group(spec, None, None)
-    made: list[Connections] = []
     try:
         store = open_store(spec, listener)
-        made.append(Connections(store, "rows", spec, CPU))
-        made.append(Connections(store, "tensors", spec, device))
+        return connect(store, spec, "", device)
+    except (RuntimeError, OSError, GroupBroken) as error:
+        raise could_not_join(spec, error) from error
+
+
+def connect(store: Store, spec: GroupSpec, name: str, device: torch.device) -> Group:
+    """Connect to all members of one of the groups that meet at a store.
+
+    Args:
+        spec: the place in this group; the group has two members at least.
+        name: tells it from the others that meet there.
+
+    Raises:
+        RuntimeError, OSError, GroupBroken: not everybody came, or the network fails.
+    """
+    made: list[Connections] = []
+    try:
+        made.append(Connections(store, f"{name}rows", spec, CPU))
+        made.append(Connections(store, f"{name}tensors", spec, device))
+        if device.type != "cpu":
+            made.append(Connections(store, f"{name}counts", spec, CPU))
         group = Group(spec, *made)
         group.all_gather_rows([spec.topology]).wait()
         group.all_gather_counts(spec.rank)
-    except (RuntimeError, OSError, GroupBroken) as error:
+    except BaseException:
         for connections in made:
             connections.cut()
             connections.close()
-        raise GroupBroken(
-            f"rank {spec.rank} of {spec.size} could not join the group of topology "
-            f"{spec.topology} at {spec.address}: {first_line(error)}"
-        ) from error
+        raise
     return group
+
+
+def could_not_join(spec: GroupSpec, error: Exception) -> GroupBroken:
+    """Return what to raise instead."""
+    return GroupBroken(
+        f"rank {spec.rank} of {spec.size} could not join the group of topology "
+        f"{spec.topology} at {spec.address}: {first_line(error)}"
+    )

@@ -8,7 +8,7 @@ from engine.shared.addresses import join_host_port, split_host_port
 
 
 class GroupBroken(Exception):
-    """A member has died, hangs or was told to give up: the group is of no use any more.
+    """A member has died, hangs or was told to give up: the group cannot be used any more.
 
     All members see it, within the group's timeout. What was being exchanged is lost.
     """

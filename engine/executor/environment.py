@@ -1,4 +1,4 @@
-"""What torch's libraries read from the environment; has to be settled before torch is imported.
+"""Environment variables of torch's libraries, which have to be set before torch is imported.
 
 What the environment says already is left alone.
 """
@@ -17,7 +17,7 @@ CACHED_PRIMITIVES = 256
 def settle_environment(processes: int = 1) -> None:
     """Have compute threads sleep soon, bound what oneDNN keeps, and use huge pages.
 
-    So many `processes` compute on this node.
+    `processes`: how many compute on this node.
 
     Between two parallel regions of a step threads wait for some 0.2 ms, so a spin of that length
     spares them the way through the kernel, which in a virtual machine takes as long again. LLVM's

@@ -2,72 +2,38 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
 
 from engine.distributed.group import Group
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
+from engine.executor.leader import Leader
 from engine.executor.loading import device_for, load_model, max_head_threads, set_threads
+from engine.executor.pipelining import PipelinedSteps
+from engine.executor.step_thread import StepThread
 from engine.grammar.masks import GrammarTable, grammar_table
-from engine.models.decoder import Decoder, Followers
+from engine.lora.modules import AdaptableModules
+from engine.lora.store import AdapterStore
+from engine.lora.weights import adapter_weights
+from engine.models.adapters import AdapterWeights
+from engine.models.decoder import Decoder
+from engine.models.hf_config import read_spec
 from engine.models.loader import GroupPlace, Shard
 from engine.models.parallel.experts import MirrorGroup
 from engine.models.settings import model_length
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
 from engine.runner.memory_profile import profiled_memory
-from engine.runner.model_runner import ModelRunner
-from engine.runner.profiling import StepProfiler
-from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.runner.model_runner import EarlierStages, ModelRunner
+from engine.runner.pooler import Pooler
+from engine.scheduler.batch import BatchPlan
 from engine.shared.config import CacheConfig, EngineConfig
 from engine.shared.model_files import model_directory
 
 logger = logging.getLogger(__name__)
-
-
-class FinishedStep(msgspec.Struct, frozen=True):
-    """A step that has run: its result, or what went wrong in it."""
-
-    outcome: BatchResult | Exception
-
-    def result(self) -> BatchResult:
-        """Return the result or raise."""
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-
-class Leader(Followers, Protocol):
-    """The processes that hold the other parts of a model, as the one sees them that leads."""
-
-    @property
-    def group(self) -> Group:
-        """This process, which is the first, and the others."""
-        ...
-
-    def min_blocks(self, own: int) -> int:
-        """Wait until all have answered; return the fewest KV blocks that any has memory for.
-
-        They answer when they have loaded their part, and at the end of a trial.
-        """
-        ...
-
-    def begin_trial(self, num_blocks: int) -> None:
-        """Have them watch their memory, with a KV cache of so many blocks."""
-        ...
-
-    def end_trial(self) -> None:
-        """Have them free that cache and answer how many blocks they have memory for."""
-        ...
-
-    def allocate(self, num_blocks: int) -> None:
-        """Have them hold their weights, and an empty KV cache of so many blocks."""
-        ...
 
 
 class InProcessExecutor:
@@ -75,6 +41,9 @@ class InProcessExecutor:
 
     Where steps overlap they run in a thread of their own and `submit` returns at once (torch
     releases the GIL while it computes); else `submit` returns when the step is done.
+
+    More than 15 attributes and 20 methods: half of these are the interface's, and it holds what
+    has to be made anew when the group or the model's memory changes.
     """
 
     def __init__(
@@ -102,10 +71,13 @@ class InProcessExecutor:
         self._config = config
         self._report = progress or logger.info
         set_threads(config, engines_on_node)
-        processes = config.parallel.tensor_parallel_size
+        processes = config.parallel.processes
         self._device = device_for(config)
         self._leader = leader
-        self._shard = None if leader is None else Shard(leader.group, leader)
+        self._shard = None
+        if leader is not None and config.parallel.tensor_parallel_size > 1:
+            self._shard = Shard(leader.group, leader)
+        self._num_stages = config.parallel.pipeline_parallel_size
         self._place: GroupPlace | None = None
         if config.parallel.enable_expert_parallel:
             size = config.parallel.data_parallel_size
@@ -115,6 +87,8 @@ class InProcessExecutor:
         spec = model.spec
         self._max_head_threads = max_head_threads(spec, config, engines_on_node)
         max_model_len = model_length(spec, config.model)
+        if self._pooling is not None and config.model.max_model_len is None:
+            max_model_len = min(max_model_len, self._pooling.max_length or max_model_len)
         self._report("allocating the KV cache")
         free = self._free_blocks(model, max_model_len, engines_on_node * processes)
         num_blocks = _num_blocks(config, model, max_model_len, free)
@@ -124,16 +98,28 @@ class InProcessExecutor:
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             model_fingerprint=fingerprint,
+            pools=self._pooling is not None,
+            in_one_step=self._pooling is not None and self._pooling.in_one_step,
+            num_stages=self._num_stages,
         )
         self._grammars = grammar_table(
             model_directory(config.model, weights=False),
             spec.vocab_size,
             spec.eos_token_ids,
         )
+        self._adapters: AdapterStore[AdapterWeights] | None = None
+        if config.lora.enable_lora:
+            convert = partial(adapter_weights, dtype=model.dtype)
+            modules = AdaptableModules(
+                read_spec(model_directory(config.model, weights=False)),
+                experts_here=not config.parallel.enable_expert_parallel,
+            )
+            self._adapters = AdapterStore(modules, config.lora.max_lora_rank, convert)
         self._model: Decoder | None = model
         self._runner: ModelRunner | None = self._new_runner(model)
-        self._worker = _worker_thread() if config.scheduler.steps_overlap else None
-        self._profiler: StepProfiler | None = None
+        in_thread = config.scheduler.steps_overlap or self._num_stages > 1
+        self._steps = StepThread(own=in_thread)
+        self._pipelined = self._pipeline(self._runner)
         self._was_shut_down = False
         if self._place == (0, 1):
             self.join_group(Group.alone())
@@ -150,12 +136,17 @@ class InProcessExecutor:
         return self._grammars
 
     @property
+    def adapters(self) -> AdapterStore[AdapterWeights] | None:
+        """The adapters that plans may name; None if the model is served without."""
+        return self._adapters
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self._device
 
     def prepare_group(self, position: int, size: int) -> None:
-        """Hold the experts of this place of a group of `size` and no others.
+        """Hold the experts of this place in a group of `size`, and no others.
 
         The KV cache and what slots know stay as they are.
 
@@ -168,7 +159,7 @@ class InProcessExecutor:
         place, before = GroupPlace(position, size), self._place
         self._place = place
         if self._model is not None and place != before:
-            self._in_step_thread(partial(self._spread_experts, self._model, place))
+            self._steps.call(partial(self._spread_experts, self._model, place))
 
     def join_group(self, group: Group) -> None:
         """Take steps with this group from now on; its place has been prepared."""
@@ -187,12 +178,9 @@ class InProcessExecutor:
         if runner is None:
             state = "was shut down" if self._was_shut_down else "sleeps"
             raise RuntimeError(f"the executor {state}")
-        if self._worker is not None:
-            return self._worker.submit(runner.run, plan)
-        try:
-            return FinishedStep(runner.run(plan))
-        except Exception as error:  # belongs to whoever waits for this step
-            return FinishedStep(error)
+        if self._pipelined is not None:
+            return self._pipelined.submit(plan)
+        return self._steps.submit(runner.run, plan)
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, at level 2 and on accelerators the weights too.
@@ -200,7 +188,7 @@ class InProcessExecutor:
         After level 1 on a CPU the weights are still in memory. An accelerator reads them again from
         the checkpoint's files, at level 1 as at 2; these are usually still in the page cache.
         """
-        self._runner = None
+        self._runner = self._pipelined = None
         if level > 1 or self._device.type != "cpu":
             self._model = None
         give_back_freed_memory()
@@ -223,6 +211,7 @@ class InProcessExecutor:
             if self._group is not None and model.expert_group is not None:
                 model.expert_group.join(self._group)
         self._runner = self._new_runner(self._model)
+        self._pipelined = self._pipeline(self._runner)
 
     def start_profile(self) -> None:
         """Begin to record what steps do.
@@ -230,11 +219,7 @@ class InProcessExecutor:
         Raises:
             CannotDo: a profile is being recorded.
         """
-        if self._profiler is not None:
-            raise CannotDo("a profile is being recorded already")
-        profiler = StepProfiler()
-        self._in_step_thread(profiler.start)
-        self._profiler = profiler
+        self._steps.start_profile()
 
     def stop_profile(self, path: Path) -> None:
         """End the recording and write its trace.
@@ -243,26 +228,30 @@ class InProcessExecutor:
             CannotDo: nothing is being recorded.
             OSError: the trace cannot be written.
         """
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            raise CannotDo("no profile is being recorded")
-        self._in_step_thread(partial(profiler.stop, path))
+        self._steps.stop_profile(path)
 
     def shutdown(self) -> None:
         """Free the model and the KV cache."""
         self._was_shut_down = True
-        if self._worker is not None:
-            self._worker.shutdown(cancel_futures=True)
+        self._steps.shutdown()
         if self._grammars is not None:
             self._grammars.shutdown()
-        self._runner = self._model = None
+        if self._adapters is not None:
+            self._adapters.shutdown()
+        self._runner = self._pipelined = self._model = None
 
     def _load(self) -> tuple[Decoder, str]:
         """Load the weights; return them with their fingerprint."""
         loaded = load_model(
-            self._config, self._device, self._report, place=self._place, shard=self._shard
+            self._config,
+            self._device,
+            self._report,
+            place=self._place,
+            shard=self._shard,
+            stage=self._num_stages - 1,
         )
         self._loader = loaded.loader
+        self._pooling = loaded.pooling
         return loaded.model, loaded.fingerprint
 
     def _spread_experts(self, model: Decoder, place: GroupPlace) -> None:
@@ -284,7 +273,18 @@ class InProcessExecutor:
             grammars=self._grammars,
             record_decodes=not self._config.executor.enforce_eager,
             max_head_threads=self._max_head_threads,
+            pooler=None if self._pooling is None else Pooler(self._pooling, model.classify),
+            adapters=self._adapters,
+            earlier=self._earlier(model),
         )
+
+    def _earlier(self, model: Decoder) -> EarlierStages | None:
+        return None if self._leader is None else self._leader.earlier(model)
+
+    def _pipeline(self, runner: ModelRunner) -> PipelinedSteps | None:
+        if self._num_stages == 1 or self._steps.pool is None:
+            return None
+        return PipelinedSteps(runner, self._steps.pool)
 
     def _free_blocks(self, model: Decoder, max_model_len: int, processes: int) -> int:
         """Return the KV blocks that all processes of this engine have memory for.
@@ -292,7 +292,8 @@ class InProcessExecutor:
         On CUDA the largest step is tried first.
         """
         cache = self._config.cache
-        free = available_memory(self._device, processes) // _block_bytes(cache, model)
+        budget = cache.kv_cache_memory_bytes or available_memory(self._device, processes)
+        free = budget // _block_bytes(cache, model)
         if self._leader is not None:
             free = self._leader.min_blocks(free)
         is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
@@ -318,6 +319,7 @@ class InProcessExecutor:
                 max_model_len,
                 processes=processes,
                 prepare=(lambda _: None) if leader is None else leader.begin_trial,
+                earlier=self._earlier(model),
             )
         finally:
             if experts is not None:
@@ -328,30 +330,17 @@ class InProcessExecutor:
         leader.end_trial()
         return leader.min_blocks(free)
 
-    def _in_step_thread(self, function: Callable[[], None]) -> None:
-        if self._worker is None:
-            function()
-        else:
-            self._worker.submit(function).result()
-
-
-def _worker_thread() -> ThreadPoolExecutor:
-    """Return one thread that computes with as many threads as the caller would."""
-    return ThreadPoolExecutor(
-        1,
-        thread_name_prefix="executor",
-        # The libraries below torch keep this number per thread.
-        initializer=torch.set_num_threads,
-        initargs=(torch.get_num_threads(),),
-    )
-
 
 def _num_blocks(
     config: EngineConfig, model: Decoder, max_model_len: int, available_blocks: int
 ) -> int:
-    block_bytes = _block_bytes(config.cache, model)
+    block_bytes, cache = _block_bytes(config.cache, model), config.cache
+    if cache.kv_cache_memory_bytes is not None:  # a stage with more layers has fewer blocks of it
+        cache = msgspec.structs.replace(
+            cache, kv_cache_memory_bytes=max(1, available_blocks * block_bytes)
+        )
     return count_blocks(
-        config.cache,
+        cache,
         block_bytes=block_bytes,
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,

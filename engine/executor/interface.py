@@ -1,7 +1,7 @@
 """The one interface between the engine's loop and whatever computes tokens."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.distributed.group import Group
+    from engine.lora.store import AdapterStore
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
@@ -23,6 +24,14 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     model_fingerprint: str
+    pools: bool = False
+    """Whether sequences get one vector each instead of tokens."""
+    in_one_step: bool = False
+    """Whether all tokens of a sequence have to be computed in the same step."""
+    has_kv: bool = True
+    """False: nothing is kept of a sequence; `num_kv_blocks` then counts sequences."""
+    num_stages: int = 1
+    """Steps that are computed at once, each in another part of the model."""
 
 
 class CannotDo(Exception):
@@ -48,12 +57,17 @@ class Executor(Protocol):
         """What makes draws follow the grammars of requests; None where it cannot."""
         ...
 
+    @property
+    def adapters(self) -> "AdapterStore[Any] | None":
+        """The adapters that plans may put into slots; None where there are none."""
+        ...
+
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Start a step. Plans arrive in order; each may refer to tokens of the one before."""
         ...
 
     def sleep(self, level: int) -> None:
-        """Give memory back until `wake_up`; no step may be in flight, and none may follow.
+        """Free memory until `wake_up`; no step may be in flight, and none may follow.
 
         Level 1 frees the KV cache and keeps the weights where they are quick to have again, level
         2 frees the weights too. Sleeping again, or deeper, is allowed.
@@ -64,7 +78,7 @@ class Executor(Protocol):
         """Be ready for steps again, with an empty KV cache and no slot in use; idempotent.
 
         Raises:
-            CannotDo: the weights are not there any more, or others; it sleeps on.
+            CannotDo: the weights are gone or have changed; it stays asleep.
         """
         ...
 

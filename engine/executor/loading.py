@@ -7,19 +7,22 @@ import msgspec
 import torch
 
 from engine.executor.environment import num_cores
+from engine.executor.layout import Layout
 from engine.models.decoder import Decoder
 from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.hf_config import read_spec
-from engine.models.loader import DecoderLoader, GroupPlace, Shard
+from engine.models.loader import AdapterRoom, DecoderLoader, GroupPlace, Shard
+from engine.models.parallel.stages import divide_layers
 from engine.models.settings import compute_types, fits_caches, model_length, open_checkpoint
 from engine.models.spec import ModelSpec
-from engine.shared.config import EngineConfig, ParallelConfig
+from engine.shared.config import EngineConfig, LoraConfig, ParallelConfig
 from engine.shared.model_files import model_directory
+from engine.shared.pooling import PoolingSpec, read_pooling
 
 logger = logging.getLogger(__name__)
 
 _MAX_HEAD_THREADS = 4
-"""More were not measured; each reads its share of a few dozen megabytes."""
+"""More were not measured; each reads its share of some dozen megabytes."""
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
@@ -29,6 +32,8 @@ class LoadedModel(msgspec.Struct, frozen=True):
     fingerprint: str
     loader: DecoderLoader
     """Holds the files open that the weights came from."""
+    pooling: PoolingSpec | None = None
+    """How sequences are made into vectors; None: tokens are drawn."""
 
 
 def load_model(
@@ -38,8 +43,11 @@ def load_model(
     *,
     place: GroupPlace | None = None,
     shard: Shard | None = None,
+    stage: int = 0,
 ) -> LoadedModel:
     """Load the weights: all of them, the experts of one place, or one shard of each layer.
+
+    Of a model with several pipeline stages only those of the given stage.
 
     Raises:
         ModelNotFound: there is no such model.
@@ -49,12 +57,19 @@ def load_model(
     settings = config.model
     directory = model_directory(settings, weights=settings.load_format == "auto")
     spec = read_spec(directory)
+    pooling = read_pooling(directory, settings)
+    if pooling is not None:
+        outputs = pooling.size if pooling.task == "classify" else 0
+        spec = msgspec.structs.replace(spec, num_outputs=outputs)
     report(f"loading weights of {directory.name}")
     checkpoint = open_checkpoint(directory, spec, settings)
     place = None if spec.moe is None else place
-    types = compute_types(
-        spec, settings, checkpoint, device=device, is_alone=place is None and shard is None
+    parallel = config.parallel
+    stages = divide_layers(
+        spec.num_layers, parallel.pipeline_parallel_size, parallel.layers_of_stages
     )
+    is_alone = place is None and parallel.processes == 1
+    types = compute_types(spec, settings, checkpoint, device=device, is_alone=is_alone)
     loader = DecoderLoader(
         spec,
         checkpoint,
@@ -63,24 +78,33 @@ def load_model(
         max_model_len=model_length(spec, settings),
         place=place,
         shard=shard,
+        stage=stages[stage],
         quantization=settings.quantization,
         batch_invariant=config.executor.batch_invariant,
+        adapters=adapter_room(config.lora),
     )
     with torch.inference_mode():
         model = loader.load()
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
-        return LoadedModel(model, fingerprint, loader)
+        return LoadedModel(model, fingerprint, loader, pooling)
 
 
-def set_threads(config: EngineConfig, engines_on_node: int) -> None:
-    """Have this process compute with its share of the cores, or of the threads that are set.
+def adapter_room(config: LoraConfig) -> AdapterRoom | None:
+    """Return how many adapters a model has to have room for; None without any."""
+    return AdapterRoom(config.max_loras, config.max_lora_rank) if config.enable_lora else None
+
+
+def set_threads(config: EngineConfig, engines_on_node: int, cores: int | None = None) -> None:
+    """Set this process's threads: its share of the cores, or of the configured threads.
+
+    `cores` are those that the node's engines share; None: those that suit the decoder.
 
     Raises:
         ModelNotFound: there is no such model.
         UnsupportedModel: the model's config asks for something that is not implemented.
     """
-    of_engine = config.executor.threads or _free_cores(config) // engines_on_node
-    torch.set_num_threads(max(1, of_engine // config.parallel.tensor_parallel_size))
+    of_engine = config.executor.threads or (cores or _free_cores(config)) // engines_on_node
+    torch.set_num_threads(max(1, of_engine // config.parallel.processes))
     if torch.get_num_interop_threads() == 1:
         return
     try:
@@ -92,7 +116,7 @@ def set_threads(config: EngineConfig, engines_on_node: int) -> None:
 def max_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int) -> int:
     """Return how many threads the LM head of a large batch may have, whatever the layers have."""
     parallel, executor = config.parallel, config.executor
-    is_spread = parallel.enable_expert_parallel or parallel.tensor_parallel_size > 1
+    is_spread = parallel.enable_expert_parallel or parallel.processes > 1
     if is_spread or executor.threads or executor.batch_invariant or not fits_caches(spec):
         return 1
     return min(_MAX_HEAD_THREADS, num_cores() // engines_on_node)
@@ -101,8 +125,8 @@ def max_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int
 def _free_cores(config: EngineConfig) -> int:
     """Return how many cores the node's engines compute with.
 
-    A small model makes so many tokens a second that front ends and clients need a core, and gains
-    little from one more: its engines leave them one.
+    With a small model, tokens come so fast that front ends and clients need a core, and it gains
+    little from one more itself: so its engines leave them one.
     """
     spec = read_spec(model_directory(config.model, weights=False))
     return num_cores() - (1 if fits_caches(spec) else 0)
@@ -118,26 +142,26 @@ def device_number(parallel: ParallelConfig, worker: int, count: int) -> int:
     Devices are numbered on each node, engine by engine: those of one engine follow each other.
 
     Args:
-        worker: which of the engine's processes this is, from 0.
+        worker: which of the engine's processes this is, from 0, in the order of stages.
 
     Raises:
         TooFewDevices: the engine's last device is not there.
     """
-    engine, size = parallel.number_on_node, parallel.tensor_parallel_size
+    engine, size = parallel.number_on_node, parallel.processes
     first, last = engine * size, (engine + 1) * size - 1
     if last >= count:
         needed = f"device {first}" if size == 1 else f"devices {first} to {last}"
         raise TooFewDevices(
             f"engine {engine} of this node needs CUDA {needed}, but only {count} "
             f"{'is' if count == 1 else 'are'} visible: lower --data-parallel-size (on several "
-            "nodes --data-parallel-size-local) or --tensor-parallel-size, or set "
-            "CUDA_VISIBLE_DEVICES to more"
+            "nodes --data-parallel-size-local), --tensor-parallel-size or "
+            "--pipeline-parallel-size, or set CUDA_VISIBLE_DEVICES to more"
         )
     return first + worker
 
 
-def device_for(config: EngineConfig, worker: int = 0) -> torch.device:
-    """Return where one of an engine's processes computes.
+def device_for(config: EngineConfig, rank: int = 0) -> torch.device:
+    """Return where one of an engine's processes computes; the leader's rank is 0.
 
     Raises:
         ValueError: CUDA is asked for and there is none, or not for all engines of the node.
@@ -149,5 +173,6 @@ def device_for(config: EngineConfig, worker: int = 0) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device was found")
+    worker = Layout.of(config.parallel).number(rank)
     # torch numbers the devices of CUDA_VISIBLE_DEVICES, where that is set.
     return torch.device("cuda", device_number(config.parallel, worker, torch.cuda.device_count()))

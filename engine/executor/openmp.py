@@ -49,7 +49,7 @@ def load_openmp() -> bool:
 
 
 def installed_library() -> Path | None:
-    """Return where LLVM's runtime is, if its package is installed."""
+    """Return the path of LLVM's runtime, if its package is installed."""
     try:
         files = distribution(_PACKAGE).files or []
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""An executor without a model: what it costs is a formula, and its tokens prove the bookkeeping.
+"""An executor without a model: steps cost what a formula says, and tokens prove the bookkeeping.
 
 The token at a position is a pure function of the request's seed, the position and the token
 before, so a request continues in the same way in any batch, after a preemption and on any engine.
@@ -7,21 +7,25 @@ With checking on, the executor keeps a KV memory that holds tokens in place of k
 and before each row compares what attention would read with what it ought to read.
 """
 
-import time
+import zlib
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
+from engine.executor.simulated_time import StageTimes
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import EngineConfig
 from engine.shared.messages import SamplingParams, TokenLogprob
+from engine.shared.pooling import PoolingSpec
 
 if TYPE_CHECKING:  # torch is for groups and numpy for grammars only
     import torch
 
     from engine.distributed.group import Group
     from engine.grammar.masks import GrammarTable
+    from engine.lora.store import AdapterStore
 
 DEFAULT_NUM_KV_BLOCKS = 4096
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -41,6 +45,12 @@ def simulated_token(seed: int, position: int, previous: int, vocab_size: int) ->
     return (x ^ (x >> 31)) % vocab_size
 
 
+def simulated_vector(token_ids: Sequence[int], size: int) -> bytes:
+    """Return the vector of a sequence: float32 numbers from -1 to 1."""
+    first = zlib.crc32(array("q", token_ids).tobytes())
+    return array("f", [(first * (i + 1) % 2001 - 1000) / 1000 for i in range(size)]).tobytes()
+
+
 def is_penalized(sampling: SamplingParams) -> bool:
     """Whether the tokens drawn so far change how the next one is drawn."""
     return (
@@ -55,14 +65,24 @@ def penalized_seed(seed: int, output_token_ids: Sequence[int]) -> int:
     return (seed + sum(set(output_token_ids)) * 0xD6E8FEB86659FD93) & _MASK
 
 
+def adapted_seed(seed: int, version: str) -> int:
+    """Return the seed that takes the place of a request's own with a version of an adapter."""
+    return (seed ^ int(version[:16], 16)) & _MASK
+
+
 class _Slot:
     """The state of one slot, as an executor keeps it between steps."""
 
-    __slots__ = ("block_ids", "num_prompt_tokens", "sampling", "token_ids")
+    __slots__ = ("adapter", "block_ids", "num_prompt_tokens", "sampling", "token_ids")
 
     def __init__(
-        self, token_ids: list[int], num_prompt_tokens: int, sampling: SamplingParams
+        self,
+        token_ids: list[int],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        adapter: int,
     ) -> None:
+        self.adapter = adapter
         self.token_ids = token_ids
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
@@ -124,21 +144,25 @@ class _CheckedMemory:
 
 
 class _Pending:
-    """A simulated step; ready at `ready_at` (seconds, monotonic)."""
+    """A simulated step, over at `over_at` by the clock of the stages."""
 
     def __init__(
-        self, result: BatchResult, step: int, ready_at: float, memory: _CheckedMemory | None
+        self,
+        result: BatchResult,
+        step: int,
+        over_at: float,
+        times: StageTimes,
+        memory: _CheckedMemory | None,
     ) -> None:
         self._result = result
         self._step = step
-        self._ready_at = ready_at
+        self._over_at = over_at
+        self._times = times
         self._memory = memory
 
     def result(self) -> BatchResult:
         """Sleep until the step would be done and return what it produced."""
-        remaining = self._ready_at - time.monotonic() if self._ready_at else 0.0
-        if remaining > 0:
-            time.sleep(remaining)
+        self._times.wait_until(self._over_at)
         if self._memory is not None:
             self._memory.done(self._step)
         return self._result
@@ -151,8 +175,11 @@ class SimulatedExecutor:
         config: block size, number of blocks, length limit and cost model.
         vocab_size: tokens are below this.
         eos_token_ids: reported to the scheduler; drawn like any other token.
-        timing: "real" makes each step take its cost, "virtual" only adds it to `virtual_us`.
+        timing: "real" makes each step take its cost, "virtual" only adds it to `virtual_us` and
+            to a clock that stands still otherwise.
+        adapters: tokens depend on the adapters of requests; without it there are none.
         grammars: tokens follow the grammars of requests; without it these are refused.
+        pooling: sequences get a vector each, which is a function of their tokens.
         check: compare every read of the KV memory with what it ought to be; costs time
             proportional to the context of every row.
     """
@@ -165,9 +192,14 @@ class SimulatedExecutor:
         eos_token_ids: tuple[int, ...] = (),
         timing: Literal["real", "virtual"] = "real",
         grammars: "GrammarTable | None" = None,
+        adapters: "AdapterStore[bool] | None" = None,
         check: bool = False,
+        pooling: PoolingSpec | None = None,
     ) -> None:
         self._grammars = grammars
+        self._pooling = pooling
+        self._adapters = adapters
+        self._placed: dict[int, str] = {}
         num_kv_blocks = config.cache.num_kv_blocks or DEFAULT_NUM_KV_BLOCKS
         self._info = ExecutorInfo(
             num_kv_blocks=num_kv_blocks,
@@ -175,13 +207,15 @@ class SimulatedExecutor:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             model_fingerprint=f"simulated-{vocab_size}",
+            pools=pooling is not None,
+            in_one_step=pooling is not None and pooling.in_one_step,
+            num_stages=config.parallel.pipeline_parallel_size,
         )
         self.virtual_us = 0
         """Cost of all steps so far."""
         self._step_us = config.executor.simulated_step_us
         self._token_us = config.executor.simulated_token_us
-        self._timing = timing
-        self._busy_until = 0.0
+        self.times = StageTimes(self._info.num_stages, virtual=timing == "virtual")
         self._slots: dict[int, _Slot] = {}
         self._group: Group | None = None
         self._memory = _CheckedMemory(num_kv_blocks, config.cache.block_size) if check else None
@@ -196,6 +230,11 @@ class SimulatedExecutor:
         """What makes tokens follow grammars, if anything does."""
         return self._grammars
 
+    @property
+    def adapters(self) -> "AdapterStore[bool] | None":
+        """Adapters that tokens depend on, by their versions, if there may be some."""
+        return self._adapters
+
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Run a step; its result is there when the steps before it and its own cost are over.
 
@@ -208,11 +247,13 @@ class SimulatedExecutor:
             num_tokens = max(self._group.all_gather_counts(num_tokens))
         self._apply_changes(plan)
         result = self._run(plan)
-        return _Pending(result, plan.step, self._charge(num_tokens), self._memory)
+        over_at = self._charge(num_tokens, plan)
+        return _Pending(result, plan.step, over_at, self.times, self._memory)
 
     def sleep(self, level: int) -> None:
         """Forget all sequences and everything in the KV memory."""
         self._slots.clear()
+        self._placed.clear()
         if self._memory is not None:
             self._memory = self._memory.emptied()
 
@@ -246,21 +287,25 @@ class SimulatedExecutor:
         self._slots.clear()
         if self._grammars is not None:
             self._grammars.shutdown()
+        if self._adapters is not None:
+            self._adapters.shutdown()
 
-    def _charge(self, num_tokens: int) -> float:
+    def _charge(self, num_tokens: int, plan: BatchPlan) -> float:
         cost_us = self._step_us + self._token_us * num_tokens
         self.virtual_us += cost_us
-        if self._timing == "virtual":
-            return 0.0
-        self._busy_until = max(self._busy_until, time.monotonic()) + cost_us * 1e-6
-        return self._busy_until
+        drawing = (slot for slot, draws in zip(plan.slots, plan.samples, strict=True) if draws)
+        return self.times.run(cost_us * 1e-6, plan.slots, drawing)
 
     def _apply_changes(self, plan: BatchPlan) -> None:
+        for slot, version in plan.adapters.items():
+            assert self._adapters is not None
+            assert version in self._adapters, f"adapter {version} is not there"
+            self._placed[slot] = version
         for start in plan.starting:
             if self._memory is not None:
                 self._memory.start(start.slot)
             self._slots[start.slot] = _Slot(
-                start.token_ids.copy(), start.num_prompt_tokens, start.sampling
+                start.token_ids.copy(), start.num_prompt_tokens, start.sampling, start.adapter
             )
         for added in plan.blocks:
             block_ids = self._slots[added.slot].block_ids
@@ -276,6 +321,13 @@ class SimulatedExecutor:
         if self._memory is not None:
             self._check(plan, self._memory)
         slots, vocab_size = self._slots, self._info.vocab_size
+        if self._pooling is not None:
+            ended = [row for row, sample in enumerate(plan.samples) if sample]
+            size = self._pooling.size
+            return BatchResult(
+                [],
+                pooled={r: simulated_vector(slots[plan.slots[r]].token_ids, size) for r in ended},
+            )
         drawing = [slot for slot, sample in zip(plan.slots, plan.samples, strict=True) if sample]
         guesses = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
         grammars = self._grammars
@@ -313,7 +365,10 @@ class SimulatedExecutor:
                 logprobs += [None] * len(new)
             else:
                 has_logprobs = True
-                logprobs += [_token_logprob(t, sampling.logprobs, vocab_size) for t in new]
+                logprobs += [
+                    _token_logprob(t, sampling.logprobs, vocab_size, sampling.logprob_token_ids)
+                    for t in new
+                ]
         scores = logprobs if has_logprobs else None
         mask_us = {} if grammars is None else grammars.mask_us
         return BatchResult(drawn, scores, prompt_logprobs, accepted, ends, stalls, mask_us)
@@ -328,6 +383,8 @@ class SimulatedExecutor:
             allowed = choices[len(new)] if choices else []
             count = len(allowed) or self._info.vocab_size
             seed = sampling.seed
+            if state.adapter >= 0:
+                seed = adapted_seed(seed, self._placed[state.adapter])
             if is_penalized(sampling):
                 seed = penalized_seed(seed, token_ids[state.num_prompt_tokens :])
             token_id = simulated_token(seed, len(token_ids), token_ids[-1], count)
@@ -338,7 +395,7 @@ class SimulatedExecutor:
         return new
 
     def _check(self, plan: BatchPlan, memory: _CheckedMemory) -> None:
-        """Read before any write: a row must not depend on what another row of its step computes."""
+        """Read before any write: a row must not depend on what another row of the step computes."""
         assert len(set(plan.slots)) == len(plan.slots), "a slot has two rows"
         rows = list(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))
         for slot, start, count, sample in rows:
@@ -353,12 +410,15 @@ class SimulatedExecutor:
             memory.write(plan.step, slot, self._slots[slot], start, count)
 
 
-def _token_logprob(token_id: int, num_alternatives: int, vocab_size: int) -> TokenLogprob:
+def _token_logprob(
+    token_id: int, num_alternatives: int, vocab_size: int, named: tuple[int, ...] = ()
+) -> TokenLogprob:
     """Return made-up log probabilities in which the chosen token is the most likely."""
     count = min(num_alternatives, vocab_size)
     return TokenLogprob(
         logprob=-0.5,
         rank=1,
-        top_ids=[(token_id + i) % vocab_size for i in range(count)],
-        top_logprobs=[-0.5 - i for i in range(count)],
+        top_ids=list(named) or [(token_id + i) % vocab_size for i in range(count)],
+        top_logprobs=[-0.5 - (i - token_id) % vocab_size for i in named]
+        or [-0.5 - i for i in range(count)],
     )

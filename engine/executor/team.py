@@ -1,4 +1,4 @@
-"""The worker processes of a tensor-parallel engine: started, told, watched and ended; no torch."""
+"""The worker processes of an engine: starts, commands, watches and ends them. No torch."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 
 import msgspec
@@ -50,15 +50,15 @@ class _Worker:
         self.statuses = FrameReader(ChildStatus)
         self.answers = FrameReader(Answer)
         self.has_answered = False
-        """Before it has, it imports libraries and hears of nothing."""
+        """Until it has, it imports libraries and reads no commands."""
 
 
 class Team:
     """All workers of one engine."""
 
     def __init__(self, config: EngineConfig, engine: int, engines_on_node: int) -> None:
-        """Start them; they load their libraries while the caller goes on."""
-        self.size = config.parallel.tensor_parallel_size
+        """Start the workers, which load their libraries while the caller goes on."""
+        self.size = config.parallel.processes
         settle_environment(engines_on_node * self.size)  # which the workers inherit
         self.on_failure: Callable[[str], None] | None = None
         """Called once, in a thread of its own, with the reason."""
@@ -80,14 +80,16 @@ class Team:
         """Process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
 
-    def tell(self, command: Command) -> None:
-        """Send a command to all.
+    def tell(self, command: Command, ranks: Collection[int] | None = None) -> None:
+        """Send a command to all, or to those of these ranks.
 
         Raises:
             WorkerFailed: one of them does not listen any more.
         """
         frame = pack_frame(command)
         for worker in self._workers:
+            if ranks is not None and worker.rank not in ranks:
+                continue
             try:
                 worker.commands.sendall(frame)
             except OSError as error:
@@ -156,7 +158,7 @@ class Team:
         return bool(data)
 
     def _read_status(self, worker: _Worker) -> str | None:
-        """Return why the worker is of no use any more, if so."""
+        """Return why the worker cannot go on, None if it can."""
         data = _received(worker.lifeline)
         for status in worker.statuses.feed(data):
             if isinstance(status, ChildFailed):

@@ -1,4 +1,4 @@
-"""What the processes of one tensor-parallel engine say to each other; free of torch.
+"""Messages between the processes of one engine. No torch.
 
 The first of them, the leader, is the engine's own process. It alone knows requests, plans and
 tokens: it tells the others before each part of a step what to compute, as plain arrays.
@@ -26,7 +26,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run all layers. Arrays as in `engine.models.decoder.StepTokens` and `AttentionRows`."""
+    """Run all layers of the stage. Arrays as in `StepTokens` and `AttentionRows`."""
 
     token_ids: bytes
     positions: bytes
@@ -36,12 +36,29 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     first_token: bytes
     block_tables: bytes
     block_size: int
+    adapters: bytes = b""
+    """Slot of each token's adapter; empty if none has one."""
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Compute logits of so many states, which are broadcast next."""
 
     num_rows: int
+    adapters: bytes = b""
+    """As for `Forward`, of these rows."""
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Put an adapter into a slot.
+
+    Its matrices are broadcast next in the stage, one after the other, by the stage's first shard.
+    """
+
+    slot: int
+    shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]]
+    """Of A and B by the decoder's names of the modules."""
+    data: bytes = b""
+    """The matrices one after the other, for the first shard of a stage before the leader's."""
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -76,13 +93,23 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
     path: str
 
 
-Command = Forward | Logits | Allocate | BeginTrial | EndTrial | Sleep | StartProfile | StopProfile
+Command = (
+    Forward
+    | Logits
+    | LoadAdapter
+    | Allocate
+    | BeginTrial
+    | EndTrial
+    | Sleep
+    | StartProfile
+    | StopProfile
+)
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """A worker has come to life, loaded its part, or done what it was told."""
+    """A worker has started, loaded its part, or carried out a command."""
 
     free_blocks: int
     """KV blocks, of its part, that it has memory for."""
     error: str = ""
-    """Why it could not; it goes on."""
+    """Why it could not; the worker goes on."""

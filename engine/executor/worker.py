@@ -1,4 +1,4 @@
-"""A worker process of a tensor-parallel engine: computes its part of the model as it is told.
+"""A worker process of an engine: computes its part of the model as it is told.
 
 It keeps no requests and draws no tokens. It ends when the engine's process does, whatever killed
 that, and reports what it cannot go on from.
@@ -6,9 +6,11 @@ that, and reports what it cannot go on from.
 
 import logging
 import os
+import select
 import signal
 import socket
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.distributed.group import Group, join_group
+from engine.distributed.grid import Grid, join_grid
+from engine.distributed.group import Transfer
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.interface import CannotDo
+from engine.executor.layout import Layout
 from engine.executor.loading import device_for, load_model, set_threads
 from engine.executor.team_messages import (
     Allocate,
@@ -27,12 +31,14 @@ from engine.executor.team_messages import (
     Command,
     EndTrial,
     Forward,
+    LoadAdapter,
     Logits,
     Sleep,
     StartProfile,
     StopProfile,
     WorkerLaunch,
 )
+from engine.models.adapters import AdapterRows, LowRank
 from engine.models.attention.plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.loader import Shard
@@ -48,40 +54,64 @@ logger = logging.getLogger(__name__)
 GROUP_TIMEOUT = 120.0
 """Seconds that the processes of an engine wait for each other inside a step."""
 
+_SENT_AHEAD = 16
+"""Steps whose states may be on their way to the next stage: more than are ever in flight."""
+
 
 class Worker:
     """One rank behind the leader."""
 
-    def __init__(self, launch: WorkerLaunch, group: Group, device: torch.device) -> None:
+    def __init__(self, launch: WorkerLaunch, grid: Grid, device: torch.device) -> None:
         self._config = launch.config
         self._rank = launch.rank
         self._processes = launch.engines_on_node * launch.size
-        self._shard = Shard(group)
+        layout = Layout.of(launch.config.parallel)
+        self._stage = layout.place(launch.rank).stage
+        self._is_last = self._stage == layout.stages - 1
+        self._grid = grid
         self._device = device
         self._model: Decoder | None = self._load()
         self._cache: list[Tensor] = []
         self._profiler: StepProfiler | None = None
         self._trial: MemoryTrial | None = None
-        self.free_blocks = available_memory(device, self._processes) // self._block_bytes
+        self._arriving: deque[Transfer] = deque()
+        """States of the stage before, of steps that it has been told."""
+        self._leaving: deque[Transfer] = deque()
+        """States on their way to the stage after."""
+        given = launch.config.cache.kv_cache_memory_bytes
+        self.free_blocks = (given or available_memory(device, self._processes)) // self._block_bytes
         """KV blocks of this rank that there is memory for, as was found last."""
         keep_freed_memory()
 
     @torch.inference_mode()
+    def expect(self, command: Command) -> None:
+        """Prepare for a coming command: its states may arrive before its turn."""
+        if isinstance(command, Forward) and self._stage > 0:
+            model = self._loaded
+            num_tokens = len(_integers(command.token_ids))
+            states = torch.empty(
+                num_tokens, model.spec.hidden_size, dtype=model.dtype, device=model.device
+            )
+            self._arriving.append(self._grid.begin_receive(states))
+
+    @torch.inference_mode()
     def obey(self, command: Command) -> bool:
-        """Carry a command out; return whether it is to be answered.
+        """Carry out a command; return whether it has to be answered.
 
         Raises:
             CannotDo: nothing has changed.
         """
         match command:
             case Forward():
-                self._loaded.hidden_states(self._step(command), self._cache)
-            case Logits(num_rows):
+                self._forward(command)
+            case LoadAdapter():
+                self._load_adapter(command)
+            case Logits(num_rows, adapters):
                 model = self._loaded
                 states = torch.empty(
                     num_rows, model.spec.hidden_size, dtype=model.dtype, device=model.device
                 )
-                model.logits(self._shard.group.broadcast(states))
+                model.logits(self._grid.shards.broadcast(states), self._rows(adapters))
             case Allocate(num_blocks):
                 self._allocate(num_blocks)
             case BeginTrial(num_blocks):
@@ -95,7 +125,7 @@ class Worker:
                 self._profiler.start()
             case StopProfile(path):
                 self._stop_profile(Path(path))
-        return not isinstance(command, Forward | Logits)
+        return not isinstance(command, Forward | Logits | LoadAdapter)
 
     @property
     def _loaded(self) -> Decoder:
@@ -103,7 +133,23 @@ class Worker:
         return self._model
 
     def _load(self) -> Decoder:
-        return load_model(self._config, self._device, logger.debug, shard=self._shard).model
+        is_cut = self._config.parallel.tensor_parallel_size > 1
+        return load_model(
+            self._config,
+            self._device,
+            logger.debug,
+            shard=Shard(self._grid.shards) if is_cut else None,
+            stage=self._stage,
+        ).model
+
+    def _forward(self, command: Forward) -> None:
+        incoming = self._arriving.popleft().wait() if self._stage > 0 else None
+        states = self._loaded.hidden_states(self._step(command), self._cache, incoming)
+        if self._is_last:
+            return
+        self._leaving.append(self._grid.begin_send(states))
+        if len(self._leaving) > _SENT_AHEAD:
+            self._leaving.popleft().wait()
 
     def _allocate(self, num_blocks: int) -> None:
         if self._model is None:
@@ -166,7 +212,29 @@ class Worker:
             slots=self._tensor(command.slots),
             rows=rows,
             plans={window: model.attention.plan(rows, window) for window in model.windows},
+            adapters=self._rows(command.adapters),
         )
+
+    def _rows(self, slots: bytes) -> AdapterRows | None:
+        bank = self._loaded.adapters
+        return None if bank is None or not slots else bank.rows(_integers(slots))
+
+    def _load_adapter(self, command: LoadAdapter) -> None:
+        """Take the matrices from the message at a stage's first shard, from that at the others."""
+        model, broadcast = self._loaded, self._grid.shards.broadcast
+        data = bytearray(command.data)
+        stored = torch.frombuffer(data, dtype=model.dtype) if data else None
+        first = 0
+
+        def matrix(shape: tuple[int, int]) -> Tensor:
+            nonlocal first
+            if stored is None:
+                return broadcast(torch.empty(*shape, dtype=model.dtype, device=model.device))
+            begin, first = first, first + shape[0] * shape[1]
+            return broadcast(stored[begin:first].view(shape).to(model.device))
+
+        weights = {name: LowRank(matrix(a), matrix(b)) for name, (a, b) in command.shapes.items()}
+        model.load_adapter(command.slot, weights)
 
     def _tensor(self, data: bytes) -> Tensor:
         return torch.from_numpy(_integers(data)).to(self._device)
@@ -176,15 +244,27 @@ def _integers(data: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(bytearray(data), np.int64)
 
 
-def commands(connection: socket.socket) -> Iterator[Command]:
-    """Yield what comes until the leader closes the connection."""
+def commands(connection: socket.socket, expect: Callable[[Command], None]) -> Iterator[Command]:
+    """Yield what comes until the leader closes the connection.
+
+    Args:
+        expect: is told of each command as soon as it is here, maybe some commands before its turn.
+    """
     reader = FrameReader(Command)
-    while data := connection.recv(1 << 18):
-        yield from reader.feed(data)
+    here: deque[Command] = deque()
+    while True:
+        while not here or select.select([connection], [], [], 0)[0]:
+            data = connection.recv(1 << 18)
+            if not data:
+                return
+            for command in reader.feed(data):
+                expect(command)
+                here.append(command)
+        yield here.popleft()
 
 
 def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
-    """Join the leader, load this rank's part, and do as told until it closes the connection.
+    """Join the leader, load this rank's part, and obey until the leader closes the connection.
 
     Raises:
         Exception: whatever makes it impossible to go on.
@@ -192,12 +272,16 @@ def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
     set_threads(launch.config, launch.engines_on_node)
     device = device_for(launch.config, launch.rank)
     connection.sendall(pack_frame(Answer(0)))
-    group = join_group(
-        GroupSpec(launch.address, launch.rank, launch.size, 0, GROUP_TIMEOUT), device
+    layout = Layout.of(launch.config.parallel)
+    grid = join_grid(
+        GroupSpec(launch.address, launch.rank, launch.size, 0, GROUP_TIMEOUT),
+        (layout.stages, layout.shards),
+        layout.place(launch.rank),
+        device,
     )
-    worker = Worker(launch, group, device)
+    worker = Worker(launch, grid, device)
     connection.sendall(pack_frame(Answer(worker.free_blocks)))
-    for command in commands(connection):
+    for command in commands(connection, worker.expect):
         try:
             if worker.obey(command):
                 connection.sendall(pack_frame(Answer(worker.free_blocks)))

@@ -4,11 +4,12 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from engine.shared.grammar_spec import (
     BadGrammar,
@@ -28,16 +29,31 @@ logger = logging.getLogger(__name__)
 MAX_CACHED = 32
 """Compiled grammars that are kept while no request uses them."""
 MAX_CACHED_BYTES = 256 << 20
-"""What these may take together; the newest one is kept in any case."""
+"""Bytes that these may take together; the newest one is kept in any case."""
+MAX_HELD_BYTES = 1 << 30
+"""What all compiled grammars may take together, those of requests included. While they take more,
+those that nobody uses are forgotten, and no more are compiled."""
+MAX_WAIT = 30.0
+"""Seconds that a grammar waits until there is room for it."""
 COMPILE_THREADS = 2
+
+_LOOK = 0.02
+"""Seconds between looks at whether there is room."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _BYTES_PER_CHARACTER = 256
-"""Of a compiled grammar, where nothing can be measured: tenths to hundreds of these are usual."""
+"""Estimate for a compiled grammar where nothing can be measured; usual are 0.1 to 100 times it."""
+_MAX_COUNTED_BYTES = 128 << 20
+"""What one grammar is taken to need at most: its states are limited, and what makes a process grow
+beside it, like steps that touch their KV blocks for the first time, is not its own."""
 
 
 class CannotCompile(Exception):
     """The grammar does not fit this engine's tokenizer; the message says why."""
+
+
+class NoRoomForGrammar(CannotCompile):
+    """Other grammars take all the memory that there is for them; they will not for ever."""
 
 
 class CompiledGrammar:
@@ -46,12 +62,24 @@ class CompiledGrammar:
     Whoever holds it keeps it from being compiled again.
     """
 
-    __slots__ = ("__weakref__", "_done", "error", "matcher", "num_bytes", "spec")
+    __slots__ = (
+        "__weakref__",
+        "_done",
+        "asked_at",
+        "error",
+        "matcher",
+        "no_room",
+        "num_bytes",
+        "spec",
+    )
 
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
+        self.asked_at = time.monotonic()
         self.error: str | None = None
         """Why it cannot be compiled."""
+        self.no_room = False
+        """Whether it could be, were there more room."""
         self.matcher: LLMatcher | None = None
         """At the beginning of the grammar, to be copied; None until it is compiled."""
         self.num_bytes = 0
@@ -67,9 +95,11 @@ class CompiledGrammar:
         """Wait until it is settled."""
         self._done.wait()
 
-    def settle(self, matcher: "LLMatcher | None", error: str | None) -> None:
+    def settle(
+        self, matcher: "LLMatcher | None", error: str | None, *, no_room: bool = False
+    ) -> None:
         """Note how the compilation ended."""
-        self.matcher, self.error = matcher, error
+        self.matcher, self.error, self.no_room = matcher, error, no_room
         self._done.set()
 
 
@@ -79,7 +109,7 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """Nothing is read before the first grammar comes.
+        """Make a compiler; it reads nothing before the first grammar comes.
 
         Args:
             tokenizer_file: the model's tokenizer.json.
@@ -94,6 +124,11 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._threads = GrammarThreads(COMPILE_THREADS, "grammar")
+        self._held: WeakSet[CompiledGrammar] = WeakSet()
+        """All compiled grammars in use or cached, also those that were forgotten."""
+        self._num_hurried = 0
+        """How many callers cannot go on before their grammar is settled."""
+        self._closing = threading.Event()
         self._known: WeakValueDictionary[GrammarSpec, CompiledGrammar] = WeakValueDictionary()
         self._recent: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -107,6 +142,16 @@ class GrammarCompiler:
                 grammar = self._known[spec] = CompiledGrammar(spec)
                 self._threads.submit(self._compile, grammar)
             self._keep(grammar)
+        return grammar
+
+    def compiled(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Return the grammar once it is settled, whether there is room for it or not."""
+        grammar = self.ask(spec)
+        self._num_hurried += 1
+        try:
+            grammar.wait()
+        finally:
+            self._num_hurried -= 1
         return grammar
 
     def forget(self, grammar: CompiledGrammar) -> None:
@@ -170,6 +215,7 @@ class GrammarCompiler:
 
     def shutdown(self) -> None:
         """Stop compiling; idempotent."""
+        self._closing.set()
         self._threads.shutdown()
 
     def _keep(self, grammar: CompiledGrammar) -> None:
@@ -185,24 +231,54 @@ class GrammarCompiler:
             _, oldest = self._recent.popitem(last=False)
             total -= oldest.num_bytes
 
+    def _wait_for_room(self, grammar: CompiledGrammar) -> None:
+        """Wait until there is room: other grammars take too much.
+
+        Raises:
+            NoRoomForGrammar: they do not in time.
+        """
+        while not (self._has_room() or self._num_hurried or self._closing.wait(_LOOK)):
+            if time.monotonic() - grammar.asked_at > MAX_WAIT:
+                raise NoRoomForGrammar(
+                    f"the grammar was not compiled within {MAX_WAIT:.0f} s: those of other "
+                    "requests take all the memory that there is for grammars; try again later"
+                )
+
+    def _has_room(self) -> bool:
+        """Whether one more may be compiled; forgets what nobody uses if there is need."""
+        if self.held_bytes <= MAX_HELD_BYTES:
+            return True
+        with self._lock:
+            self._recent.clear()
+        return self.held_bytes <= MAX_HELD_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """What all compiled grammars take, in use or cached."""
+        with self._lock:
+            return sum(each.num_bytes for each in self._held)
+
     def _compile(self, grammar: CompiledGrammar) -> None:
-        matcher, error = None, None
-        before = _resident_bytes()
+        matcher, error, no_room, before = None, None, False, 0
         try:
+            self._wait_for_room(grammar)
+            before = _resident_bytes()
             matcher = self.new_matcher(grammar.spec)
         except CannotCompile as reason:
-            error = str(reason)
+            error, no_room = str(reason), isinstance(reason, NoRoomForGrammar)
         except Exception:  # whatever it is, somebody waits for the grammar
             logger.exception("a grammar could not be compiled")
             error = "the grammar could not be compiled"
         least = _BYTES_PER_CHARACTER * grammar_size(grammar.spec)
-        grammar.num_bytes = max(least, _resident_bytes() - before)
+        grown = _resident_bytes() - before
+        grammar.num_bytes = max(least, min(grown, _MAX_COUNTED_BYTES))
         if error is not None:
             self.forget(grammar)
         else:
             with self._lock:
+                self._held.add(grammar)
                 self._forget_oldest()
-        grammar.settle(matcher, error)
+        grammar.settle(matcher, error, no_room=no_room)
         self.on_settled()
 
 

@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 _DEAD_END = "nothing that fits the grammar can follow the output"
 _LIMITS = ("too many states", "too many expressions")
-"""What a matcher says that another with nothing found out yet may get past."""
+"""Errors of a matcher that a fresh one may not run into."""
 
 
 class GrammarFollower:
-    """Where in its grammar a request's output is.
+    """The place of a request's output in its grammar.
 
     There may be a part before it, like a model's reasoning, that ends with a marker. In it every
     token is allowed but those that end the output, up to a number of tokens: then the marker is
@@ -55,7 +55,7 @@ class GrammarFollower:
             self._begin()
 
     def copy(self) -> "GrammarFollower":
-        """Return another one in the same place."""
+        """Return a copy at the same place."""
         other = copy.copy(self)
         other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         return other
@@ -79,7 +79,7 @@ class GrammarFollower:
         return self._ending[0] if len(self._ending) == 1 else None
 
     def advance(self, token_id: int) -> None:
-        """The token was added to the output; ignored after its end, and once it is stalled."""
+        """Follow a token that was added to the output; ignored after its end, and once stalled."""
         if self.stalled is not None or self.ended:
             return
         self._num_tokens += 1
@@ -91,14 +91,14 @@ class GrammarFollower:
             self._consume(self._matcher, token_id)
 
     def is_special(self, ahead: int) -> bool:
-        """Whether one of so many next masks is more than that of the grammar, or of none."""
+        """Whether one of this many next masks is neither that of the grammar nor of none."""
         if self._opening:
             return True
         due = self._num_tokens + ahead > self._budget > 0
         return due and self._matcher is None
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
-        """Lower a mask, which allows everything but ends, to what may be drawn next."""
+        """Restrict a mask, which allows everything but ends, to what may be drawn next."""
         if self.stalled is not None or self.error is not None:
             return
         token_id = self._opening[0] if self._opening else None

@@ -22,7 +22,7 @@ IntArray = npt.NDArray[np.int64]
 
 WORD_BITS = 32
 MUCH_NS = 200_000
-"""Nanoseconds of the masks of a slot from which on they are worth being known."""
+"""Nanoseconds from which on the time of a slot's masks is reported."""
 _NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
@@ -109,8 +109,7 @@ class GrammarTable:
         if sampling.grammar is None:
             return
         if grammar is None:  # nobody compiled it before the step
-            grammar = self._compiler.ask(sampling.grammar)
-            grammar.wait()
+            grammar = self._compiler.compiled(sampling.grammar)
         follower = GrammarFollower(grammar, self._compiler, sampling)
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             follower.advance(token_id)

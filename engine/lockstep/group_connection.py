@@ -26,7 +26,7 @@ class GroupConnection:
             return self._group is not None and self._group.topology < self._newest
 
     def attach(self, group: "Group") -> None:
-        """The engine is in this group from now on."""
+        """Note that the engine is in this group from now on."""
         with self._lock:
             self._group = group
             self._cut_if_superseded()

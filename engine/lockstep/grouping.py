@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class Grouping:
-    """One engine's doings around its `GroupMembership`.
+    """Does what one engine's `GroupMembership` asks for.
 
     Args:
         host: name or address under which the other members reach this process.
         timeout: seconds that members wait for each other, to meet and in a collective.
-        report: tells the coordinator where the engine stands.
+        report: tells the coordinator the engine's state in the group.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Grouping:
         return None
 
     def lose(self, error: GroupBroken) -> None:
-        """Leave a group that is of no use any more; the coordinator will form another."""
+        """Leave a broken group; the coordinator will form another."""
         if self._connection.is_superseded:
             logger.info("another group is being formed")
         else:

@@ -1,4 +1,4 @@
-"""The main thread of an engine in a lockstep group: what `EngineWave` says, it does.
+"""The main thread of an engine in a lockstep group: does what `EngineWave` says.
 
     park     sleep on the inbox
     gather   exchange a row with all ranks, and learn what the group does

@@ -149,7 +149,7 @@ def is_hold(hold_epoch: int) -> bool:
 
 
 class EngineWave:
-    """What one rank knows of its group, and what it has to do next.
+    """What one rank knows of its group, from which follows what it does next.
 
     More than 20 methods: they are the events of one protocol, and most change the phase, the
     clocks and the reports together.

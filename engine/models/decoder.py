@@ -6,6 +6,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engine.models.adapters import AdapterBank, AdapterRows, AdapterWeights
 from engine.models.attention.paged import write_keys_values
 from engine.models.attention.plan import AttentionRows
 from engine.models.attention.rotary import rotate, rotation
@@ -13,6 +14,7 @@ from engine.models.attention.varlen import Attention
 from engine.models.layers import Rows
 from engine.models.moe import SparseMlp
 from engine.models.parallel.experts import ExpertGroup
+from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 
 
@@ -26,7 +28,7 @@ class AttentionWeights(msgspec.Struct, frozen=True):
 
 
 class LayerWeights(msgspec.Struct, frozen=True):
-    """One decoder layer; its blocks include what is done to results before these are added."""
+    """One decoder layer; its blocks include all that is done to results before these are added."""
 
     attention_norm: Rows | None
     attention: AttentionWeights
@@ -34,29 +36,28 @@ class LayerWeights(msgspec.Struct, frozen=True):
     mlp: Rows
     window: int | None
     rope: int | None
-    """Which of the model's rotary tables; None for a layer that does not know positions."""
+    """Index of the model's rotary table; None for a layer without positions."""
     is_parallel: bool = False
-    """Whether the MLP sees what attention sees."""
+    """Whether the MLP has the same input as attention."""
     sparse: SparseMlp | None = None
-    """What in `mlp` has the experts, if it has some."""
+    """The part of `mlp` with the experts, if it has any."""
 
 
 class DecoderWeights(msgspec.Struct, frozen=True):
-    """All weights of a model."""
+    """All weights of a model, or those of a pipeline stage."""
 
-    embedding: Tensor
-    """[vocab, hidden], or the part of it that is here"""
-    embed: Rows
-    """From token ids [tokens] to [tokens, hidden]."""
+    embed: Rows | None
+    """From token ids [tokens] to [tokens, hidden]; None but at the first stage."""
     layers: list[LayerWeights]
-    norm: Rows
-    lm_head: Rows
+    norm: Rows | None
+    """None but at the last stage, as the next."""
+    lm_head: Rows | None
     rotary: list[Tensor]
     """Each [max_model_len, 2, head_dim / 2], see `engine.models.attention.rotary.rotary_table`."""
 
 
 class FinalTokens(msgspec.Struct, frozen=True):
-    """Those tokens of a step whose states anyone looks at after the last layer."""
+    """The tokens of a step whose states are needed after the last layer."""
 
     tokens: Tensor
     """[final] int64: index among the tokens of the step."""
@@ -79,17 +80,23 @@ class StepTokens(msgspec.Struct, frozen=True):
     """How to attend, per sliding window that some layer has; made by the model's attention."""
     final: FinalTokens | None = None
     """None if all states are needed."""
+    adapters: AdapterRows | None = None
+    """Which adapter each token is computed with; None if none has one."""
 
 
 class Followers(Protocol):
-    """Processes that compute the same with other parts of the weights; told before each part."""
+    """Processes that compute the same with other parts of the weights; they are told each part."""
 
     def forward(self, step: StepTokens) -> None:
         """Have them run all layers on these tokens."""
         ...
 
-    def logits(self, hidden: Tensor) -> None:
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
         """Have them compute logits of these states [rows, hidden]."""
+        ...
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Have them put their part of an adapter into a slot."""
         ...
 
 
@@ -101,16 +108,23 @@ class Decoder:
         spec: ModelSpec,
         weights: DecoderWeights,
         attention: Attention,
-        cache_dtype: torch.dtype,
+        types: ComputeTypes,
+        device: torch.device,
         expert_group: ExpertGroup | None = None,
         followers: Followers | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
         """Take the weights, with an expert group only those experts that this engine has.
 
         Followers hold the other parts of a model that is cut over several processes.
         """
-        self.cache_dtype = cache_dtype
+        self.dtype = types.activations
+        self.cache_dtype = types.cache
         """Type of keys and values."""
+        self.device = device
+        """Where the weights are."""
+        self.adapters = adapters
+        """What the products look adapters up in, where the model is served with some."""
         self._followers = followers
         self.spec = spec
         self.attention = attention
@@ -130,31 +144,30 @@ class Decoder:
         return self._followers is None and self.expert_group is None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all layers, or parts of all, are here, from the embedding to the LM head."""
+        return self._weights.embed is not None and self._weights.lm_head is not None
+
+    @property
     def sparse_layers(self) -> dict[int, SparseMlp]:
         """The layers with experts, by number."""
         layers = enumerate(self._weights.layers)
         return {i: layer.sparse for i, layer in layers if layer.sparse is not None}
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of activations."""
-        return self._weights.embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self._weights.embedding.device
-
-    @property
     def last_window(self) -> int | None:
         """The sliding window of the last layer."""
         return self.spec.windows[-1]
 
-    def hidden_states(self, step: StepTokens, cache: list[Tensor]) -> Tensor:
+    def hidden_states(
+        self, step: StepTokens, cache: list[Tensor], incoming: Tensor | None = None
+    ) -> Tensor:
         """Run all layers, filling the cache, and return normalized states [tokens, hidden].
 
-        If the step names final tokens these are their states only: what comes after the keys and
-        values of the last layer is not computed of the others.
+        A pipeline stage but the first begins with the incoming states [tokens, hidden] of the stage
+        before, which it may overwrite; one but the last returns states as they are. If the step
+        names final tokens the states are theirs only: what comes after the keys and values of the
+        last layer is not computed of the others.
 
         Raises:
             GroupBroken: an engine that holds some of the experts has failed.
@@ -163,7 +176,13 @@ class Decoder:
             self.expert_group.begin_step(len(step.token_ids))
         if self._followers is not None:
             self._followers.forward(step)
-        x = self._weights.embed(step.token_ids)
+        if self.adapters is not None:
+            self.adapters.current = step.adapters
+        if self._weights.embed is not None:
+            x = self._weights.embed(step.token_ids)
+        else:
+            assert incoming is not None, "states come from the stage before"
+            x = incoming
         rotations = [rotation(table, step.positions) for table in self._weights.rotary]
         last = self._weights.layers[-1]
         for layer, layer_cache in zip(self._weights.layers, cache, strict=True):
@@ -177,13 +196,22 @@ class Decoder:
                 if layer.is_parallel:
                     normed = normed.index_select(0, final.tokens)
                 plan = final.plan
+                if step.adapters is not None and self.adapters is not None:
+                    self.adapters.current = step.adapters.select(final.tokens)
             if len(x):
                 attended = self.attention.attend(queries, layer_cache, plan)
                 x += layer.attention.output(attended.to(x.dtype))
                 if not layer.is_parallel:
                     normed = x if layer.mlp_norm is None else layer.mlp_norm(x)
                 x += layer.mlp(normed)
-        return self._weights.norm(x)
+        return x if self._weights.norm is None else self._weights.norm(x)
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Put an adapter into a slot, in all processes; the model has to have room for it."""
+        assert self.adapters is not None, "the model was loaded without adapters"
+        if self._followers is not None:
+            self._followers.load_adapter(slot, weights)
+        self.adapters.write(slot, weights)
 
     def dummy_step(self) -> None:
         """Run the experts that are here for the other engines of the group, if there is one.
@@ -193,15 +221,26 @@ class Decoder:
         """
         if self.expert_group is None or not self.expert_group.begin_step(0):
             return
-        nothing = self._weights.embedding.new_empty(0, self.spec.hidden_size)
+        nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         for mlp in self.sparse_layers.values():
             mlp(nothing)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return [rows, vocab] for normalized states [rows, hidden]."""
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Return [rows, vocab] for normalized states [rows, hidden], with the rows' adapters."""
         if self._followers is not None:
-            self._followers.logits(hidden)
-        return self._weights.lm_head(hidden)
+            self._followers.logits(hidden, adapters)
+        if self.adapters is not None:
+            self.adapters.current = adapters
+        return self._head(hidden)
+
+    def classify(self, hidden: Tensor) -> Tensor:
+        """Return [rows, labels] for normalized states [rows, hidden] in float32."""
+        return self._head(hidden)
+
+    @property
+    def _head(self) -> Rows:
+        assert self._weights.lm_head is not None, "the last stage has it"
+        return self._weights.lm_head
 
     def _write_and_query(
         self,

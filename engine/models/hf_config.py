@@ -1,6 +1,6 @@
 """What a Hugging Face checkpoint's `config.json` says about the model, as one frozen spec.
 
-Which keys count, and what they mean, is the business of the model's family.
+The model's family says which keys matter, and what they mean.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from engine.models.families.registry import architecture_of, family_of
+from engine.models.formats.quantized.scheme import read_scheme
 from engine.models.spec import DtypeName, ModelSpec, UnsupportedModel
 
 _DTYPES: tuple[str, ...] = get_args(DtypeName)
@@ -20,9 +21,18 @@ def read_spec(directory: Path) -> ModelSpec:
     Raises:
         UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
     """
-    config = _read_json(directory / "config.json")
+    config = read_config(directory)
     generation = directory / "generation_config.json"
     return parse_spec(config, _read_json(generation) if generation.is_file() else {})
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the decoded `config.json` of a model directory.
+
+    Raises:
+        UnsupportedModel: it holds no JSON object.
+    """
+    return _read_json(directory / "config.json")
 
 
 def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
@@ -32,7 +42,7 @@ def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
         UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
     """
     architecture = architecture_of(config)
-    _refuse_quantized(config)
+    read_scheme(config)  # refuses what the checkpoint could not read
     text = {**config, **(config.get("text_config") or {}), "architectures": [architecture]}
     return msgspec.structs.replace(
         family_of(architecture).spec(text),
@@ -49,15 +59,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnsupportedModel(f"{path} does not hold a JSON object")
     return content
-
-
-def _refuse_quantized(config: dict[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        raise UnsupportedModel(
-            f"the checkpoint is quantized ({quantization.get('quant_method')}); "
-            "use the original bfloat16, float16 or float32 weights"
-        )
 
 
 def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

@@ -8,9 +8,11 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.distributed.group import Group
+from engine.models.adapters import AdapterBank
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rotary import rotary_table
 from engine.models.attention.varlen import Attention, CudaAttention
@@ -34,8 +36,17 @@ from engine.models.moe import (
     StackedExperts,
 )
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts, expert_share
+from engine.models.parallel.stages import Stage
 from engine.models.parallel.tensors import Cut, CutCheckpoint, CutEmbedding, CutHead, SummedOver
 from engine.models.products.dense import Linear, prepare_linear
+from engine.models.products.int4 import (
+    Int4Linear,
+    Int4Weights,
+    fits_int4,
+    joined,
+    quantized,
+    require_int4,
+)
 from engine.models.products.int8 import prepare_int8
 from engine.models.products.row_blocks import RowBlocks, probe_rows
 from engine.models.settings import ComputeTypes
@@ -44,7 +55,7 @@ from engine.models.weights import layer_norms
 
 
 class GroupPlace(NamedTuple):
-    """One engine's place among those that the experts are spread over."""
+    """One engine's place among those that share the experts."""
 
     position: int
     size: int
@@ -58,8 +69,22 @@ class Shard(NamedTuple):
     """At the first rank, the others."""
 
 
+class AdapterRoom(NamedTuple):
+    """The maximum number of adapters in one step, and their maximum rank."""
+
+    num_slots: int
+    rank: int
+
+
+def _nothing(hidden: Tensor) -> Tensor:
+    return hidden
+
+
 class DecoderLoader:
-    """Assembles the weights of one model on one device."""
+    """Assembles the weights of one model on one device.
+
+    More than 20 methods: one for each kind of layer, and for each way to cut and pack a matrix.
+    """
 
     def __init__(
         self,
@@ -71,16 +96,20 @@ class DecoderLoader:
         max_model_len: int,
         place: GroupPlace | None = None,
         shard: Shard | None = None,
-        quantization: Literal["int8"] | None = None,
+        stage: Stage | None = None,
+        quantization: Literal["int8", "int4"] | None = None,
         batch_invariant: bool = False,
+        adapters: AdapterRoom | None = None,
     ) -> None:
         """Prepare to load all, or only the experts of a place, or only the part of a shard.
+
+        Of all these, a pipeline stage has its own layers only.
 
         If `batch_invariant`, no row of a step depends on the others
         (`engine.models.products.row_blocks`).
 
         Raises:
-            UnsupportedModel: that is not possible here.
+            UnsupportedModel, Int4Unsupported: that is not possible here.
         """
         if batch_invariant and (device.type != "cpu" or place is not None or shard is not None):
             raise UnsupportedModel(
@@ -92,16 +121,21 @@ class DecoderLoader:
                 f"--batch-invariant: {spec.architecture} caps attention scores, and no operator "
                 "does that for each token by itself"
             )
+        if quantization == "int4":
+            require_int4(types.activations, device)
         self._batch_invariant = batch_invariant
         self._place = place
         self._shard = shard
         self._cut = None if shard is None else Cut(spec, shard.group.rank, shard.group.size)
-        self._spec = spec if self._cut is None else self._cut.spec
+        self._stage = stage or Stage(range(spec.num_layers), spec.num_layers)
+        self._spec = self._stage.spec(spec if self._cut is None else self._cut.spec)
         self._checkpoint = checkpoint if self._cut is None else CutCheckpoint(checkpoint, self._cut)
         self._types = types
         self._device = device
         self._max_model_len = max_model_len
         self._quantization = quantization
+        self._adapters = adapters
+        self._bank: AdapterBank | None = None
 
     def load(self) -> Decoder:
         """Read all weights that belong here and return the model."""
@@ -112,15 +146,16 @@ class DecoderLoader:
             self._expert_group = ExpertGroup(
                 spec.moe.num_experts, spec.moe.experts_per_token, self._device
             )
-        embedding = self._copy("model.embed_tokens.weight")
-        # Rounded like the weights, as the models were trained.
-        embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._types.activations))
+        self._bank = self._new_bank()
+        is_first, is_last = self._stage.is_first, self._stage.is_last
+        embedding = None
+        if is_first or (is_last and spec.tie_word_embeddings):
+            embedding = self._copy("model.embed_tokens.weight")
         weights = DecoderWeights(
-            embedding=embedding,
-            embed=scaled(self._embed(embedding), embedding_scale),
+            embed=self._embed(embedding) if is_first and embedding is not None else None,
             layers=[self._layer(index) for index in range(spec.num_layers)],
-            norm=self._norm("model.norm"),
-            lm_head=self._head(embedding),
+            norm=self._norm("model.norm") if is_last else None,
+            lm_head=self._head(embedding) if is_last else None,
             rotary=[
                 rotary_table(
                     rope, spec.head_dim, self._max_model_len, self._types.activations, self._device
@@ -130,7 +165,25 @@ class DecoderLoader:
         )
         followers = None if self._shard is None else self._shard.followers
         return Decoder(
-            spec, weights, self._attend(), self._types.cache, self._expert_group, followers
+            spec,
+            weights,
+            self._attend(),
+            self._types,
+            self._device,
+            self._expert_group,
+            followers,
+            self._bank,
+        )
+
+    def _new_bank(self) -> AdapterBank | None:
+        if self._adapters is None:
+            return None
+        return AdapterBank(
+            *self._adapters,
+            dtype=self._types.activations,
+            device=self._device,
+            cut=self._cut,
+            by_rows=self._batch_invariant,
         )
 
     def _attend(self) -> Attention:
@@ -159,20 +212,31 @@ class DecoderLoader:
         self._place = place
         for index, mlp in model.sparse_layers.items():
             assert isinstance(mlp.experts, SpreadExperts)
-            self._hold_share(mlp.experts, f"model.layers.{index}.mlp.")
+            self._hold_share(mlp.experts, f"{self._prefix(index)}mlp.")
 
     def _embed(self, table: Tensor) -> Rows:
-        if self._shard is None or self._cut is None:
-            return partial(torch.embedding, table)
-        return CutEmbedding(self._shard.group, table, self._cut.vocabulary)
+        # Rounded like the weights, as the models were trained.
+        scale = float(torch.tensor(self._spec.embedding_scale, dtype=self._types.activations))
+        embed: Rows = partial(torch.embedding, table)
+        if self._shard is not None and self._cut is not None:
+            embed = CutEmbedding(self._shard.group, table, self._cut.vocabulary)
+        if self._bank is not None:
+            embed = self._bank.embedding(embed, "model.embed_tokens", self._spec.hidden_size)
+        return scaled(embed, scale)
 
-    def _head(self, embedding: Tensor) -> Rows:
+    def _head(self, embedding: Tensor | None) -> Rows:
+        """Return what makes logits; of the embedding, where it is tied to that."""
         spec = self._spec
-        tied = spec.tie_word_embeddings
-        head: Rows = self._by_rows(
-            self._prepare(embedding, None) if tied else self._linear("lm_head.weight"),
-            spec.hidden_size,
-        )
+        if spec.num_outputs is not None:
+            return self._classifier_head()
+        if embedding is not None and spec.tie_word_embeddings:
+            product = self._prepare(embedding, None)
+        else:
+            product = self._linear("lm_head.weight")
+        head: Rows = self._by_rows(product, spec.hidden_size)
+        if self._bank is not None:
+            part = slice(0, spec.vocab_size) if self._cut is None else self._cut.vocabulary
+            head = self._bank.head(head, "lm_head", part.stop - part.start)
         if self._shard is not None:
             head = CutHead(self._shard.group, head, spec.vocab_size)
         head = scaled(head, spec.logits_scale)
@@ -180,15 +244,28 @@ class DecoderLoader:
             return head
         return Chain(head, partial(softcap, cap=spec.logits_softcap))
 
+    def _classifier_head(self) -> Rows:
+        """Return the product with a classifier's weights in float32; of an embedder, nothing."""
+        if not self._spec.num_outputs:
+            return _nothing
+        head = partial(F.linear, weight=self._copy("score.weight").float())
+        if not self._batch_invariant:
+            return head
+        return RowBlocks(head, probe_rows(self._spec.hidden_size, torch.float32))
+
+    def _prefix(self, index: int) -> str:
+        """Return how the names of a layer's tensors begin; layers are counted in this stage."""
+        return f"model.layers.{self._stage.layers[index]}."
+
     def _layer(self, index: int) -> LayerWeights:
-        spec, prefix = self._spec, f"model.layers.{index}."
+        spec, prefix = self._spec, self._prefix(index)
         norms = {name: self._norm(prefix + name) for name in layer_norms(spec)}
         sparse = self._sparse_mlp(prefix + "mlp.") if spec.is_sparse(index) else None
         if sparse is None:
-            mlp = self._by_rows(self._mlp(prefix + "mlp."), spec.hidden_size)
-        elif self._expert_group is None:
+            mlp = self._mlp(prefix + "mlp.")
+        elif self._expert_group is None and self._bank is None:
             mlp = self._by_rows(sparse, spec.hidden_size)
-        else:
+        else:  # with adapters each part computes rows by themselves
             mlp = sparse
         rope = spec.ropes[index]
         return LayerWeights(
@@ -224,33 +301,53 @@ class DecoderLoader:
         output = self._linear(
             prefix + "o_proj.weight", bias=[prefix + "o_proj.bias"] if spec.output_bias else []
         )
+        qkv = self._linear(*(f"{name}.weight" for name in projections), bias=bias)
+        widths = [spec.query_size, spec.kv_size, spec.kv_size]
         return AttentionWeights(
-            qkv=self._by_rows(
-                self._linear(*(f"{name}.weight" for name in projections), bias=bias),
-                spec.hidden_size,
+            qkv=self._adapted(qkv, projections, widths, spec.hidden_size),
+            output=self._added(
+                self._adapted(output, [prefix + "o_proj"], [spec.hidden_size], spec.query_size),
+                output_norm,
             ),
-            output=self._added(self._by_rows(output, spec.query_size), output_norm),
             qk_norm=qk_norm,
         )
 
-    def _mlp(self, prefix: str) -> Expert:
+    def _mlp(self, prefix: str) -> Rows:
+        spec, gated = self._spec, GATED[self._spec.activation]
         names = [prefix + "gate_proj", prefix + "up_proj", prefix + "down_proj"]
-        bias = [f"{name}.bias" for name in names] if self._spec.mlp_bias else []
+        bias = [f"{name}.bias" for name in names] if spec.mlp_bias else []
+        gate_up = self._linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2])
+        down = self._linear(f"{names[2]}.weight", bias=bias[2:])
+        if self._bank is None:
+            return self._by_rows(Expert(gate_up, down, gated), spec.hidden_size)
+        hidden, inner = spec.hidden_size, spec.intermediate_size
         return Expert(
-            self._linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2]),
-            self._linear(f"{names[2]}.weight", bias=bias[2:]),
-            GATED[self._spec.activation],
+            self._adapted(gate_up, names[:2], [inner, inner], hidden),
+            self._adapted(down, names[2:], [hidden], inner),
+            self._by_rows(Chain(gated), 2 * inner),
         )
+
+    def _adapted(self, product: Linear, names: list[str], widths: list[int], inputs: int) -> Linear:
+        """Return a product of rows [rows, inputs], with adapters where there may be some.
+
+        Args:
+            names: the modules that its outputs consist of.
+            widths: how many outputs of each are here.
+        """
+        product = self._by_rows(product, inputs)
+        if self._bank is None:
+            return product
+        return self._bank.linear(product, names, widths, inputs)
 
     def _sparse_mlp(self, prefix: str) -> SparseMlp:
         moe = self._spec.moe
         assert moe is not None
-        router = Router(
-            # Choices between experts turn on small differences, and the product is a small one.
-            prepare_linear(self._copy(prefix + "router.weight")),
-            moe.experts_per_token,
-            normalize=moe.normalize_weights,
-        )
+        # Choices between experts turn on small differences, and the product is a small one.
+        score = prepare_linear(self._copy(prefix + "router.weight"))
+        if self._bank is not None:
+            names, hidden = [prefix + "router"], self._spec.hidden_size
+            score = self._adapted(score, names, [moe.num_experts], hidden)
+        router = Router(score, moe.experts_per_token, normalize=moe.normalize_weights)
         if self._expert_group is None:
             return SparseMlp(router, self._experts(moe, prefix))
         spread = SpreadExperts(self._expert_group)
@@ -264,11 +361,19 @@ class DecoderLoader:
         spread.hold(share, lambda number: self._expert(prefix, number))
 
     def _expert(self, prefix: str, number: int) -> Linear:
-        names = [f"{prefix}experts.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
-        expert = Expert(
-            self._linear(*names[:2]), self._linear(names[2]), GATED[self._spec.activation]
+        spec, gated = self._spec, GATED[self._spec.activation]
+        names = [f"{prefix}experts.{number}.{part}_proj" for part in ("gate", "up", "down")]
+        gate_up = self._linear(f"{names[0]}.weight", f"{names[1]}.weight")
+        down = self._linear(f"{names[2]}.weight")
+        if self._bank is None or self._expert_group is not None:
+            return self._by_rows(Expert(gate_up, down, gated), spec.hidden_size)
+        assert spec.moe is not None
+        hidden, inner = spec.hidden_size, spec.moe.intermediate_size
+        return Expert(
+            self._bank.expert(self._by_rows(gate_up, hidden), names[:2], [inner, inner]),
+            self._bank.expert(self._by_rows(down, inner), names[2:], [hidden]),
+            self._by_rows(Chain(gated), 2 * inner),
         )
-        return self._by_rows(expert, self._spec.hidden_size)
 
     def _by_rows(self, function: Linear, width: int) -> Linear:
         """Return a function of rows [rows, width] that computes each by itself, if so wished."""
@@ -279,8 +384,10 @@ class DecoderLoader:
     def _experts(self, moe: MoeSpec, prefix: str) -> Experts:
         hidden, inner = self._spec.hidden_size, moe.intermediate_size
         num_bytes = 3 * moe.num_experts * hidden * inner * self._types.activations.itemsize
-        if not StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes):
-            return GroupedExperts([self._expert(prefix, i) for i in range(moe.num_experts)])
+        suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
+        if not suits or self._bank is not None:
+            experts = [self._expert(prefix, i) for i in range(moe.num_experts)]
+            return GroupedExperts(experts, self._bank)
         each = [f"{prefix}experts.{i}." for i in range(moe.num_experts)]
         gate_up = [self._fused([f"{p}gate_proj.weight", f"{p}up_proj.weight"]) for p in each]
         down = [self._copy(f"{p}down_proj.weight").T for p in each]
@@ -288,7 +395,23 @@ class DecoderLoader:
         return StackedExperts(torch.stack(gate_up), torch.stack(down), gated)
 
     def _linear(self, *names: str, bias: list[str] | None = None) -> Linear:
-        return self._prepare(self._fused(list(names)), self._fused(bias) if bias else None)
+        added = self._fused(bias) if bias else None
+        if self._quantization != "int4":
+            return self._prepare(self._fused(list(names)), added)
+        weights = self._stored_int4(list(names))
+        if weights is None:
+            whole = self._fused(list(names))
+            weights = quantized(whole)
+            if weights is None or not fits_int4(weights):
+                return self._prepare(whole, added)
+        return Int4Linear(weights, added, self._types.activations)
+
+    def _stored_int4(self, names: list[str]) -> Int4Weights | None:
+        """Return weights one below the other, if they are stored in 4 bits that can be used."""
+        stored = [self._checkpoint.int4(name) for name in names]
+        known = [weights for weights in stored if weights is not None]
+        whole = joined(known) if len(known) == len(names) else None
+        return whole if whole is not None and fits_int4(whole) else None
 
     def _prepare(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if self._quantization == "int8":

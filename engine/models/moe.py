@@ -6,12 +6,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.models.adapters import AdapterBank
 from engine.models.layers import Rows, swiglu
 from engine.models.products.dense import DenseLinear, Linear
 
 _FEW_TOKENS = 64
 _MAX_WASTE = 4
-"""How many times the arithmetic of the chosen experts may be spent to spare calls."""
+"""Factor by which more arithmetic than that of the chosen experts may be done to save calls."""
 _SMALL_LAYER = 16 * 2**20
 """Bytes of a layer's experts that stay in a processor's cache."""
 
@@ -72,11 +73,12 @@ class Experts(Protocol):
 class GroupedExperts:
     """Experts with weights of their own, in whatever layout is fastest."""
 
-    def __init__(self, experts: Sequence[Linear]) -> None:
+    def __init__(self, experts: Sequence[Linear], adapters: AdapterBank | None = None) -> None:
         self._experts = experts
+        self._adapters = adapters
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return _expert_by_expert(x, chosen, weights, self._experts)
+        return _expert_by_expert(x, chosen, weights, self._experts, self._adapters)
 
 
 class StackedExperts:
@@ -112,14 +114,24 @@ class StackedExperts:
 
 
 def _expert_by_expert(
-    x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Linear]
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: Sequence[Linear],
+    adapters: AdapterBank | None = None,
 ) -> Tensor:
     rows = torch.arange(len(x), device=x.device).repeat_interleave(chosen.shape[1])
-    by_choice = run_experts(x, rows, chosen.flatten(), experts)
+    by_choice = run_experts(x, rows, chosen.flatten(), experts, adapters)
     return weighted_sum(by_choice, weights).to(x.dtype)
 
 
-def run_experts(x: Tensor, rows: Tensor, chosen: Tensor, experts: Sequence[Linear]) -> Tensor:
+def run_experts(
+    x: Tensor,
+    rows: Tensor,
+    chosen: Tensor,
+    experts: Sequence[Linear],
+    adapters: AdapterBank | None = None,
+) -> Tensor:
     """Gather tokens expert by expert; return what each pair's expert makes of its token.
 
     Each expert that was chosen at all runs once over all of its tokens; the others cost nothing.
@@ -127,6 +139,7 @@ def run_experts(x: Tensor, rows: Tensor, chosen: Tensor, experts: Sequence[Linea
     Args:
         x: [tokens, hidden]
         rows, chosen: [pairs] the token and the expert of each pair
+        adapters: says which adapters the tokens have, and is told which rows each expert gets.
 
     Returns:
         [pairs, hidden]
@@ -135,13 +148,20 @@ def run_experts(x: Tensor, rows: Tensor, chosen: Tensor, experts: Sequence[Linea
         return x.new_empty(0, x.shape[1])
     order = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=len(experts)).tolist()
-    gathered = x.index_select(0, rows.index_select(0, order))
+    tokens = rows.index_select(0, order)
+    gathered = x.index_select(0, tokens)
+    adapted = None if adapters is None else adapters.rows_of_experts
     outputs = []
     first = 0
     for expert, count in zip(experts, counts, strict=True):
         if count:
-            outputs.append(expert(gathered[first : first + count]))
+            here = slice(first, first + count)
+            if adapters is not None and adapted is not None:
+                adapters.current = adapted.select(tokens[here])
+            outputs.append(expert(gathered[here]))
             first += count
+    if adapters is not None and adapted is not None:
+        adapters.current = adapted
     return torch.empty_like(gathered).index_copy_(0, order, torch.cat(outputs))
 
 

@@ -13,7 +13,10 @@ class UnsupportedModel(ValueError):
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding: the base and, if stretched, by which scheme and how far."""
+    """Rotary position embedding: the base and, if stretched, by which scheme and how far.
+
+    More than 15 attributes: the parameters of all schemes.
+    """
 
     theta: float
     kind: RopeKind = "default"
@@ -69,7 +72,10 @@ all queries together, and all keys."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the decoder has to know; sizes in elements."""
+    """Everything that the decoder has to know; sizes in elements.
+
+    More than 15 attributes: one for each way in which families of models differ.
+    """
 
     architecture: str
     vocab_size: int
@@ -103,6 +109,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Scores s become cap * tanh(s / cap)."""
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    num_outputs: int | None = None
+    """Labels of a classifier, which has outputs for them in place of an LM head; 0: neither."""
     eos_token_ids: tuple[int, ...] = ()
     dtype: DtypeName | None = None
     """The checkpoint's own type; None when the config does not say."""

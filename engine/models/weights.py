@@ -63,7 +63,9 @@ def decoder_tensors(spec: ModelSpec) -> Layout:
         "model.embed_tokens.weight": (spec.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
-    if not spec.tie_word_embeddings:
+    if spec.num_outputs:
+        layout["score.weight"] = (spec.num_outputs, hidden)
+    elif spec.num_outputs is None and not spec.tie_word_embeddings:
         layout["lm_head.weight"] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."

@@ -1,4 +1,4 @@
-"""When an engine that was asked to end may do so: no I/O."""
+"""When an engine that was asked to end may do so. No I/O."""
 
 from engine.core.engine_core import EngineCore
 from engine.process.events import Drain, Stop
@@ -15,7 +15,7 @@ class Ending:
 
     Args:
         core: what has to be finished.
-        drain_timeout: seconds after which a draining engine ends whatever it has.
+        drain_timeout: seconds after which a draining engine ends with whatever is left.
     """
 
     def __init__(self, core: EngineCore, drain_timeout: float) -> None:

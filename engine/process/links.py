@@ -63,7 +63,7 @@ class FrontEndLinks:
     def take_unconfirmed(self, now: float) -> list[int] | None:
         """Return which front ends still do not route to an engine that serves, once.
 
-        None before it serves and as long as it is worth to wait for them, and afterwards.
+        None before it serves, while waiting for them is still worthwhile, and once they were told.
         """
         if self._ask_until is None:
             return None

@@ -15,34 +15,40 @@ import msgspec
 import zmq
 
 from engine.core.engine_core import EngineCore
-from engine.core.events import GrammarsSettled
+from engine.core.events import AdaptersSettled, GrammarsSettled
 from engine.core.steps import StepFailed
 from engine.core.wave_clock import OwnClock
 from engine.executor.environment import settle_environment
 from engine.executor.interface import Executor, GroupExecutor
+from engine.executor.pooling_rules import check_pooling
 from engine.executor.team import Team
 from engine.lockstep.group_connection import GroupConnection
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.loop import LockstepLoop
 from engine.lockstep.wave import EngineWave, Phase
+from engine.lora.modules import AdaptableModules
+from engine.lora.store import AdapterStore
 from engine.models.hf_config import read_spec
 from engine.process.ending import Ending
 from engine.process.events import Drain, InboxItem, Stop, Welcomed
 from engine.process.loop import EngineLoop
 from engine.process.receiver import Receiver, build_reception
-from engine.process.reception import Serve, StandInGroup, WantNothingNew
+from engine.process.reception import HaveAdapters, Serve, StandInGroup, WantNothingNew
 from engine.process.sender import Sender
 from engine.process.turns import Turns
 from engine.process.watchdog import StepWatch, Watchdog
+from engine.shared.adapters import configured_adapters
+from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.config import EngineConfig
 from engine.shared.health import Health, serve_health
 from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.membership import JOIN_TIMEOUT
-from engine.shared.messages import EngineDead, GroupMember
+from engine.shared.messages import AdapterSheet, EngineDead, GroupMember, HeldAdapter
 from engine.shared.model_files import model_directory
-from engine.shared.transport import InsecureCluster, Transport, advertised_host, make_context
+from engine.shared.pooling import read_pooling
+from engine.shared.transport import Transport, advertised_host, make_context
 
 logger = logging.getLogger(__name__)
 
@@ -74,25 +80,43 @@ def build_executor(
 
     An executor with processes of its own calls `on_failure`, in another thread, when one dies.
     """
+    processes = config.parallel.processes
+    if config.parallel.enable_expert_parallel and processes > 1:
+        raise CannotStart(
+            "--enable-expert-parallel needs --tensor-parallel-size 1 and "
+            "--pipeline-parallel-size 1: give each engine one process, or leave it out"
+        )
+    directory = model_directory(config.model, weights=False)
+    pooling = read_pooling(directory, config.model)
+    if pooling is not None:
+        check_pooling(config, pooling)
     if config.executor.executor == "simulated":
         from engine.executor.simulated import SimulatedExecutor
         from engine.grammar.masks import grammar_table
 
-        model_config = model_directory(config.model, weights=False) / "config.json"
+        model_config = directory / "config.json"
         vocab_size = msgspec.json.decode(model_config.read_bytes())["vocab_size"]
         table = grammar_table(model_config.parent, vocab_size, ())
-        return SimulatedExecutor(config, vocab_size=vocab_size, grammars=table)
+        adapters = None
+        if config.lora.enable_lora:
+            modules = AdaptableModules(read_spec(model_config.parent))
+            adapters = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
+        return SimulatedExecutor(
+            config, vocab_size=vocab_size, grammars=table, adapters=adapters, pooling=pooling
+        )
     lifeline.progress("importing torch")
     engines_on_node = max(1, config.parallel.engines_on_node)
-    settle_environment(engines_on_node * config.parallel.tensor_parallel_size)
-    if config.parallel.tensor_parallel_size > 1:
-        if config.parallel.enable_expert_parallel:
-            raise CannotStart("--enable-expert-parallel needs --tensor-parallel-size 1")
+    settle_environment(engines_on_node * processes)
+    if pooling is not None and pooling.is_encoder:
+        from engine.executor.encoding import EncoderExecutor
+
+        return EncoderExecutor(config, pooling, engines_on_node, lifeline.progress)
+    if processes > 1:
         team = Team(config, rank, engines_on_node)
         try:  # asked to stop while torch is imported, workers have to end as well
-            from engine.executor.tensor_parallel import TensorParallelExecutor
+            from engine.executor.multi_process import MultiProcessExecutor
 
-            return TensorParallelExecutor(
+            return MultiProcessExecutor(
                 config, team, rank, engines_on_node, lifeline.progress, on_failure
             )
         except BaseException:
@@ -183,6 +207,8 @@ class EngineProcess:
             )
             if executor.grammars is not None:
                 executor.grammars.on_settled = lambda: self._inbox.put(GrammarsSettled())
+            if executor.adapters is not None:
+                executor.adapters.on_settled = lambda: self._inbox.put(AdaptersSettled())
             if self._steps_together:
                 return self._serve_together(executor, welcome)
             return self._serve_alone(executor, welcome)
@@ -196,8 +222,14 @@ class EngineProcess:
     def _serve_alone(self, executor: Executor, welcome: Welcomed) -> int:
         clock = OwnClock(welcome.wave)
         core = EngineCore(
-            self._config, executor, rank=welcome.rank, incarnation=self._incarnation, clock=clock
+            self._config,
+            executor,
+            rank=welcome.rank,
+            incarnation=self._incarnation,
+            clock=clock,
+            on_adapters=self._has_adapters,
         )
+        self._load_adapters(core)
         self._ready(core, executor)
         loop = EngineLoop(
             core,
@@ -215,7 +247,15 @@ class EngineProcess:
             raise CannotStart("this executor cannot share the experts with other engines")
         rank, incarnation = welcome.rank, self._incarnation
         wave = EngineWave(rank=rank, incarnation=incarnation, wave=welcome.wave, phase=Phase.APART)
-        core = EngineCore(self._config, executor, rank=rank, incarnation=incarnation, clock=wave)
+        core = EngineCore(
+            self._config,
+            executor,
+            rank=rank,
+            incarnation=incarnation,
+            clock=wave,
+            on_adapters=self._has_adapters,
+        )
+        self._load_adapters(core)
         grouping = Grouping(
             GroupMember(rank, incarnation),
             executor,
@@ -244,6 +284,26 @@ class EngineProcess:
             # The goodbye goes first, so that the others regroup on an order and not on an error.
             self._receiver.stop()
             grouping.close()
+
+    def _has_adapters(self, sheet: AdapterSheet, held: list[HeldAdapter]) -> None:
+        self._receiver.tell(HaveAdapters(sheet, held))
+
+    def _load_adapters(self, core: EngineCore) -> None:
+        """Have all adapters of the cluster before the first request can come.
+
+        Raises:
+            CannotStart: one of the settings cannot be served.
+        """
+        # It may have changed while the model was loaded.
+        sheet = self._reception.sheet or configured_adapters(self._config.lora)
+        if sheet is None:
+            return
+        if sheet.entries:
+            self._lifeline.progress("loading adapters")
+        core.adapters.take(sheet)
+        for entry, error in core.adapters.wait():
+            if not entry.confined and not entry.version:  # it has never been served
+                raise CannotStart(f"--lora-modules {entry.name}={entry.path}: {error}")
 
     def _drain(self) -> None:
         self._health.drain()

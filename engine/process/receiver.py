@@ -35,6 +35,7 @@ from engine.process.reception import (
     Supersede,
     Tick,
 )
+from engine.shared.adapters import configured_adapters
 from engine.shared.config import EngineConfig
 from engine.shared.group_config import group_config
 from engine.shared.membership import Identity, Membership
@@ -49,7 +50,7 @@ _CONTROL_ADDRESS = "inproc://receiver-control"
 
 
 class OutputLinks(Protocol):
-    """The ways on which an engine speaks, opened and closed from the receiver's thread."""
+    """An engine's outgoing connections, opened and closed from the receiver's thread."""
 
     def connect_coordinator(self, address: str) -> None:
         """Open the way to the coordinator."""
@@ -74,9 +75,12 @@ def build_reception(config: EngineConfig, incarnation: int, *, lockstep: bool) -
         host=node_name(cluster),
         pid=os.getpid(),
         group_config=group_config(config, lockstep=lockstep),
+        group=cluster.engine_group,
     )
+    membership = Membership(identity, cluster.heartbeat_interval)
+    membership.adapters = configured_adapters(config.lora)
     return Reception(
-        Membership(identity, cluster.heartbeat_interval),
+        membership,
         FrontEndLinks(
             incarnation, node_name(cluster), cluster.engine_timeout, cluster.heartbeat_interval
         ),

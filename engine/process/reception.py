@@ -13,6 +13,7 @@ from engine.process.links import FrontEndLinks, LinkChanges
 from engine.shared.membership import HELLO_INTERVAL, Joined, Membership, Rejected
 from engine.shared.messages import (
     AbortRequests,
+    AdapterSheet,
     AddRequest,
     CoordinatorReply,
     EngineInput,
@@ -23,6 +24,8 @@ from engine.shared.messages import (
     GroupOrder,
     GroupStatus,
     HeartbeatAck,
+    HeldAdapter,
+    HoldAdapters,
     MemberMessage,
     Refused,
     RouteHello,
@@ -38,19 +41,26 @@ logger = logging.getLogger(__name__)
 
 
 class Serve(NamedTuple):
-    """The engine has loaded its model: the coordinator and front ends have to know."""
+    """The engine has loaded its model: tell the coordinator and the front ends."""
 
     setup: EngineSetup
 
 
 class WantNothingNew(NamedTuple):
-    """The engine drains: the coordinator has to know."""
+    """The engine drains: tell the coordinator."""
 
 
 class StandInGroup(NamedTuple):
-    """The engine stands elsewhere with its lockstep group: the coordinator has to know."""
+    """The engine's state in its lockstep group has changed: tell the coordinator."""
 
     status: GroupStatus
+
+
+class HaveAdapters(NamedTuple):
+    """The engine knows this sheet and has these adapters: tell the coordinator."""
+
+    sheet: AdapterSheet
+    held: list[HeldAdapter]
 
 
 class Leave(NamedTuple):
@@ -61,7 +71,7 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-Command = Serve | WantNothingNew | StandInGroup | Leave
+Command = Serve | WantNothingNew | StandInGroup | HaveAdapters | Leave
 """What the engine's loop tells its receiver."""
 
 Event = CoordinatorReply | GroupOrder | EngineInput | Command | Tick
@@ -109,13 +119,13 @@ class Deliver(NamedTuple):
 
 
 class Supersede(NamedTuple):
-    """Whoever computes in a group of a smaller number is to be freed from it."""
+    """Free whoever computes in a group with a smaller number."""
 
     topology: int
 
 
 class Announce(NamedTuple):
-    """Say to whoever started the engine that front ends route to it, but for these."""
+    """Tell whoever started the engine that front ends route to it, except for these."""
 
     unconfirmed: list[int]
 
@@ -133,6 +143,8 @@ class Reception:
     def __init__(self, membership: Membership, links: FrontEndLinks) -> None:
         self.deadline = float("-inf")
         """When the next `Tick` is due at the latest (seconds, monotonic)."""
+        self.sheet: AdapterSheet | None = None
+        """The newest sheet of adapters; any thread."""
         self._membership = membership
         self._links = links
         self._followed: Follow | None = None
@@ -147,18 +159,16 @@ class Reception:
         self._membership.wave = max(self._membership.wave, wave)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take an event at `now`; return what to do. What it does not know it ignores."""
+        """Take an event at `now`; return what to do. Unknown events are ignored."""
         match event:
             case AddRequest() | AbortRequests() | UtilityCall():
                 return [Deliver(event)]
             case Welcome() | Refused() | HeartbeatAck():
                 actions = self._reply(event, now)
-            case StartDpWave():
-                return [Deliver(event)]
-            case FormGroup():
-                return [Supersede(event.topology), Deliver(event)]
-            case FrontEnds(epoch, front_ends):
-                actions = self._listed(epoch, front_ends, now)
+            case StartDpWave() | FormGroup() | FrontEnds() | HoldAdapters():
+                if event.group != self._membership.group:
+                    return []  # published for all engine groups
+                actions = self._ordered(event, now)
             case RouteTaken():
                 self._links.answered(event)
                 actions = []
@@ -172,6 +182,10 @@ class Reception:
             case StandInGroup(status):
                 self._membership.set_group_status(status)
                 actions = []
+            case HaveAdapters(sheet, held):
+                self._membership.adapters = sheet
+                self._membership.set_adapters(held)
+                actions = []
             case Leave():
                 return [Register(self._membership.goodbye()), Close()]
             case Tick():
@@ -180,6 +194,20 @@ class Reception:
                 logger.warning("%s ignored", type(event).__name__)
                 return []
         return actions + self._due(now)
+
+    def _ordered(self, order: GroupOrder, now: float) -> list[Action]:
+        match order:
+            case StartDpWave():
+                return [Deliver(order)]
+            case FormGroup():
+                return [Supersede(order.topology), Deliver(order)]
+            case FrontEnds(epoch, front_ends):
+                return self._listed(epoch, front_ends, now)
+            case HoldAdapters(epoch, sheet):
+                if epoch != self._membership.epoch:
+                    return []
+                self._know(sheet)
+                return [Deliver(order)]
 
     # -- the coordinator -------------------------------------------------------------------------
 
@@ -194,6 +222,7 @@ class Reception:
 
     def _joined(self, welcome: Welcome, now: float, *, again: bool) -> list[Action]:
         actions: list[Action] = []
+        self._know(welcome.adapters)
         follow = Follow(welcome.publish_address, welcome.output_address)
         if follow != self._followed:
             self._followed = follow
@@ -201,10 +230,16 @@ class Reception:
         if again:
             logger.warning("registered again: the coordinator had forgotten this process")
             actions.append(Deliver(Rejoined(welcome.wave)))
+            if welcome.adapters is not None:
+                actions.append(Deliver(HoldAdapters(welcome.epoch, welcome.adapters)))
         else:
             logger.info("joined as rank %d", welcome.index)
             actions.append(Deliver(Welcomed(welcome.index, welcome.wave)))
         return actions + self._listed(welcome.epoch, welcome.front_ends, now)
+
+    def _know(self, sheet: AdapterSheet | None) -> None:
+        if sheet is not None and (self.sheet is None or sheet.revision > self.sheet.revision):
+            self.sheet = sheet
 
     def _listed(self, epoch: int, entries: list[FrontEndEntry], now: float) -> list[Action]:
         if epoch != self._membership.epoch:

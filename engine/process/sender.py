@@ -27,7 +27,7 @@ from engine.shared.transport import Transport
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.025
-"""Least seconds between two stats to the coordinator while an engine keeps running."""
+"""Minimum seconds between two stats to the coordinator while an engine keeps running."""
 
 LATE_INTERVAL = 0.1
 """Seconds after which stats are looked at that were held back and that a long step has kept
@@ -35,7 +35,7 @@ from being replaced."""
 
 
 class Outlet(Protocol):
-    """Where an engine's loop says what it has to say, without waiting for anybody."""
+    """Where an engine's loop sends everything, without waiting for anybody."""
 
     def say(self, step: CoreStep) -> None:
         """Tell front ends and the coordinator what a step has to say."""
@@ -87,7 +87,7 @@ class StatsThrottle:
 
 
 class Sender:
-    """Writes whatever it is given, at once; what stats are held back, a thread of its own later.
+    """Writes what it is given at once; a thread of its own sends stats that were held back.
 
     Nothing here waits for a reader: sockets queue without a limit, and a front end that goes takes
     its queue with it.

@@ -29,23 +29,23 @@ class Say(NamedTuple):
 
 
 class RefuseNew(NamedTuple):
-    """Tell the cluster that the engine wants nothing new."""
+    """Tell the cluster that the engine takes nothing new."""
 
 
 class Settle(NamedTuple):
-    """Do nothing for so many seconds, so that what was said is heard."""
+    """Do nothing for this many seconds, so that what was sent arrives."""
 
     seconds: float
 
 
 class Compute(NamedTuple):
-    """Take a step of at most so many tokens."""
+    """Take a step of at most this many tokens."""
 
     tokens: int
 
 
 class Rest(NamedTuple):
-    """Sleep on the inbox for at most so many seconds."""
+    """Sleep on the inbox for at most this many seconds."""
 
     seconds: float
 

@@ -1,4 +1,4 @@
-"""Ends an engine whose step does not end, so that others can take over what it has.
+"""Ends an engine whose step hangs, so that others can take over its requests.
 
 An engine is hung when a step takes longer than its kind may: `StepWatch` knows since when a step
 runs and how long it may take, a thread looks at that. Being busy is not being hung: what a step
@@ -26,14 +26,14 @@ FIRST_STEPS = 8
 FIRST_STEPS_FACTOR = 5.0
 
 LONGEST_LOOK = 1.0
-"""Most seconds between two looks."""
+"""Maximum seconds between two looks."""
 
 _LAST_WORDS_SECONDS = 0.3
 _SHORTEST_STUCK = 10.0
 
 
 class StepWatch:
-    """Since when the step that runs now does so, and how long it may; no I/O.
+    """When the present step began, and how long it may take. No I/O.
 
     One thread calls `begin` and `end`, others may look.
     """
@@ -105,7 +105,7 @@ class Watchdog:
                 self._end(f"a step has not ended for {seconds:.1f} s (--step-timeout)")
 
     def _wind_up(self) -> None:
-        """Let the C library's thread wait anew."""
+        """Restart the wait of the C library's thread."""
         faulthandler.dump_traceback_later(self._stuck_after, exit=True)
 
     def _end(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens would complete a sequence that must not be in an output."""
+"""Finds the tokens that would complete a sequence that must not be in an output."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ class BadWords:
         for beginning in found:
             lengths.setdefault(beginning[-1], set()).add(len(beginning))
         self._lengths = {token: sorted(each) for token, each in lengths.items()}
-        """How long beginnings are that end with a token."""
+        """Lengths of the beginnings that end with a token."""
         self._longest = max(map(len, found), default=0)
 
     def __bool__(self) -> bool:

@@ -44,6 +44,7 @@ def can_record(model: Decoder, block_size: int) -> bool:
         isinstance(attention, CudaAttention)
         and not model.sparse_layers
         and model.is_alone
+        and model.is_whole
         and isinstance(attention.for_blocks(block_size), VarlenAttention)
     )
 

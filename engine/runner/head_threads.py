@@ -1,4 +1,4 @@
-"""More threads for the widest product of a step than for the rest of it.
+"""Runs the widest product of a step with more threads than the rest of it.
 
 Engines of small models compute with fewer threads than there are cores, because their many short
 operations would wait for cores that front ends use (benchmarks/results/measurements.md). The LM
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import torch
 
 _WORTH_SHARING = 1 << 26
-"""Multiplications of an LM head from which sharing them pays: about a millisecond of a core."""
+"""Multiplications of an LM head from which on more threads pay: about a millisecond of a core."""
 
 
 @contextmanager
 def head_threads(most: int, multiplications: int) -> Iterator[None]:
-    """Compute with up to `most` threads what follows if its products are this large."""
+    """Compute what follows with up to `most` threads if its products are this large."""
     usual = torch.get_num_threads()
     if most <= usual or multiplications < _WORTH_SHARING:
         yield

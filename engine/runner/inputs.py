@@ -22,9 +22,11 @@ class BatchRows(msgspec.Struct, frozen=True):
     samples: IntArray
     """The rows that draw a token."""
     guessing: IntArray
-    """The rows with proposed tokens."""
+    """The rows with draft tokens."""
     token_ids: IntArray
     positions: IntArray
+    adapters: IntArray
+    """Slot of each token's adapter; -1 for none."""
     cache_slots: IntArray
     """Flat place of each token in a layer's cache."""
 
@@ -62,6 +64,7 @@ def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
         guessing=np.array(list(plan.proposed), np.int64),
         token_ids=table.token_ids[token_slots, positions].astype(np.int64),
         positions=positions,
+        adapters=table.adapters[token_slots],
         cache_slots=block.astype(np.int64) * table.block_size + positions % table.block_size,
     )
 

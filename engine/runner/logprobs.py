@@ -1,5 +1,7 @@
 """Log probabilities of chosen tokens and their alternatives, from raw logits."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,24 +12,43 @@ from engine.shared.messages import TokenLogprob
 IntArray = npt.NDArray[np.int64]
 
 
-def token_logprobs(logits: Tensor, chosen: IntArray, alternatives: IntArray) -> list[TokenLogprob]:
+def token_logprobs(
+    logits: Tensor, chosen: IntArray, alternatives: IntArray, named: Sequence[IntArray] = ()
+) -> list[TokenLogprob]:
     """Return one entry per row.
 
     Args:
         logits: [rows, vocab] as the model gave them, of any floating-point type
         chosen: [rows] the token to report
         alternatives: [rows] how many of the most likely tokens to list
+        named: [rows] the tokens to list instead, in their order, where there are any
 
     Equally likely tokens are listed by id, lowest first.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, torch.from_numpy(chosen).to(logits.device).unsqueeze(1))
     ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
-    listed = _top(logprobs, alternatives)
+    listed = _listed(logprobs, alternatives, named)
     return [
         TokenLogprob(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
         for logprob, rank, (ids, values) in zip(own[:, 0].tolist(), ranks, listed, strict=True)
     ]
+
+
+def _listed(
+    logprobs: Tensor, counts: IntArray, named: Sequence[IntArray]
+) -> list[tuple[list[int], list[float]]]:
+    """Return the ids and values of each row's alternatives."""
+    sizes = np.array([len(ids) for ids in named], np.int64)
+    if not sizes.any():
+        return _top(logprobs, counts)
+    listed = _top(logprobs, np.where(sizes, 0, counts))
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    index = torch.from_numpy(np.stack([rows, np.concatenate(named)])).to(logprobs.device)
+    values = np.split(logprobs[index[0], index[1]].cpu().numpy(), np.cumsum(sizes)[:-1])
+    for row in np.flatnonzero(sizes).tolist():
+        listed[row] = named[row].tolist(), values[row].tolist()
+    return listed
 
 
 def _top(logprobs: Tensor, counts: IntArray) -> list[tuple[list[int], list[float]]]:

@@ -1,4 +1,4 @@
-"""How much memory a step takes at most, found by running the largest one."""
+"""The most memory that a step takes, found by running the largest one."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 
 from engine.models.decoder import Decoder
 from engine.runner.kv_memory import available_memory, bytes_per_block
-from engine.runner.model_runner import ModelRunner
+from engine.runner.model_runner import EarlierStages, ModelRunner
 from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
 from engine.shared.config import CacheConfig, SchedulerConfig
 from engine.shared.messages import SamplingParams
@@ -22,7 +22,7 @@ def heaviest_plan(
 ) -> tuple[BatchPlan, int]:
     """Return a step with all the tokens and draws that there can be, and the KV blocks it needs.
 
-    Tokens are of all kinds that there are, so that they go to different experts.
+    It has all kinds of tokens, so that they go to different experts.
     """
     rows = min(max_num_seqs, max_num_batched_tokens)
     share, rest = divmod(max_num_batched_tokens, rows)
@@ -53,7 +53,7 @@ def free_for_cache(*, total: int, utilization: float, peak: int, others: int) ->
     Args:
         total: memory of the device.
         utilization: share of it that this engine may use.
-        peak: most that weights and the largest step took.
+        peak: maximum that weights and the largest step took.
         others: what is taken outside of that, as by the driver and by other processes.
     """
     return max(0, int(total * utilization) - peak - others)
@@ -63,7 +63,7 @@ class MemoryTrial:
     """One process's memory around the largest step; on a CPU what is free, the step aside."""
 
     def __init__(self, device: torch.device, processes: int) -> None:
-        """Begin; so many `processes` share the node's memory."""
+        """Begin; `processes` share the node's memory."""
         self._device = device
         self._processes = processes
         if device.type == "cuda":
@@ -71,7 +71,7 @@ class MemoryTrial:
             torch.cuda.reset_peak_memory_stats(device)
 
     def peak(self, own_cache: int) -> int:
-        """Return the most bytes taken since, but for the KV cache of the trial."""
+        """Return the peak of bytes taken since, without the KV cache of the trial."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize(self._device)
@@ -95,6 +95,7 @@ def profiled_memory(
     *,
     processes: int,
     prepare: Callable[[int], None],
+    earlier: EarlierStages | None = None,
 ) -> int:
     """Return the bytes that the largest step leaves for this process's KV cache.
 
@@ -102,6 +103,7 @@ def profiled_memory(
         processes: how many compute on this node.
         prepare: has the processes that hold other parts of the model allocate a KV cache of so many
             blocks for the step.
+        earlier: the pipeline stages before this one, if there are any.
     """
     plan, num_blocks = heaviest_plan(
         max_num_seqs=scheduling.max_num_seqs,
@@ -119,8 +121,12 @@ def profiled_memory(
         num_kv_blocks=num_blocks,
         block_size=cache.block_size,
         record_decodes=False,
+        earlier=earlier,
     )
-    runner.run(plan)
+    if model.spec.num_outputs is None:
+        runner.run(plan)
+    else:  # tokens are not drawn
+        runner.hidden_states(plan)
     block_bytes = bytes_per_block(model.spec, cache.block_size, model.cache_dtype)
     peak = trial.peak((num_blocks + 1) * block_bytes)
     del runner

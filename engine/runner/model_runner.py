@@ -1,11 +1,16 @@
 """Turns batch plans into tokens; owner of the KV cache and of all per-slot state."""
 
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.grammar.masks import Ends, GrammarTable
+from engine.models.adapters import AdapterRows, AdapterWeights
+from engine.models.attention.plan import AttentionRows
 from engine.models.attention.varlen import to_device
 from engine.models.decoder import Decoder, FinalTokens, StepTokens
 from engine.runner.cuda_graphs import DecodeGraphs, can_record
@@ -13,6 +18,7 @@ from engine.runner.head_threads import head_threads
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.logprobs import token_logprobs
+from engine.runner.pooler import Pooler
 from engine.runner.sampler import sample
 from engine.runner.slots import NO_LOGPROBS, SlotTable
 from engine.runner.verification import (
@@ -23,14 +29,51 @@ from engine.runner.verification import (
     write_proposed,
 )
 from engine.scheduler.batch import BatchPlan, BatchResult
-from engine.shared.messages import TokenLogprob
+from engine.shared.messages import PoolingParams, TokenLogprob
 
 _PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose full logits are held at once."""
 
 
+class Incoming(Protocol):
+    """States of a step that are on their way from the previous pipeline stage."""
+
+    def wait(self) -> Tensor:
+        """Return them, [tokens, hidden]; raises GroupBroken if they will not come."""
+        ...
+
+
+class EarlierStages(Protocol):
+    """The processes that have the layers before those of this process."""
+
+    def begin(self, rows: BatchRows, shape: AttentionRows) -> Incoming:
+        """Have them compute these tokens, after those of all steps begun before."""
+        ...
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Have them put their part of an adapter into a slot, after all steps begun before."""
+        ...
+
+
+class BegunStep(NamedTuple):
+    """A step whose tokens have been looked up, and which earlier stages compute already."""
+
+    plan: BatchPlan
+    rows: BatchRows
+    shape: AttentionRows
+    draws: Draws
+    adapters: AdapterRows | None
+    placed: dict[int, AdapterWeights]
+    """What slots of adapters get before it is computed here: steps before it need what they had."""
+    incoming: Incoming | None
+
+
 class ModelRunner:
-    """Runs the plans of one engine, in order, on one model replica."""
+    """Runs the plans of one engine, in order, on one model replica.
+
+    Where other processes have the earlier layers, several steps can be on their way: each is begun
+    as soon as all of its tokens are drawn, and finished after the one before.
+    """
 
     def __init__(
         self,
@@ -43,15 +86,25 @@ class ModelRunner:
         grammars: GrammarTable | None = None,
         record_decodes: bool = True,
         max_head_threads: int = 1,
+        pooler: Pooler | None = None,
+        adapters: Mapping[str, AdapterWeights] | None = None,
+        earlier: EarlierStages | None = None,
     ) -> None:
         """Allocate the KV cache; on CUDA, record decode steps as graphs unless told not to.
 
         `max_head_threads` is how many the LM head of a large batch may have, should that be more
-        than the layers have.
+        than the layers have. A `pooler` makes vectors of sequences in place of tokens. `adapters`
+        has those that plans may name, by their versions.
         """
         self.model = model
+        self._pooler = pooler
+        self._params: dict[int, PoolingParams] = {}
         self._max_head_threads = max_head_threads
         self._grammars = grammars
+        self._adapters = {} if adapters is None else adapters
+        self._placed: dict[int, AdapterWeights] = {}
+        """What slots of adapters get with the next step."""
+        self._earlier = earlier
         on_cuda = model.device.type == "cuda"
         # Padding of recorded steps gets a block of its own, behind those of sequences.
         self._cache = allocate_cache(
@@ -74,24 +127,55 @@ class ModelRunner:
                 scratch_block=num_kv_blocks,
             )
 
-    @torch.inference_mode()
     def run(self, plan: BatchPlan) -> BatchResult:
         """Compute the plan's rows, draw tokens and append them to their slots.
 
         Raises:
             ValueError: a starting sequence does not fit the model.
         """
+        return self.finish(self.begin(plan))
+
+    @torch.inference_mode()
+    def begin(self, plan: BatchPlan) -> BegunStep | None:
+        """Apply the plan's changes, and have earlier stages compute its rows; None without rows.
+
+        All tokens of these have to be drawn. Steps may be finished meanwhile, in another thread:
+        those have rows of other slots, or draw no tokens.
+
+        Raises:
+            ValueError: a starting sequence does not fit the model.
+        """
         self._update(plan)
         if not plan.slots:
+            return None
+        rows = batch_rows(plan, self._table)
+        shape = attention_rows(rows, self._table)
+        placed, self._placed = self._placed, {}
+        incoming = None
+        if self._earlier is not None:
+            for adapter_slot, weights in placed.items():
+                self._earlier.load_adapter(adapter_slot, weights)
+            incoming = self._earlier.begin(rows, shape)
+        adapters = self._row_adapters(rows)
+        return BegunStep(plan, rows, shape, draws_of(plan, rows), adapters, placed, incoming)
+
+    @torch.inference_mode()
+    def finish(self, begun: BegunStep | None) -> BatchResult:
+        """Compute what is left of the step that was begun after the one finished last."""
+        if begun is None:
             self.model.dummy_step()
             return BatchResult(token_ids=[])
-        rows = batch_rows(plan, self._table)
-        draws, grammars = draws_of(plan, rows), self._grammars
-        hidden, prompt_logprobs = self._states(rows, draws)
+        plan, rows, draws, grammars = begun.plan, begun.rows, begun.draws, self._grammars
+        if self._pooler is not None:
+            return self._pooled(self._pooler, begun)
+        if grammars is not None:
+            for start in plan.starting:
+                grammars.start(start)
+        hidden, prompt_logprobs = self._states(begun)
         if not len(rows.samples):
             return BatchResult(token_ids=[], prompt_logprobs=prompt_logprobs)
         with head_threads(self._max_head_threads, hidden.numel() * self.model.spec.vocab_size):
-            logits = self.model.logits(hidden)
+            logits = self.model.logits(hidden, self._head_adapters(begun.adapters, draws.tokens))
             masks = None
             if grammars is not None:
                 proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
@@ -112,39 +196,71 @@ class ModelRunner:
             mask_us={} if grammars is None else grammars.mask_us,
         )
 
+    def _pooled(self, pooler: Pooler, begun: BegunStep) -> BatchResult:
+        """Make a vector of each sequence whose last token is computed in this step."""
+        plan, rows = begun.plan, begun.rows
+        self._params |= {each.slot: each.pooling or PoolingParams() for each in plan.starting}
+        ended = rows.samples
+        if pooler.sees_last:
+            hidden, _ = self._states(begun)
+            firsts, counts = np.arange(len(ended)), np.ones(len(ended), np.int64)
+        else:
+            hidden = self._compute(begun, None)
+            firsts, counts = rows.first_token, rows.counts
+        if not len(ended):
+            return BatchResult([])
+        params = [self._params[plan.slots[row]] for row in ended.tolist()]
+        vectors = pooler.vectors(hidden, firsts, counts, params)
+        return BatchResult([], pooled=dict(zip(ended.tolist(), vectors, strict=True)))
+
     @torch.inference_mode()
     def hidden_states(self, plan: BatchPlan) -> Tensor:
         """Do all of a step but the sampling; return the final states [tokens, hidden]."""
-        self._update(plan)
-        return self._compute(batch_rows(plan, self._table), None)
+        begun = self.begin(plan)
+        assert begun is not None, "a plan without rows"
+        return self._compute(begun, None)
+
+    def _row_adapters(self, rows: BatchRows) -> AdapterRows | None:
+        bank = self.model.adapters
+        return None if bank is None else bank.rows(rows.adapters)
+
+    def _head_adapters(
+        self, adapters: AdapterRows | None, tokens: npt.NDArray[np.int64]
+    ) -> AdapterRows | None:
+        """Return the adapters of some of a step's tokens, if logits depend on them."""
+        bank = self.model.adapters
+        if adapters is None or bank is None or not bank.adapts_head:
+            return None
+        return adapters.select(self._tensor(tokens))
 
     def _update(self, plan: BatchPlan) -> None:
+        for adapter_slot, version in plan.adapters.items():
+            self._placed[adapter_slot] = self._adapters[version]
         for start in plan.starting:
             self._table.start(start)
-            if self._grammars is not None:
-                self._grammars.start(start)
         for blocks in plan.blocks:
             self._table.append_blocks(blocks)
         write_proposed(plan, self._table)
 
-    def _states(
-        self, rows: BatchRows, draws: Draws
-    ) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
+    def _states(self, begun: BegunStep) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
         """Return the final states [draws, hidden], and what is to be reported of prompts."""
+        rows, draws = begun.rows, begun.draws
         reporting = np.flatnonzero(self._table.sampling.prompt_logprobs[rows.slots] != NO_LOGPROBS)
         others = len(draws.tokens) < len(rows.token_ids)
         only_draws = others and not len(reporting) and self.model.is_alone
-        hidden = self._compute(rows, draws if only_draws else None)
-        prompt_logprobs = self._prompt_logprobs(rows, reporting, hidden)
+        hidden = self._compute(begun, draws if only_draws else None)
+        prompt_logprobs = self._prompt_logprobs(begun, reporting, hidden)
         if len(draws.tokens) < len(hidden):
             hidden = hidden.index_select(0, self._tensor(draws.tokens))
         return hidden, prompt_logprobs
 
-    def _compute(self, rows: BatchRows, draws: Draws | None) -> Tensor:
+    def _compute(self, begun: BegunStep, draws: Draws | None) -> Tensor:
         """Return the states of all tokens; with `draws`, where they can be told apart, of those."""
-        model = self.model
-        shape = attention_rows(rows, self._table)
-        if self._graphs is not None and (hidden := self._graphs.run(rows, shape)) is not None:
+        model, rows, shape = self.model, begun.rows, begun.shape
+        for adapter_slot, weights in begun.placed.items():
+            model.load_adapter(adapter_slot, weights)
+        recorded = self._graphs if begun.adapters is None else None
+        if recorded is not None and (hidden := recorded.run(rows, shape)) is not None:
             return hidden
         final = None
         if draws is not None:
@@ -158,13 +274,16 @@ class ModelRunner:
             rows=shape,
             plans={window: model.attention.plan(shape, window) for window in model.windows},
             final=final,
+            adapters=begun.adapters,
         )
-        return model.hidden_states(step, self._cache)
+        incoming = None if begun.incoming is None else begun.incoming.wait()
+        return model.hidden_states(step, self._cache, incoming)
 
     def _prompt_logprobs(
-        self, rows: BatchRows, reporting: npt.NDArray[np.int64], hidden: Tensor
+        self, begun: BegunStep, reporting: npt.NDArray[np.int64], hidden: Tensor
     ) -> dict[int, list[TokenLogprob]]:
         """Report each prompt token that follows a computed one."""
+        rows, adapters = begun.rows, begun.adapters
         wanted = self._table.sampling.prompt_logprobs[rows.slots]
         result: dict[int, list[TokenLogprob]] = {}
         for row in reporting.tolist():
@@ -175,9 +294,11 @@ class ModelRunner:
             entries: list[TokenLogprob] = []
             for offset in range(0, len(following), _PROMPT_LOGPROB_ROWS):
                 chosen = following[offset : offset + _PROMPT_LOGPROB_ROWS]
-                states = hidden[first + offset : first + offset + len(chosen)]
+                tokens = np.arange(first + offset, first + offset + len(chosen))
+                states = hidden[tokens[0] : tokens[-1] + 1]
                 many = np.full(len(chosen), wanted[row])
-                entries += token_logprobs(self.model.logits(states), chosen, many)
+                logits = self.model.logits(states, self._head_adapters(adapters, tokens))
+                entries += token_logprobs(logits, chosen, many)
             if entries:
                 result[row] = entries
         return result

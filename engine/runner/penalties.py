@@ -1,4 +1,4 @@
-"""Changes to logits before the draw: bias, minimum length, penalties, tokens ruled out.
+"""Changes to logits before the draw: bias, minimum length, penalties, forbidden tokens.
 
 All functions work in place on float32 logits [rows, vocab] and touch only the tokens concerned.
 """
@@ -37,7 +37,7 @@ def adjust(
         logits: [rows, vocab] float32
         slots, positions: of each row: its slot and the position to be drawn
         rows: from `adjusted_rows`
-        masks: tokens that rows with a grammar may draw; who has only ends left may end early
+        masks: tokens that rows with a grammar may draw; rows with only ends left may end early
     """
     sampling = table.sampling
     num_output = positions - table.num_prompt_tokens[slots]
@@ -72,7 +72,7 @@ def forbid_others(logits: Tensor, masks: TokenMasks) -> None:
 
 
 def forbid_on_device(logits: Tensor, masks: TokenMasks) -> None:
-    """The same where the masks have to be taken apart on the device of the logits."""
+    """The same where the masks have to be unpacked on the device of the logits."""
     bits = torch.from_numpy(masks.bits).to(logits.device)
     places = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
     allowed = (bits.unsqueeze(-1) >> places).bitwise_and_(1).view(len(bits), -1)
@@ -98,7 +98,7 @@ _MAX = np.where(
     np.float32(np.inf),
     np.float32(-np.inf),
 )
-"""[256, 8] what a logit may be at most, by the octet of a mask."""
+"""[256, 8] the maximum of each logit, by a mask's byte."""
 
 
 def forbid_bad_words(

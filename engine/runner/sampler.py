@@ -27,9 +27,9 @@ _Way = Callable[[Tensor, SamplingTable, IntArray, IntArray], IntArray]
 """How some rows are drawn, from logits that may be overwritten."""
 
 _CANDIDATES = (256, 4096)
-"""How many of the largest probabilities are looked at before a whole row is sorted."""
+"""How many of the largest probabilities are tried before a whole row is sorted."""
 _COLDEST = 1e-6
-"""Temperatures below are raised to this, where the most likely token is certain anyway."""
+"""Lower temperatures are raised to this, at which the most likely token is certain anyway."""
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -51,7 +51,7 @@ def sample(
     """Draw one token per row.
 
     Args:
-        logits: [rows, vocab], of no use to the caller afterwards
+        logits: [rows, vocab]; overwritten
         slots: [rows] whose parameters apply
         positions: [rows] position in its sequence of the token to draw
         masks: the tokens that rows with a grammar may draw
@@ -95,7 +95,7 @@ def most_likely(logits: Tensor) -> IntArray:
 def _choose(
     logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray
 ) -> IntArray:
-    """Take each row the cheapest way that its parameters allow."""
+    """Draw each row in the cheapest way that its parameters allow."""
     drawn, filtered = params.temperature[slots] > 0, params.filtered[slots]
     ways: tuple[tuple[npt.NDArray[np.bool_], _Way], ...] = (
         (~drawn, lambda some, *_: most_likely(some)),
@@ -219,7 +219,8 @@ def _logprobs(
         return None
     index = torch.from_numpy(rows).to(logits.device)
     wanted = params.logprobs[slots[rows]]
-    entries = token_logprobs(logits.index_select(0, index), token_ids[rows], wanted)
+    named = [params.named[slot] for slot in slots[rows].tolist()]
+    entries = token_logprobs(logits.index_select(0, index), token_ids[rows], wanted, named)
     result: list[TokenLogprob | None] = [None] * len(slots)
     for row, entry in zip(rows.tolist(), entries, strict=True):
         result[row] = entry

@@ -14,7 +14,10 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class SamplingTable:
-    """Sampling parameters of every slot, laid out so that a batch reads them by fancy index."""
+    """Sampling parameters of every slot, laid out so that a batch reads them by fancy index.
+
+    More than 15 attributes: an array for each parameter.
+    """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
@@ -29,11 +32,13 @@ class SamplingTable:
         self.frequency_penalty = np.zeros(max_num_seqs, np.float64)
         self.min_tokens = np.zeros(max_num_seqs, np.int64)
         self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        self.named: list[IntArray] = [_NO_TOKENS] * max_num_seqs
+        """Tokens that are reported instead of the most likely."""
         self.prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
         self.penalized = np.zeros(max_num_seqs, np.bool_)
         self.biased = np.zeros(max_num_seqs, np.bool_)
         self.filtered = np.zeros(max_num_seqs, np.bool_)
-        """Whether top-k, top-p or min-p leave anything out."""
+        """Whether top-k, top-p or min-p exclude anything."""
         self.plain_greedy = np.zeros(max_num_seqs, np.bool_)
         """Whether the most likely token is all that is asked for."""
         self.bias: list[tuple[IntArray, npt.NDArray[np.float32]]] = [_NO_BIAS] * max_num_seqs
@@ -58,6 +63,8 @@ class SamplingTable:
         self.frequency_penalty[slot] = params.frequency_penalty
         self.min_tokens[slot] = params.min_tokens
         self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        named = np.array(params.logprob_token_ids, np.int64)
+        self.named[slot] = named[self._inside(named)]
         self.prompt_logprobs[slot] = (
             NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         )
@@ -121,6 +128,8 @@ class SlotTable:
         self.vocab_size = vocab_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self.adapters = np.full(max_num_seqs, -1, np.int64)
+        """Slot of each sequence's adapter; -1 for none."""
         blocks = -(-(max_model_len + 1) // block_size)
         self.block_tables = np.zeros((max_num_seqs, blocks), np.int32)
         self.sampling = SamplingTable(max_num_seqs, vocab_size, eos_token_ids)
@@ -141,6 +150,7 @@ class SlotTable:
             raise ValueError(f"a token id is outside the vocabulary of {self.vocab_size}")
         self.token_ids[start.slot, : len(tokens)] = tokens
         self.num_prompt_tokens[start.slot] = start.num_prompt_tokens
+        self.adapters[start.slot] = start.adapter
         self.sampling.set(start.slot, start.sampling)
 
     def append_blocks(self, blocks: SlotBlocks) -> None:

@@ -28,7 +28,7 @@ class Draws(msgspec.Struct, frozen=True):
 
 
 def write_proposed(plan: BatchPlan, table: SlotTable) -> None:
-    """Put proposed tokens where their sequence would have them if they are right.
+    """Put proposed tokens where their sequence will have them if they are accepted.
 
     So all that depends on a sequence's tokens (input, penalties) is right for every draw that is
     kept. Whatever stays there of others is overwritten before it counts.
@@ -80,7 +80,7 @@ def verified(
     prompt_logprobs: dict[int, list[TokenLogprob]],
     grammars: GrammarTable | None,
 ) -> BatchResult:
-    """Return the result of a step with only those draws that are worth something.
+    """Return the result of a step with only those draws that are kept.
 
     They are as long as every proposed token before them was drawn as well, and no grammar ended.
     """

@@ -8,7 +8,7 @@ class Grant(NamedTuple):
     """What an admission policy allows in one step. It never limits decodes."""
 
     token_cap: int = -1
-    """Most prefill tokens, of partial prefills and new admissions together; -1 is unlimited,
+    """Maximum prefill tokens, of partial prefills and new admissions together; -1 is unlimited,
     0 holds all prefill."""
     admit_new: bool = True
     """Whether waiting requests may be admitted."""
@@ -79,10 +79,10 @@ class AdmitAll:
 class StepBudget:
     """What is left of one step's tokens; the `try_*` methods reserve."""
 
-    __slots__ = ("_admit_new", "_prefill_tokens", "_run_partials", "_tokens")
+    __slots__ = ("_admit_new", "_max_tokens", "_prefill_tokens", "_run_partials", "_tokens")
 
     def __init__(self, max_tokens: int, grant: Grant = UNLIMITED) -> None:
-        self._tokens = max_tokens
+        self._tokens = self._max_tokens = max_tokens
         self._prefill_tokens = max_tokens if grant.token_cap < 0 else grant.token_cap
         self._admit_new = grant.admit_new
         self._run_partials = grant.run_partials
@@ -112,8 +112,23 @@ class StepBudget:
         """Reserve up to `wanted` tokens for a new admission; 0 means not in this step."""
         return self._try_prefill(wanted) if self._admit_new else 0
 
+    def fits_whole(self, wanted: int) -> bool:
+        """Whether `wanted` tokens are left for a new sequence that is computed in one step.
+
+        The first of a step gets them even if the grant is smaller: it may never be larger.
+        """
+        if not self.can_admit or wanted > self._tokens:
+            return False
+        return wanted <= self._prefill_tokens or self._tokens == self._max_tokens
+
+    def admit_whole(self, wanted: int) -> int:
+        """Reserve tokens for a sequence that `fits_whole`, and return how many."""
+        self._tokens -= wanted
+        self._prefill_tokens = max(0, self._prefill_tokens - wanted)
+        return wanted
+
     def speculate(self, count: int) -> None:
-        """Reserve `count` guessed tokens, of those left when all else has its share."""
+        """Reserve `count` draft tokens, of those left when all else has its share."""
         assert count <= self._tokens
         self._tokens -= count
 

@@ -3,10 +3,11 @@
 import logging
 
 from engine.executor.interface import ExecutorInfo
+from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.books import RequestBooks
 from engine.scheduler.grammars import Grammars
 from engine.scheduler.isolation import Isolation
-from engine.scheduler.outputs import Outputs, refused_output
+from engine.scheduler.outputs import Outputs, refused_output, uncompiled_output
 from engine.scheduler.refusal import refusal
 from engine.scheduler.request import Request, RequestStatus, request_from_message
 from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
@@ -25,6 +26,7 @@ class Arrivals:
         books: RequestBooks,
         isolation: Isolation,
         grammars: Grammars | None,
+        adapters: AdapterSlots,
         counters: EngineCounters,
         executor: ExecutorInfo,
         *,
@@ -34,8 +36,10 @@ class Arrivals:
         self._books = books
         self._isolation = isolation
         self._grammars = grammars
+        self._adapters = adapters
         self._counters = counters
         self._vocab_size = executor.vocab_size
+        self._pools = executor.pools
         self._eos_token_ids = frozenset(executor.eos_token_ids)
         self._max_model_len = max_model_len
         self._by_priority = by_priority
@@ -51,7 +55,14 @@ class Arrivals:
             fields = {"request_id": name}
             logger.warning("request %s (%d) is here already", name, message.id, extra=fields)
             return None
-        reason = refusal(message, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        reason = refusal(
+            message,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            pools=self._pools,
+        )
+        if reason is None and message.adapter and message.adapter not in self._adapters.held:
+            reason = "this engine does not have the adapter that the request names"
         if reason is not None:
             return RequestOutput(message.id, [], finish_reason="error", error=reason)
         request = request_from_message(
@@ -103,7 +114,7 @@ class Arrivals:
             return None
         if grammar is not None and grammar.error is not None:
             self._books.retire(request)
-            return refused_output(request, grammar.error)
+            return uncompiled_output(request, grammar)
         if not request.num_renewals:
             request.arrival = self._num_arrivals
             self._num_arrivals += 1
@@ -133,7 +144,6 @@ class Arrivals:
         request.grammar = self._grammars.ask(spec)
         self._books.recompile(request)
         self._counters.grammar_waits += 1
-        error = request.grammar.error if request.grammar.settled else None
-        if error is not None:
-            return refused_output(request, error)
+        if request.grammar.settled and request.grammar.error is not None:
+            return uncompiled_output(request, request.grammar)
         return self._queue_compiled(request)

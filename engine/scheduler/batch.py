@@ -9,10 +9,10 @@ made, and run, before the scheduler has seen the tokens of step n.
 
 import msgspec
 
-from engine.shared.messages import SamplingParams, TokenLogprob
+from engine.shared.messages import PoolingParams, SamplingParams, TokenLogprob
 
 RULED_OUT = "the output cannot follow its grammar: the request rules out every token that it allows"
-"""Why an output cannot go on whose request contradicts itself."""
+"""The reason given for an output whose request contradicts itself."""
 
 
 class SlotStart(msgspec.Struct, frozen=True, array_like=True):
@@ -25,6 +25,9 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
+    pooling: PoolingParams | None = None
+    adapter: int = -1
+    """Slot of the adapter that the sequence is computed with; -1 for none."""
 
 
 class SlotBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +49,8 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
     belongs to row i, which then has `counts[i] == 1 + len(proposed[i])`. They are computed as if
     they were the sequence's, and a token is drawn after each of them. The executor keeps these
     draws up to and including the first that differs from what was proposed at its position.
+
+    `adapters` says which versions are put into which slots of adapters before anything else.
     """
 
     step: int
@@ -56,6 +61,7 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
     counts: list[int]
     samples: list[bool]
     proposed: dict[int, list[int]] = {}
+    adapters: dict[int, str] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +70,7 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Those of them that are not a decode's one token."""
+        """All of these but the one token of each decode."""
         return sum(
             count
             for count, sample in zip(self.counts, self.samples, strict=True)
@@ -95,3 +101,5 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     anew, with nothing shared yet, it may go on."""
     mask_us: dict[int, int] = {}
     """By slot: microseconds that its masks took, where that is much."""
+    pooled: dict[int, bytes] = {}
+    """By row: the vector of a sequence that gets one instead of tokens, as float32 numbers."""

@@ -59,7 +59,7 @@ class BlockPool:
         self._kept[block_id] = 1
 
     def forget_contents(self) -> None:
-        """Keep no content any more; references stay and `on_evict` is not called."""
+        """Stop keeping any content; references stay and `on_evict` is not called."""
         self._kept = bytearray(self.num_blocks)
         self._blank.extend(self._reusable)
         self._reusable.clear()

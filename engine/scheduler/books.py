@@ -46,7 +46,7 @@ class RequestBooks:
         return len(self.waiting) + len(self.compiling) + len(self._isolation)
 
     def come(self, request: Request) -> None:
-        """A request is here; whoever calls this puts it into its first place."""
+        """A request has come; the caller puts it into its first place."""
         self.all[request.id] = request
         self._shares.come(request.tenant)
         self._turns.come(request)
@@ -58,7 +58,7 @@ class RequestBooks:
         self.waiting.push(request)
 
     def planned(self, count: int) -> None:
-        """So many tokens of a prefill are computed in the next step."""
+        """This many tokens of a prefill are computed in the next step."""
         self.queued_tokens -= count
 
     def requeue_tokens(self, request: Request, count: int) -> None:
@@ -109,7 +109,7 @@ class RequestBooks:
             self.waiting.remove(request)
 
     def _vacate(self, request: Request) -> None:
-        """Take back what a request holds that runs no longer."""
+        """Take back what a request that runs no longer holds."""
         self._shares.stop(request.tenant)
         self._turns.stop(request)
         if self._speculator is not None:

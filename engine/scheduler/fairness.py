@@ -1,4 +1,4 @@
-"""How much of an engine each tenant has had, and has now.
+"""How much of an engine each tenant has used, and uses now.
 
 Every tenant has a count of the work that was done for it (a virtual token counter): prompt tokens
 as they are computed, and each token decoded. The one that has had least comes next. Whoever comes
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from engine.scheduler.request import Request
+from engine.scheduler.tally import add_one, take_one
 
 DECODE_WEIGHT = 2
 """Work of a decoded token in prompt tokens: it has to read all weights for few rows."""
@@ -23,7 +24,7 @@ sends now and then does not find it in the middle of a long one."""
 _NOTHING: Mapping[int, int] = MappingProxyType({})
 
 _FEW = 256
-"""Tenants that have left and are not looked through for what can be forgotten."""
+"""Number of absent tenants from which on their counts are searched for ones to forget."""
 
 
 class PrefillParts:
@@ -95,7 +96,7 @@ class Shares:
 
     def leave(self, tenant: int) -> None:
         """A request of a tenant has ended."""
-        _decrement(self._present, tenant)
+        take_one(self._present, tenant)
         if len(self._served) > 2 * len(self._present) + _FEW:
             present, time = self._present, self._time
             self._served = {
@@ -106,11 +107,11 @@ class Shares:
 
     def start(self, tenant: int) -> None:
         """A request of a tenant runs now."""
-        self._running[tenant] = self._running.get(tenant, 0) + 1
+        add_one(self._running, tenant)
 
     def stop(self, tenant: int) -> None:
         """A request of a tenant runs no longer."""
-        _decrement(self._running, tenant)
+        take_one(self._running, tenant)
 
     def charge(self, tenant: int, tokens: int) -> None:
         """Count work that is done for a tenant."""
@@ -166,10 +167,3 @@ class Shares:
                 found[request.tenant] = found.get(request.tenant, 0) + 1
             assert found == counts, "tenants' requests are counted wrongly"
         assert self._present.keys() <= self._served.keys()
-
-
-def _decrement(counts: dict[int, int], tenant: int) -> None:
-    if counts[tenant] == 1:
-        del counts[tenant]
-    else:
-        counts[tenant] -= 1

@@ -1,4 +1,4 @@
-"""What the scheduler needs to know of grammars: which are there, and who is done with one."""
+"""What the scheduler needs of grammars: which are compiled, and which slots follow one."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -19,6 +19,11 @@ class Grammar(Protocol):
         """Why it cannot be compiled."""
         ...
 
+    @property
+    def no_room(self) -> bool:
+        """Whether it could be, were there more room."""
+        ...
+
 
 class Grammars(Protocol):
     """Compiles grammars beside the steps."""
@@ -31,9 +36,9 @@ class Grammars(Protocol):
         ...
 
     def assign(self, slot: int, grammar: Any) -> None:
-        """The request that gets the slot next follows this grammar, which is settled."""
+        """The next request in the slot follows this grammar, which is settled."""
         ...
 
     def release(self, slot: int) -> None:
-        """The request that was in the slot follows its grammar no more."""
+        """The request that was in the slot follows its grammar no longer."""
         ...

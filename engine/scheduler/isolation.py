@@ -82,5 +82,5 @@ class Isolation:
         return [alone] if ready else []
 
     def others(self, running: Collection[Request]) -> Collection[Request]:
-        """Return whom of the running requests to preempt first: others than whose turn it is."""
+        """Return the running requests to preempt first: all but the one whose turn it is."""
         return [each for each in running if each is not self.current] or running

@@ -1,6 +1,7 @@
 """How much an engine has to do, and what its next step has room for."""
 
 from engine.scheduler.accounts import Gauges
+from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import RankState
 from engine.scheduler.books import RequestBooks
 from engine.scheduler.fairness import PrefillParts, Shares
@@ -11,7 +12,7 @@ from engine.scheduler.slots import Slots
 
 
 class Load:
-    """Describes the load to those who weigh it: front ends and admission policies."""
+    """Describes the load to front ends and admission policies."""
 
     def __init__(
         self,
@@ -20,19 +21,26 @@ class Load:
         kv: KVCacheManager,
         slots: Slots,
         shares: Shares,
+        adapters: AdapterSlots,
         limits: StepLimits,
+        *,
+        has_kv: bool = True,
     ) -> None:
+        """`has_kv`: whether blocks hold keys and values."""
+        self._has_kv = has_kv
         self._books = books
         self._isolation = isolation
         self._kv = kv
         self._slots = slots
         self._shares = shares
+        self._adapters = adapters
         self._limits = limits
 
     def gauges(self) -> Gauges:
         """Return the load right now."""
         books = self._books
-        return Gauges(books.num_waiting, len(books.running), self._kv.usage, books.queued_tokens)
+        usage = self._kv.usage if self._has_kv else 0.0
+        return Gauges(books.num_waiting, len(books.running), usage, books.queued_tokens)
 
     def rank_state(
         self, passed_over: int, last_step_us: int, last_prefill_tokens: int
@@ -77,6 +85,8 @@ class Load:
         slots = self._slots.num_free
         blocks = self._kv.num_free_blocks - (self._limits.headroom if self._books.running else 0)
         for request in self._isolation.admissible(self._books.waiting, self._books.compiling):
+            if not self._adapters.admits(request.adapter):
+                continue
             if tokens >= room or slots == 0 or request.num_steps_in_flight:
                 break
             cached, needed = self._kv.needs(

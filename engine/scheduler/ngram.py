@@ -1,10 +1,10 @@
-"""Guesses how a sequence goes on from what followed the same tokens earlier in it."""
+"""Draft tokens from n-grams: what followed the same tokens earlier in the sequence."""
 
 from array import array
 from collections.abc import Sequence
 
 _MAX_CANDIDATES = 8
-"""Earlier occurrences that are compared, newest first."""
+"""Maximum earlier occurrences that are compared, newest first."""
 
 
 class NgramIndex:

@@ -3,6 +3,7 @@
 import msgspec
 
 from engine.scheduler.batch import RULED_OUT
+from engine.scheduler.grammars import Grammar
 from engine.scheduler.request import Request
 from engine.shared.messages import FinishReason, RequestOutput, TokenLogprob
 
@@ -54,6 +55,20 @@ def accept_tokens(
     )
 
 
+def pooled_output(request: Request, vector: bytes, now: float = 0.0) -> RequestOutput:
+    """Return the only output of a request that gets a vector, known `now`."""
+    request.has_emitted = True
+    request.first_token_at = now
+    return RequestOutput(
+        request.id,
+        [],
+        "stop",
+        num_cached_tokens=request.num_cached_tokens,
+        timing=request.timing(now),
+        pooled=vector,
+    )
+
+
 def grammar_output(
     request: Request, output: RequestOutput, error: str | None, now: float = 0.0
 ) -> RequestOutput:
@@ -95,6 +110,14 @@ def refused_output(request: Request, error: str) -> RequestOutput:
         refused=True,
         error_param=param,
     )
+
+
+def uncompiled_output(request: Request, grammar: Grammar) -> RequestOutput:
+    """Return the output for a request whose grammar was not compiled."""
+    error = grammar.error or "the grammar was not compiled"
+    if grammar.no_room:
+        return RequestOutput(request.id, [], finish_reason="error", error=error, no_room=True)
+    return refused_output(request, error)
 
 
 def _prompt_logprobs(request: Request) -> list[TokenLogprob] | None:

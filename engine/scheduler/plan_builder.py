@@ -20,14 +20,18 @@ class _Row(NamedTuple):
 class PlanBuilder:
     """Collects the rows of one step and keeps the numbers of their requests up to date."""
 
+    step: int
+    """Its number."""
     now: float = 0.0
-    """When the step is planned."""
+    """When it is planned."""
     starting: list[SlotStart] = field(default_factory=list)
     blocks: list[SlotBlocks] = field(default_factory=list)
     decodes: list[Request] = field(default_factory=list)
     prefills: list[_Row] = field(default_factory=list)
     proposed: dict[int, list[int]] = field(default_factory=dict)
-    """Guessed tokens by request."""
+    """Draft tokens by request."""
+    adapters: dict[int, str] = field(default_factory=dict)
+    """Versions of adapters by the slots that they are put into."""
     short_of_blocks: bool = False
     """A running request did not get its block: no time to admit others."""
 
@@ -41,6 +45,8 @@ class PlanBuilder:
                 request.token_ids.copy(),
                 request.num_prompt_tokens,
                 request.sampling,
+                request.pooling,
+                request.adapter_slot,
             )
         )
         self.blocks.append(SlotBlocks(request.slot, 0, request.table.block_ids.copy()))
@@ -49,6 +55,7 @@ class PlanBuilder:
         """Plan the computation of the request's newest token, and a draw."""
         request.num_computed_tokens += 1
         request.num_pending_tokens += 1
+        request.drawn_in = self.step
         request.num_steps_in_flight += 1
         self.decodes.append(request)
 
@@ -60,6 +67,8 @@ class PlanBuilder:
         request.num_computed_tokens = end
         request.queued_tokens -= count
         request.num_pending_tokens += sample
+        if sample:
+            request.drawn_in = self.step
         request.num_steps_in_flight += 1
         self.prefills.append(_Row(request, start, count, sample))
 
@@ -68,7 +77,7 @@ class PlanBuilder:
         request.num_proposed_tokens = len(token_ids)
         self.proposed[request.id] = token_ids
 
-    def seal(self, step: int) -> tuple[BatchPlan, list[Request]]:
+    def seal(self) -> tuple[BatchPlan, list[Request]]:
         """Return the plan and the request of each of its rows."""
         # Executors may rely on rows of one token coming before all others.
         longer = sorted(self._proposing() + self.prefills, key=lambda row: row.num_tokens > 1)
@@ -76,7 +85,7 @@ class PlanBuilder:
         requests = plain + [row.request for row in longer]
         num_plain = len(plain)
         plan = BatchPlan(
-            step=step,
+            step=self.step,
             starting=self.starting,
             blocks=self.blocks,
             slots=[request.slot for request in requests],
@@ -87,6 +96,7 @@ class PlanBuilder:
             proposed={
                 i: list(row.proposed) for i, row in enumerate(longer, num_plain) if row.proposed
             },
+            adapters=self.adapters,
         )
         return plan, requests
 

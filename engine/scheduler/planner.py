@@ -1,13 +1,16 @@
 """Who is computed in a step: decodes, then prefills that have begun, then waiting requests."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import StepBudget
 from engine.scheduler.batch import SlotBlocks
 from engine.scheduler.books import RequestBooks
 from engine.scheduler.fairness import Shares
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
+from engine.scheduler.microbatches import Microbatches
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.precedence import Precedence
 from engine.scheduler.preemption import Room, choose_crowding
@@ -18,7 +21,7 @@ from engine.shared.messages import EngineCounters
 
 
 class StepLimits(NamedTuple):
-    """What one step may do at most."""
+    """Limits of one step."""
 
     tokens: int
     prefill: int
@@ -26,6 +29,8 @@ class StepLimits(NamedTuple):
     headroom: int
     """KV blocks that an admission leaves free for the running sequences to grow into, so that
     the newcomer is not preempted by the next step."""
+    in_one_step: bool = False
+    """Whether all tokens of a sequence are computed in the same step, whatever else is limited."""
 
 
 class Planner:
@@ -40,7 +45,9 @@ class Planner:
         slots: Slots,
         shares: Shares,
         turns: Turns,
+        adapters: AdapterSlots,
         limits: StepLimits,
+        microbatches: Microbatches,
         counters: EngineCounters,
     ) -> None:
         self._books = books
@@ -52,7 +59,9 @@ class Planner:
         self._shares = shares
         self._parts = shares.parts()
         self._turns = turns
+        self._adapters = adapters
         self._limits = limits
+        self._microbatches = microbatches
         self._counters = counters
 
     def plan(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
@@ -64,10 +73,12 @@ class Planner:
             passed_over: waiting requests that the plan before did not admit.
         """
         alone = self._isolation.current
+        self._adapters.begin_step(self._books.waiting.adapters)
         if alone is None:
             self._schedule_all(plan, budget, passed_over)
         else:
             self._schedule_alone(plan, budget, alone)
+        plan.adapters = self._adapters.take_placed()
 
     def preempt_all(self) -> None:
         """Give up all slots and blocks; the requests wait to be computed again, in their order."""
@@ -76,6 +87,7 @@ class Planner:
 
     def _schedule_all(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
         if budget.can_admit and self._books.waiting:
+            self._end_turns()
             self._make_room(short=passed_over > 0 or not self._slots.num_free)
         self._shares.begin_step(self._turns.part_of_prefill(len(self._books.running)))
         self._parts = self._shares.parts()
@@ -96,15 +108,34 @@ class Planner:
             return
         if not budget.can_admit or request.id in self._books.compiling:
             return
-        while not self._slots.num_free or (cached := self._try_admit(request)) is None:
+        while (
+            not self._slots.num_free
+            or not self._adapters.admits(request.adapter)
+            or (cached := self._try_admit(request)) is None
+        ):
             self._books.preempt(self._last_to_run())
         self._start(plan, request, cached)
-        self._plan_prefill(plan, request, budget.try_admit(self._chunk(request)))
+        self._plan_prefill(plan, request, self._admitted(budget, request))
 
     def _last_to_run(self) -> Request:
         """Return the running request that is preempted first."""
         running = self._isolation.others(self._books.running.values())
         return max(running, key=self._precedence.standing)
+
+    def _end_turns(self) -> None:
+        """Preempt the sequences of adapters that have to leave their slots to others."""
+        overdue = self._adapters.overdue()
+        if overdue:
+            running = self._precedence.in_order(self._books.running.values())
+            for request in [each for each in running if each.adapter in overdue]:
+                self._books.preempt(request)
+
+    def _admissible(self) -> Iterator[Request]:
+        """Yield the waiting requests whose adapters may be computed with."""
+        admits = {
+            version: self._adapters.admits(version) for version in self._books.waiting.adapters
+        }
+        return (each for each in self._books.waiting if admits.get(each.adapter, True))
 
     def _make_room(self, *, short: bool) -> None:
         """Preempt requests for waiting ones that should have their slots or blocks."""
@@ -115,7 +146,7 @@ class Planner:
             tokens=self._limits.tokens,
         )
         victims = self._precedence.victims(
-            self._books.waiting,
+            self._admissible(),
             self._books.running.values(),
             room,
             self._blocks_needed,
@@ -130,7 +161,7 @@ class Planner:
         """Return sequences of large requests that give way to the first one of another request."""
         crowds = self._turns.crowds()
         newcomer = self._books.waiting.first((), crowds) if crowds else None
-        if newcomer is None:
+        if newcomer is None or not self._adapters.admits(newcomer.adapter):
             return []
         running = self._precedence.in_order(self._books.running.values())
         most = self._turns.most_beside_others
@@ -145,6 +176,7 @@ class Planner:
         running = self._isolation.planned(self._books.running.values())
         ordered = self._precedence.in_order(running)
         ready = [request for request in ordered if request.can_decode]
+        ready = self._microbatches.of_step(plan.step, ready, ordered)
         held = self._turns.begin(ready)
         for request in ready:
             if request.id in held or request.status is not RequestStatus.RUNNING:
@@ -178,10 +210,11 @@ class Planner:
     ) -> None:
         """Start waiting requests, or only those that go before a running one."""
         passed: set[int] = set()
+        adapters: set[str] = set()
         crowds = set(self._turns.crowds())  # others first
         groups = set(crowds)
         while budget.can_admit and self._slots.num_free and not plan.short_of_blocks:
-            request = self._books.waiting.first(passed, groups)
+            request = self._books.waiting.first(passed, groups, adapters)
             if request is None and crowds:
                 groups -= crowds
                 crowds.clear()
@@ -190,12 +223,17 @@ class Planner:
                 return
             if before is not None and not self._precedence.before(request, before):
                 return
+            if not self._adapters.admits(request.adapter):
+                adapters.add(request.adapter)
+                continue
             if not self._parts.left(request.tenant):
                 passed.add(request.tenant)
                 continue
             if not self._turns.tokens(request):
                 groups.add(request.group)
                 continue
+            if self._limits.in_one_step and not budget.fits_whole(request.queued_tokens):
+                return
             cached = self._try_admit(request)
             if cached is None:
                 if not self._shares.holds(request.tenant):
@@ -203,8 +241,13 @@ class Planner:
                 passed.add(request.tenant)  # it waits for what it holds itself
                 continue
             self._start(plan, request, cached)
-            count = budget.try_admit(self._chunk(request))
-            self._plan_prefill(plan, request, count)
+            self._plan_prefill(plan, request, self._admitted(budget, request))
+
+    def _admitted(self, budget: StepBudget, request: Request) -> int:
+        """Reserve tokens for a request that has just got its blocks; return how many."""
+        if self._limits.in_one_step:
+            return budget.admit_whole(request.queued_tokens)
+        return budget.try_admit(self._chunk(request))
 
     def _try_admit(self, request: Request) -> int | None:
         """Get a waiting request its blocks; return how many cached tokens are in them."""

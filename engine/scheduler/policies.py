@@ -46,7 +46,7 @@ def build_admission_policy(config: SchedulerConfig, lockstep_size: int) -> Admis
 
 
 class Balance:
-    """Nobody admits while any rank runs as many requests as it has slots.
+    """No rank admits while any rank runs as many requests as it has slots.
 
     Prefills that have begun go on. A gate, not a cure: it does nothing below capacity, and a
     request that misses the moment waits until every rank has a free slot again.
@@ -100,7 +100,7 @@ class Level:
     without requests do not count, so traffic on a single rank is never held.
 
     Args:
-        step_budget: most tokens of one step.
+        step_budget: maximum tokens of one step.
         wait_weight: decode steps lost that one request's waiting for one step is worth.
         hold_per_rank: prefill is held for fewer than this many steps per rank in a row.
     """

@@ -1,4 +1,4 @@
-"""Which of two requests goes first, and which of the running ones give way."""
+"""Which of two requests goes first, and which running requests give way."""
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter

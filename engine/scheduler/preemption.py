@@ -12,7 +12,7 @@ preempted request again costs something, so small differences are left to even o
 
 
 class Room(NamedTuple):
-    """What is free, or will be as soon as the plans in flight are done."""
+    """What is free, or will be once the plans in flight are done."""
 
     slots: int
     blocks: int
@@ -141,7 +141,7 @@ def choose_crowding(
 ) -> list[Request]:
     """Return sequences of large requests to preempt so that another request can start, last first.
 
-    They would only take turns beside it. Nobody is preempted if it would not fit even then.
+    They would only take turns beside it. Nobody is preempted if it would still not fit.
 
     Args:
         newcomer: waits, and is of none of the crowds.

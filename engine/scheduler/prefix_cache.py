@@ -19,6 +19,15 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(parent + pack(f"<{len(token_ids)}i", *token_ids), digest_size=16).digest()
 
 
+def adapter_root(root: bytes, adapter: str) -> bytes:
+    """Return the root of sequences that are computed with a version of an adapter."""
+    if not adapter:
+        return root
+    return blake2b(
+        root + adapter.encode(), digest_size=ROOT_SIZE, person=b"swell adapters"
+    ).digest()
+
+
 class PrefixCache:
     """Full blocks by the digest of all tokens up to their end."""
 

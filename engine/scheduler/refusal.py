@@ -1,6 +1,6 @@
 """Why a request is refused.
 
-Front ends check what clients ask for. What slips through them, or comes from a front end of
+Front ends check what clients ask for. What gets past them, or comes from a front end of
 another version, must fail alone: here, before it shares a step with others.
 """
 
@@ -10,14 +10,18 @@ from engine.shared.grammar_spec import MAX_GRAMMAR_SIZE, MAX_MARKER_SIZE, gramma
 from engine.shared.messages import ROOT_SIZE, AddRequest, SamplingParams
 
 _LARGEST = 2**31 - 1
-"""Of the counts that executors keep in arrays."""
+"""Largest count that executors keep in their arrays."""
 
 
-def refusal(message: AddRequest, *, max_model_len: int, vocab_size: int) -> str | None:
+def refusal(
+    message: AddRequest, *, max_model_len: int, vocab_size: int, pools: bool = False
+) -> str | None:
     """Return why a request can never be served, or None when it can."""
     num_prompt_tokens = len(message.prompt_token_ids)
     if num_prompt_tokens == 0:
         return "the prompt is empty: it needs at least one token"
+    if pools or message.pooling is not None:
+        return _bad_pooling(message, max_model_len, vocab_size, pools=pools)
     if num_prompt_tokens >= max_model_len:
         return (
             f"the prompt has {num_prompt_tokens} tokens, but this engine takes at most "
@@ -40,6 +44,23 @@ def refusal(message: AddRequest, *, max_model_len: int, vocab_size: int) -> str 
     return _bad_words(sampling) or _bad_sampling(sampling)
 
 
+def _bad_pooling(
+    message: AddRequest, max_model_len: int, vocab_size: int, *, pools: bool
+) -> str | None:
+    token_ids, pooling = message.prompt_token_ids, message.pooling
+    if pooling is None or not pools:
+        return "this engine's model " + ("generates nothing" if pools else "makes no vectors")
+    if len(token_ids) > max_model_len:
+        return f"the input has {len(token_ids)} tokens, but this engine takes {max_model_len}"
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return f"input: token ids must be from 0 to {vocab_size - 1}"
+    if message.output_token_ids or pooling.dimensions < 0 or pooling.types_from < 0:
+        return "there is output so far, or dimensions or types_from are below 0"
+    if len(message.cache_root) not in (0, ROOT_SIZE):
+        return f"cache_root has {len(message.cache_root)} bytes: it must be {ROOT_SIZE} or none"
+    return None
+
+
 def _bad_words(sampling: SamplingParams) -> str | None:
     if sampling.allowed_token_ids == ():
         return "allowed_token_ids is empty: no token could be drawn"
@@ -49,7 +70,7 @@ def _bad_words(sampling: SamplingParams) -> str | None:
 
 
 def _bad_sampling(sampling: SamplingParams) -> str | None:
-    """Return what is wrong with sampling parameters; comparisons are such that NaN is wrong."""
+    """Return what is wrong with sampling parameters; NaN fails each comparison."""
     if sampling.max_tokens < 1:
         return f"max_tokens is {sampling.max_tokens}: it must be at least 1"
     counts = {

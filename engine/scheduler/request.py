@@ -3,10 +3,17 @@
 import enum
 from dataclasses import dataclass, field
 
+from engine.scheduler.adapter_slots import NO_ADAPTER
 from engine.scheduler.grammars import Grammar
 from engine.scheduler.kv_cache import BlockTable
-from engine.scheduler.prefix_cache import ROOT_DIGEST
-from engine.shared.messages import AddRequest, RequestTiming, SamplingParams, TokenLogprob
+from engine.scheduler.prefix_cache import ROOT_DIGEST, adapter_root
+from engine.shared.messages import (
+    AddRequest,
+    PoolingParams,
+    RequestTiming,
+    SamplingParams,
+    TokenLogprob,
+)
 
 NO_SLOT = -1
 
@@ -28,6 +35,8 @@ class Request:
 
     `num_computed_tokens` runs ahead of the executor: it counts tokens whose computation was
     planned. A token that a planned step will draw is *pending* until the step's result is known.
+
+    More than 15 attributes: all parts of the scheduler know a sequence by this record.
     """
 
     id: int
@@ -51,7 +60,13 @@ class Request:
     """Tokens that end the request (once it has `min_tokens` output tokens)."""
     was_taken_over: bool
     """Came with output of another engine: its first output has been sent before."""
+    pooling: PoolingParams | None = None
+    """What it wants that gets a vector instead of tokens."""
 
+    adapter: str = ""
+    """Version of the adapter that it is computed with; empty for none."""
+    adapter_slot: int = NO_ADAPTER
+    """Where that is, while it has a slot itself."""
     last_turn: int = 0
     """The newest step in which it had to take turns with others of its request or tenant."""
     steps_alone: int = 0
@@ -63,8 +78,10 @@ class Request:
     queued_tokens: int = 0
     """Tokens to compute before the next one can be drawn, while that is more than decoding."""
     num_pending_tokens: int = 0
+    drawn_in: int = 0
+    """The newest planned step that draws a token of it."""
     num_proposed_tokens: int = 0
-    """Guessed tokens in flight; where the next row starts depends on how many are right."""
+    """Draft tokens in flight; where the next row starts depends on how many are accepted."""
     num_steps_in_flight: int = 0
     """Planned steps with a row of this request whose results are not known yet."""
     num_preemptions: int = 0
@@ -118,7 +135,9 @@ class Request:
         """Return how long it took up to the token that is known `now`, its first or its last."""
         scheduled = self.queued_at if self.scheduled_at is None else self.scheduled_at
         first = self.first_token_at
-        return RequestTiming(scheduled - self.queued_at, first - scheduled, now - first)
+        return RequestTiming(
+            scheduled - self.queued_at, first - scheduled, now - first, self.num_preemptions
+        )
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -155,6 +174,9 @@ def request_from_message(
         stop_ids |= eos_token_ids
     num_prompt_tokens = len(message.prompt_token_ids)
     token_ids = message.prompt_token_ids + message.output_token_ids
+    longest = min(num_prompt_tokens + sampling.max_tokens, max_model_len)
+    if message.pooling is not None:
+        longest = num_prompt_tokens + 1  # the draw after it stands for its vector
     return Request(
         id=message.id,
         request_id=message.request_id,
@@ -166,10 +188,12 @@ def request_from_message(
         sampling=sampling,
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
-        max_total_tokens=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
+        max_total_tokens=longest,
         stop_ids=stop_ids,
         was_taken_over=bool(message.output_token_ids),
-        table=BlockTable(message.cache_root or ROOT_DIGEST),
+        pooling=message.pooling,
+        adapter=message.adapter,
+        table=BlockTable(adapter_root(message.cache_root or ROOT_DIGEST, message.adapter)),
         steps_alone=message.alone,
         queued_tokens=len(token_ids),
         queued_at=now,

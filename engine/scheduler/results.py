@@ -5,7 +5,7 @@ from engine.scheduler.arrivals import Arrivals
 from engine.scheduler.batch import BatchResult
 from engine.scheduler.books import RequestBooks
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output
+from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output, pooled_output
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.slots import Slots
 from engine.scheduler.speculation import Speculator
@@ -58,7 +58,8 @@ class Results:
                     self._settle_proposal(request, accepted)
                     count = 1 + accepted  # the others have to be computed again
                 counts = sampled and stall is None
-                output = self._accept(request, result, drawn, now) if counts else None
+                vector = result.pooled.get(row)
+                output = self._accept(request, result, drawn, vector, now) if counts else None
                 computed = min(start + count, len(request.token_ids))
                 if computed >= request.table.next_commit:
                     self._kv.commit(request.table, request.token_ids, computed)
@@ -85,12 +86,20 @@ class Results:
             self._books.requeue_tokens(request, accepted)
 
     def _accept(
-        self, request: Request, result: BatchResult, drawn: range, now: float
+        self,
+        request: Request,
+        result: BatchResult,
+        drawn: range,
+        vector: bytes | None,
+        now: float,
     ) -> RequestOutput:
-        """Append drawn tokens to their request and return the output for them."""
+        """Append drawn tokens to their request and return the output for them, or for a vector."""
         request.num_pending_tokens -= 1
         if not request.has_emitted and not request.was_taken_over:
             self._counters.prompt_tokens += request.num_prompt_tokens
+        if vector is not None:
+            self._counters.pooled_sequences += 1
+            return pooled_output(request, vector, now)
         tokens = result.token_ids[drawn.start : drawn.stop]
         logprobs = None
         if result.logprobs is not None and request.sampling.logprobs is not None:

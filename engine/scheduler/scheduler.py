@@ -11,6 +11,7 @@ from collections import deque
 
 from engine.executor.interface import ExecutorInfo
 from engine.scheduler.accounts import Gauges, InFlight
+from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.arrivals import Arrivals
 from engine.scheduler.batch import BatchPlan, BatchResult
@@ -20,6 +21,7 @@ from engine.scheduler.grammars import Grammars
 from engine.scheduler.isolation import Isolation
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.load import Load
+from engine.scheduler.microbatches import Microbatches
 from engine.scheduler.outputs import Outputs
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.planner import Planner, StepLimits
@@ -40,7 +42,8 @@ ADMISSION_HEADROOM = 0.01
 class Scheduler:
     """Continuous batching of requests over one executor's slots and KV blocks.
 
-    It composes the parts that decide: arrivals, the planner of steps, and what results mean.
+    It composes the parts that decide: arrivals, the planner of steps, and what results mean. It has
+    more attributes and methods than others because it is the only door to these parts.
     """
 
     def __init__(
@@ -49,22 +52,24 @@ class Scheduler:
         cache: CacheConfig,
         executor: ExecutorInfo,
         grammars: Grammars | None = None,
+        *,
+        max_loras: int = 0,
     ) -> None:
-        self.max_model_len = min(executor.max_model_len, executor.num_kv_blocks * cache.block_size)
+        """Plan for an executor; `max_loras` is how many adapters a step may be computed with."""
+        # Where nothing is kept of a sequence, a block is no more than its place.
+        block_size = cache.block_size if executor.has_kv else executor.max_model_len
+        self.max_model_len = min(executor.max_model_len, executor.num_kv_blocks * block_size)
         """Longest sequence that the model takes and that fits into the KV cache alone."""
         self.counters = counters = EngineCounters()
-        self._limits = limits = StepLimits(
-            scheduling.max_num_batched_tokens,
-            scheduling.long_prefill_token_threshold or sys.maxsize,
-            int(executor.num_kv_blocks * ADMISSION_HEADROOM),
-        )
+        self._limits = limits = _step_limits(scheduling, executor)
         by_priority = scheduling.scheduling_policy == "priority"
         self._kv = kv = KVCacheManager(
             executor.num_kv_blocks,
-            cache.block_size,
-            enable_prefix_caching=cache.enable_prefix_caching,
+            block_size,
+            enable_prefix_caching=cache.enable_prefix_caching and not executor.in_one_step,
         )
-        slots = Slots(scheduling.max_num_seqs, kv, grammars)
+        self.adapters = adapters = AdapterSlots(max_loras)
+        slots = Slots(scheduling.max_num_seqs, kv, grammars, adapters)
         shares = Shares(scheduling.max_tenant_prefill)
         self._costs = StepCosts()
         self._turns = turns = Turns(shares, self._costs, scheduling.max_slowdown or None)
@@ -84,16 +89,29 @@ class Scheduler:
             books,
             isolation,
             grammars,
+            adapters,
             counters,
             executor,
             max_model_len=self.max_model_len,
             by_priority=by_priority,
         )
         self._planner = Planner(
-            books, isolation, precedence, kv, slots, shares, turns, limits, counters
+            books,
+            isolation,
+            precedence,
+            kv,
+            slots,
+            shares,
+            turns,
+            adapters,
+            limits,
+            Microbatches(executor.num_stages),
+            counters,
         )
         self._results = Results(books, self._arrivals, kv, slots, turns, self._speculator, counters)
-        self._load = Load(books, isolation, kv, slots, shares, limits)
+        self._load = Load(
+            books, isolation, kv, slots, shares, adapters, limits, has_kv=executor.has_kv
+        )
         self._refused: Outputs = {}  # answers to suspects whose turn ended before its first step
         self._in_flight: deque[InFlight] = deque()
         self._num_plans = 0
@@ -101,6 +119,11 @@ class Scheduler:
         self._ended_at = 0.0
 
     # -- what is there ---------------------------------------------------------------------------
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Maximum tokens of a step."""
+        return self._limits.tokens
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +139,7 @@ class Scheduler:
 
     @property
     def alone(self) -> int:
-        """Id of the request that nobody else is planned beside; 0 if all run together."""
+        """Id of the request that runs alone; 0 if all run together."""
         return self._isolation.current_id
 
     def gauges(self) -> Gauges:
@@ -125,7 +148,7 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Those of the waiting requests that have no use for a slot before their grammar."""
+        """Waiting requests that wait for their grammar to be compiled, not for a slot."""
         return len(self._books.compiling)
 
     def rank_state(self, last_step_us: int = 0, last_prefill_tokens: int = 0) -> RankState:
@@ -179,6 +202,17 @@ class Scheduler:
         """
         assert not self._in_flight
         self._planner.preempt_all()
+        self.adapters.vacate()
+
+    @property
+    def waiting_adapters(self) -> list[str]:
+        """The adapters of requests that wait for a slot."""
+        return list(self._books.waiting.adapters)
+
+    def uses_adapter(self, version: str) -> bool:
+        """Whether a request, or what is left of one in a plan in flight, needs a version."""
+        in_flight = (r for entry in self._in_flight for r in entry.requests)
+        return any(r.adapter == version for r in (*self._books.all.values(), *in_flight))
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes and return how many blocks they had."""
@@ -188,7 +222,8 @@ class Scheduler:
 
     def schedule(self, grant: Grant = UNLIMITED, now: float = 0.0) -> BatchPlan:
         """Plan the next step; every plan has to be given to `update`, in order."""
-        building = PlanBuilder(now)
+        self._num_plans += 1
+        building = PlanBuilder(self._num_plans, now)
         budget = StepBudget(self._limits.tokens, grant)
         if self._isolation.is_due:
             self._begin_turn()  # an empty step: whoever runs alone is announced before it runs
@@ -198,8 +233,7 @@ class Scheduler:
             headroom = self._limits.headroom
             self._speculator.propose(building, budget, self._kv, self._turns, headroom=headroom)
         self._num_passed_over = len(self._books.waiting)
-        self._num_plans += 1
-        plan, requests = building.seal(self._num_plans)
+        plan, requests = building.seal()
         self._in_flight.append(InFlight(plan, requests, plan.num_prefill_tokens, now))
         return plan
 
@@ -246,3 +280,16 @@ class Scheduler:
         known |= {id(r): r for entry in self._in_flight for r in entry.requests}
         self._books.check_integrity(known)
         assert all(r.num_steps_in_flight > 0 for r in known.values() if r.num_proposed_tokens)
+
+
+def _step_limits(scheduling: SchedulerConfig, executor: ExecutorInfo) -> StepLimits:
+    """Return what a step may do; where sequences are computed in one, it holds the longest."""
+    tokens = scheduling.max_num_batched_tokens
+    if executor.in_one_step:
+        tokens = max(tokens, executor.max_model_len)
+    return StepLimits(
+        tokens,
+        scheduling.long_prefill_token_threshold or sys.maxsize,
+        int(executor.num_kv_blocks * ADMISSION_HEADROOM) if executor.has_kv else 0,
+        executor.in_one_step,
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from engine.scheduler.adapter_slots import NO_ADAPTER, AdapterSlots
 from engine.scheduler.grammars import Grammars
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.request import NO_SLOT, Request, RequestStatus
@@ -10,10 +11,17 @@ from engine.scheduler.request import NO_SLOT, Request, RequestStatus
 class Slots:
     """Hands out the executor's slots, and takes them back together with their blocks."""
 
-    def __init__(self, num_slots: int, kv: KVCacheManager, grammars: Grammars | None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        kv: KVCacheManager,
+        grammars: Grammars | None,
+        adapters: AdapterSlots,
+    ) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
         self._kv = kv
         self._grammars = grammars
+        self._adapters = adapters
         self.num_leaving_blocks = 0
         """Blocks of requests that left but still have rows in flight: free when these end."""
 
@@ -23,8 +31,9 @@ class Slots:
         return len(self._free)
 
     def take(self, request: Request) -> None:
-        """Give a request a slot; one has to be free."""
+        """Give a request a slot; one has to be free, and its adapter admitted."""
         request.slot = self._free.pop()
+        request.adapter_slot = self._adapters.take(request.adapter)
         if request.grammar is not None and self._grammars is not None:
             self._grammars.assign(request.slot, request.grammar)
 
@@ -43,6 +52,8 @@ class Slots:
             self._grammars.release(request.slot)
         self._free.append(request.slot)
         request.slot = NO_SLOT
+        self._adapters.release(request.adapter)
+        request.adapter_slot = NO_ADAPTER
 
     def check_integrity(self, requests: Collection[Request]) -> None:
         """Check that slots and blocks agree with all requests that are known.
@@ -55,6 +66,7 @@ class Slots:
         assert all(r.slot != NO_SLOT or not r.table.block_ids for r in requests)
         slots = sorted([r.slot for r in holders] + self._free)
         assert slots == list(range(len(slots))), "slots are leaked or shared"
+        self._adapters.check_integrity([r.adapter for r in holders])
         leaving = [r for r in holders if r.status is not RequestStatus.RUNNING]
         assert self.num_leaving_blocks == sum(len(r.table.block_ids) for r in leaving)
         assert all(r.num_steps_in_flight > 0 for r in leaving)

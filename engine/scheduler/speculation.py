@@ -1,4 +1,4 @@
-"""Which tokens are guessed for which request, and how well that goes."""
+"""Which draft tokens are proposed for which request, and how many are accepted."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class _Drafts:
 
     index: NgramIndex
     length: int
-    """Tokens to guess next time: as many as asked for while all are right, fewer while none is."""
+    """Tokens to propose next: as many as asked for while all are accepted, fewer while none is."""
 
 
 class Speculator:
@@ -93,11 +93,11 @@ class Speculator:
         return proposed
 
     def verified(self, request: Request, proposed: int, accepted: int) -> None:
-        """So many of the tokens proposed last were right."""
+        """This many of the tokens proposed last were accepted."""
         counters = self._counters
         counters.spec_drafts += 1
         counters.spec_draft_tokens += proposed
-        counters.spec_accepted_tokens += accepted
+        counters.count_accepted(accepted)
         drafts = self._drafts.get(request.id)
         if drafts is None:
             return
@@ -112,12 +112,12 @@ class Speculator:
 
     @property
     def num_tracked(self) -> int:
-        """Requests about which something is remembered."""
+        """Number of requests with drafts that are remembered."""
         return len(self._drafts)
 
 
 def lookup_lengths(scheduling: SchedulerConfig) -> tuple[int, int]:
-    """Return the fewest and most tokens to compare; one that is given moves the other's default."""
+    """Return the minimum and maximum tokens to compare; each bounds the other's default."""
     shortest, longest = scheduling.prompt_lookup_min, scheduling.prompt_lookup_max
     if shortest is None:
         shortest = min(DEFAULT_LOOKUP_MIN, longest or DEFAULT_LOOKUP_MIN)

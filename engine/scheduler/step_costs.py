@@ -98,7 +98,7 @@ class StepCosts:
         self.prefill += (sample - self.prefill) / _SMOOTHING
 
     def _fit(self) -> None:
-        """Fit the line through what was seen; where that lies close together, the prior's slope."""
+        """Fit a line through the samples; if they lie close together, with the prior's slope."""
         points = [
             (
                 min(each.count, _SMOOTHING)

@@ -1,4 +1,4 @@
-"""Who of those that share steps is computed in the next one, so that nobody makes it long.
+"""Which sequences take turns, so that nobody makes steps much longer for others.
 
 Two kinds of *parties* share steps: requests of clients, which may be thousands of sequences each,
 and tenants. While others decode, the rows of a party may add only a part to what a step costs
@@ -19,9 +19,10 @@ from operator import attrgetter
 from engine.scheduler.fairness import Shares
 from engine.scheduler.request import Request
 from engine.scheduler.step_costs import StepCosts
+from engine.scheduler.tally import add_one, take_one
 
 _COSTLY_US = 100
-"""Microseconds of masks from which on they count."""
+"""Masks count from this many microseconds on."""
 
 _group = attrgetter("group")
 _tenant = attrgetter("tenant")
@@ -185,17 +186,15 @@ class Turns:
 
     def start(self, request: Request) -> None:
         """A sequence runs now."""
-        self._running[request.group] = self._running.get(request.group, 0) + 1
+        add_one(self._running, request.group)
 
     def stop(self, request: Request) -> None:
         """A sequence runs no longer."""
-        left = self._running.pop(request.group) - 1
-        if left:
-            self._running[request.group] = left
+        take_one(self._running, request.group)
         self._costly.pop(request.id, None)
 
     def masked(self, request: Request, mask_us: int) -> None:
-        """The newest masks of a running sequence have taken so long; 0 if not long."""
+        """The newest masks of a running sequence took this long; 0 if not long."""
         mask_us = max(mask_us, self._costly.pop(request.id, 0) // 2)
         if mask_us >= _COSTLY_US:
             self._costly[request.id] = mask_us
@@ -241,7 +240,7 @@ class Turns:
         return sys.maxsize if request.leads else self._groups.tokens(request)
 
     def prefill(self, request: Request, tokens: int) -> None:
-        """So many prompt tokens of a sequence are computed."""
+        """This many prompt tokens of a sequence are computed."""
         if not request.leads:
             self._groups.take(request, 1 + tokens * self._costs.prefill)
 

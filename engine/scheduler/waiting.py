@@ -58,11 +58,11 @@ class _Line:
         """Arrival of the first request."""
         return self._order[0][0]
 
-    def first(self, passed: Collection[int] = ()) -> Request | None:
-        """Return the first request of a group that is not passed over."""
+    def first(self, passed: Collection[int] = (), adapters: Collection[str] = ()) -> Request | None:
+        """Return the first request of a group, and with an adapter, that is not passed over."""
         for _, group in self._order:
-            if group not in passed:
-                return self._groups[group][0]
+            if group not in passed and (request := self._groups[group][0]).adapter not in adapters:
+                return request
         return None
 
     def add(self, request: Request) -> None:
@@ -143,7 +143,9 @@ class _Level:
             del self._lines[tenant]
             del self._order[bisect_left(self._order, self._place_of.pop(tenant))]
 
-    def first(self, passed: Collection[int], groups: Collection[int]) -> Request | None:
+    def first(
+        self, passed: Collection[int], groups: Collection[int], adapters: Collection[str]
+    ) -> Request | None:
         order, index = self._order, 0
         while index < len(order):
             served, _, tenant = order[index]
@@ -152,7 +154,7 @@ class _Level:
             elif served != self._shares.served(tenant):
                 del order[index]
                 self._place(tenant)
-            elif (request := self._lines[tenant].first(groups)) is not None:
+            elif (request := self._lines[tenant].first(groups, adapters)) is not None:
                 return request
             else:
                 index += 1
@@ -175,6 +177,8 @@ class WaitingQueue:
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []
         self._size = 0
+        self.adapters: dict[str, int] = {}
+        """How many requests wait with each adapter."""
 
     def __len__(self) -> int:
         return self._size
@@ -192,21 +196,34 @@ class WaitingQueue:
             insort(self._priorities, request.priority)
         level.add(request)
         self._size += 1
+        if request.adapter:
+            self.adapters[request.adapter] = self.adapters.get(request.adapter, 0) + 1
 
-    def first(self, passed: Collection[int] = (), groups: Collection[int] = ()) -> Request | None:
+    def first(
+        self,
+        passed: Collection[int] = (),
+        groups: Collection[int] = (),
+        adapters: Collection[str] = (),
+    ) -> Request | None:
         """Return the request to admit next, of a tenant and a group that are not passed over.
+
+        Nor is its adapter one of `adapters`.
 
         Nobody goes before those of higher priority, whether they are passed over or not.
         """
         if not self._priorities:
             return None
-        return self._levels[self._priorities[0]].first(passed, groups)
+        return self._levels[self._priorities[0]].first(passed, groups, adapters)
 
     def remove(self, request: Request) -> None:
         """Take a request out, from wherever it is."""
         level = self._levels[request.priority]
         level.remove(request)
         self._size -= 1
+        if request.adapter:
+            self.adapters[request.adapter] -= 1
+            if not self.adapters[request.adapter]:
+                del self.adapters[request.adapter]
         if not level:
             del self._levels[request.priority]
             del self._priorities[bisect_left(self._priorities, request.priority)]

@@ -5,15 +5,19 @@ not. So which family a socket is for is decided here, in the order of the system
 """
 
 import contextlib
+import errno
 import ipaddress
+import os
 import socket
+import stat
+from pathlib import Path
 
 ANY_HOSTS = ("*", "0.0.0.0", "::")
-"""What stands for all interfaces where something is bound."""
+"""Hosts that mean all interfaces when a socket is bound."""
 
 
 class BadAddress(ValueError):
-    """Text that is no HOST:PORT."""
+    """Text that is not HOST:PORT."""
 
 
 def join_host_port(host: str, port: int | str) -> str:
@@ -43,7 +47,7 @@ def bare_host(host: str) -> str:
 
 
 def is_literal(host: str) -> bool:
-    """Whether a host is an address, so that nobody has to be asked for it."""
+    """Whether a host is an IP address, which needs no name lookup."""
     try:
         ipaddress.ip_address(bare_host(host).partition("%")[0])
     except ValueError:
@@ -57,9 +61,9 @@ def is_loopback(host: str) -> bool:
 
 
 def uses_ipv6(host: str) -> bool:
-    """Whether a socket for a host has to be one of IPv6; those can speak IPv4 as well.
+    """Whether a socket for a host has to be an IPv6 socket; those can speak IPv4 as well.
 
-    A name that nobody knows yet may turn out to be either.
+    So a name that cannot be resolved yet counts as one of IPv6.
     """
     if host == "*":
         return True
@@ -96,6 +100,32 @@ def address_towards(host: str, port: int) -> str:
         return address
 
 
+def listen_unix(path: Path, backlog: int) -> socket.socket:
+    """Return a listening Unix domain socket; a stale file of one is replaced.
+
+    Raises:
+        OSError: somebody listens there, there is another file, or no socket can be made.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise FileExistsError(errno.EEXIST, "there is a file that is no socket", str(path))
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+            else:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), str(path))
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
 def listen(host: str, port: int, backlog: int) -> socket.socket:
     """Return a listening TCP socket; `*` and `::` are all interfaces of IPv4 and IPv6.
 
@@ -113,3 +143,26 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
                 ("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
             )
     return socket.create_server(("0.0.0.0", port), backlog=backlog)
+
+
+_PORTS_TRIED = 400
+
+
+def first_free_ports(host: str, first: int, count: int) -> int:
+    """Return the first of `count` free ports in a row, at `first` or behind it.
+
+    Raises:
+        OSError: there are none, or the address is not of this machine.
+    """
+    address = resolve(host)[1][0]
+    for port in range(first, min(first + _PORTS_TRIED, 65536 - count), count):
+        with contextlib.ExitStack() as held:
+            try:
+                for each in range(port, port + count):
+                    held.enter_context(listen(address, each, 1))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+            return port
+    raise OSError(errno.EADDRINUSE, f"no {count} ports in a row are free on {host} from {first} on")

@@ -1,8 +1,8 @@
 """JSON schemas as they are compiled: bounded in what they cost, and without dead ends.
 
-The library that enforces them takes a key that a pattern allows but the properties take for
-themselves for a key that can come: text that follows it has nowhere to go. It leaves out what a
-pattern asks of a property that has a name, and a multiple costs it as many states as it is large.
+llguidance, which enforces them, lets the output begin a key that matches a pattern even where
+`properties` has claimed that key: nothing can follow it then. It ignores what a pattern demands of
+a property that is named, and `multipleOf` takes as many states as the number is large.
 """
 
 import math
@@ -34,12 +34,12 @@ class BadSchema(ValueError):
 def prepared(
     schema: Any, is_empty: Callable[[str, list[str]], bool], *, lenient: bool = False
 ) -> Any:
-    """Return a schema that allows the same values and leads nowhere else.
+    """Return a schema that allows the same values and has no dead ends.
 
     Args:
         schema: decoded; left as it is.
         is_empty: whether a pattern matches no keys but those listed.
-        lenient: what cannot be enforced is no error.
+        lenient: ignore what cannot be enforced instead of refusing it.
 
     Raises:
         BadSchema: it is nested too deeply, its multiples or patterns cost too much, or a pattern

@@ -50,7 +50,7 @@ SOME_WHITESPACE = r" |\r?\n[ \t]{0,16}"
 Enough for readable output, too little for a model to get lost in."""
 
 _LEXER_STATES = 50_000
-"""Most states of one compiled grammar; each takes one or two kilobytes."""
+"""Maximum states of one compiled grammar; each takes one or two kilobytes."""
 _BUILD_FUEL = 250_000
 """What may be spent on a grammar's lexer, in the library's units: schemas with a thousand
 properties fit, but not repetitions of repetitions that would take hundreds of megabytes."""
@@ -58,7 +58,7 @@ _STEP_FUEL = 100_000
 """What may be spent on one mask, in the library's units: some ten milliseconds."""
 _NICE = 10
 _STACK_BYTES = 256 * 1024 * 1024
-"""Of a thread that analyses grammars; memory is used as far as the stack is."""
+"""Stack of a thread that analyses grammars; only what is used of it takes memory."""
 
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9]")
 _QUOTED_LINE = re.compile(r"[ ^~]*$| *\d+ \||<non-verbose/>")
@@ -90,7 +90,7 @@ def grammar_size(spec: GrammarSpec) -> int:
 
 
 def grammar_text(spec: GrammarSpec) -> str:
-    """Return the grammar as llguidance takes it.
+    """Return the grammar in the form that llguidance reads.
 
     Raises:
         BadGrammar: it is too large, or its parts do not have the right form.
@@ -160,7 +160,7 @@ def _prepared(decoded: Any, *, lenient: bool) -> Any:
 
 
 def _matches_only(pattern: str, names: list[str]) -> bool:
-    """Whether a pattern, searched for in keys, is found in none but these."""
+    """Whether a pattern, searched for in keys, is found in no others than these."""
     from llguidance import LLMatcher, regex_to_lark
 
     bare = pattern.removeprefix("^").removesuffix("$")
@@ -250,7 +250,7 @@ def new_matcher(tokenizer: "LLTokenizer", text: str) -> "LLMatcher":
 
 
 def grammar_error(matcher: "LLMatcher") -> str | None:
-    """Return why nothing can be written by the grammar of a new matcher, or None.
+    """Return why no text fits the grammar of a new matcher, or None.
 
     The first mask, which takes longest, is known afterwards.
     """
@@ -326,7 +326,7 @@ class GrammarThreads:
         )
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have a thread call the function, as soon as one has time."""
+        """Have a thread call the function as soon as one is free."""
         with _stack_size:  # can be set for all new threads of the process only
             before = threading.stack_size(_STACK_BYTES)
             try:
@@ -340,7 +340,7 @@ class GrammarThreads:
 
 
 def _let_others_go_first() -> None:
-    """Have the processor work on this thread when the process's others leave it time."""
+    """Give this thread a lower priority than the others of its process."""
     with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere it is not
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 

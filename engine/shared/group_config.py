@@ -1,4 +1,4 @@
-"""What the processes of a cluster have to agree on, as text that a refusal can show."""
+"""Settings on which the processes of a cluster have to agree, as text for error messages."""
 
 import hashlib
 import os
@@ -6,9 +6,10 @@ from pathlib import Path
 
 from engine.shared.config import EngineConfig, ModelConfig
 from engine.shared.model_files import model_directory
+from engine.shared.pooling import read_pooling
 
-MODEL_KEYS = ("model", "revision", "tokenizer")
-"""What front ends have to agree with engines on; `group_config` holds it among others."""
+MODEL_KEYS = ("model", "revision", "tokenizer", "runner", "pooler_config")
+"""Keys on which front ends have to agree with engines; `group_config` has more."""
 
 _SHOWN_DIGITS = 16
 
@@ -16,13 +17,21 @@ _SHOWN_DIGITS = 16
 def model_identity(model: ModelConfig) -> dict[str, str]:
     """Return which model a process serves, by the names of `MODEL_KEYS`.
 
-    The tokenizer is a digest of its file, left out where the model has none.
+    The tokenizer is a digest of its file, left out where the model has none; the runner is what
+    the model is for, whether that was set or found.
 
     Raises:
         ModelNotFound: there is no such model.
+        BadPooling: the model cannot do what --runner asks for.
     """
-    tokenizer = model_directory(model, weights=False) / "tokenizer.json"
-    identity = {"model": _name(model.model), "revision": model.revision or "default"}
+    directory = model_directory(model, weights=False)
+    tokenizer = directory / "tokenizer.json"
+    identity = {
+        "model": _name(model.model),
+        "revision": model.revision or "default",
+        "runner": "generate" if read_pooling(directory, model) is None else "pooling",
+        "pooler_config": model.pooler_config,
+    }
     if tokenizer.is_file():
         digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
         identity["tokenizer"] = digest[:_SHOWN_DIGITS]
@@ -32,7 +41,7 @@ def model_identity(model: ModelConfig) -> dict[str, str]:
 def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, str]:
     """Settings that have to be equal on all engines of a cluster, by flag name.
 
-    Engines that step together also have to come to the same decisions in every step.
+    Engines that step together also have to make the same decisions in every step.
 
     Raises:
         ModelNotFound: there is no such model.
@@ -57,6 +66,9 @@ def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, s
         "max_model_len": str(config.model.max_model_len),
         "block_size": str(config.cache.block_size),
         "load_format": config.model.load_format,
+        "enable_lora": str(config.lora.enable_lora),
+        "max_cpu_loras": str(config.lora.max_held),
+        "max_lora_rank": str(config.lora.max_lora_rank),
         "seed": str(config.model.seed),
     }
 

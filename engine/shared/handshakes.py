@@ -1,6 +1,6 @@
-"""Tells people of peers that cannot join because their cluster key differs.
+"""Logs peers that cannot join because their cluster key differs.
 
-ZeroMQ drops such a connection silently and tries again for ever. Its socket monitor says so;
+ZeroMQ drops such a connection silently and retries for ever. Its socket monitor reports it;
 each side logs it, once in a while, and nobody else is disturbed.
 """
 

@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 
 
 class Health:
-    """What a process's main loop has said of itself last."""
+    """What a process's main loop last said about itself."""
 
     def __init__(self, stall_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.phase: Phase = "starting"
@@ -35,7 +35,7 @@ class Health:
         self._last_turn = clock()
 
     def ready(self) -> None:
-        """The process serves from now on, and its loop says so at every turn."""
+        """The process serves from now on; its loop calls `turn` from here on."""
         self.turn()
         if self.phase == "starting":  # it may be asked to end before all know that it serves
             self.phase = "ready"
@@ -45,7 +45,7 @@ class Health:
         self.phase = "draining"
 
     def turn(self) -> None:
-        """The main loop goes round."""
+        """The main loop has made another turn."""
         self._last_turn = self._clock()
 
     def answer(self, path: str) -> Answer:
@@ -64,14 +64,17 @@ class Health:
         return Answer(404, "there are /health and /ready")
 
 
-def serve_health(config: HealthConfig, health: Health) -> None:
-    """Answer on the configured port for as long as the process lives; without one do nothing.
+def serve_health(config: HealthConfig, health: Health) -> Callable[[], None]:
+    """Answer on the configured port; without one do nothing.
+
+    Returns:
+        What ends it. Processes need not: it ends with them.
 
     Raises:
         OSError: the port is taken.
     """
     if config.health_port is None:
-        return
+        return lambda: None
     # Slow to import, and only needed in containers.
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -94,4 +97,12 @@ def serve_health(config: HealthConfig, health: Health) -> None:
     server.socket.close()
     server.socket = listen("*", config.health_port, server.request_queue_size)
     server.daemon_threads = True
-    Thread(target=server.serve_forever, name="health", daemon=True).start()
+    thread = Thread(target=server.serve_forever, name="health", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop

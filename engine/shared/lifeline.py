@@ -1,4 +1,4 @@
-"""The local socket pair between the supervisor and one child.
+"""The local socket pair between the supervisor and one child process.
 
 Down it the child gets its launch parameters, so that no secret stands in a command line or
 environment; up it the child reports progress, readiness or why it cannot start. Its closing
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 LIFELINE_VARIABLE = "SWELL_LIFELINE_FD"
 ORPHAN_GRACE = 3.0
-"""Seconds that a child gets to end in order after its supervisor has died."""
+"""Seconds that a child has for an orderly end after its supervisor has died."""
 
 CANNOT_START = 3
 """Exit code of a child that reported `ChildFailed`: starting it again would not help."""
@@ -43,7 +43,7 @@ class FrameReader:
 
     def __init__(self, message_type: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message_type)
-        self._buffer = b""
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
         """Return the messages that `data` completes."""
@@ -53,8 +53,9 @@ class FrameReader:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if len(self._buffer) < _LENGTH.size + length:
                 break
-            messages.append(self._decoder.decode(self._buffer[_LENGTH.size :][:length]))
-            self._buffer = self._buffer[_LENGTH.size + length :]
+            end = _LENGTH.size + length
+            messages.append(self._decoder.decode(bytes(self._buffer[_LENGTH.size : end])))
+            del self._buffer[:end]
         return messages
 
 

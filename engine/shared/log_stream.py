@@ -1,4 +1,4 @@
-"""Standard error that neither blocks nor raises, whatever has become of its reader or its disk.
+"""Standard error that neither blocks nor raises, whatever happens to its reader or disk.
 
 A line is written at once where there is room for it. What finds none waits in a backlog that a
 thread writes when there is; what the backlog cannot hold, or the disk, is dropped and counted, and
@@ -17,14 +17,14 @@ import time
 from collections import deque
 
 MAX_BACKLOG = 1 << 20
-"""Most bytes of lines that wait for room."""
+"""Maximum bytes of lines that wait for room."""
 
 LAST_WORDS_SECONDS = 0.5
 """How long a process that ends waits for room for its backlog."""
 
 _PAUSE = 0.05
 _PIECE = select.PIPE_BUF
-"""Most bytes in one write: a pipe that has room at all takes so many without blocking."""
+"""Maximum bytes in one write: a pipe that has any room takes this many without blocking."""
 
 
 class LogStream(io.TextIOBase):
@@ -43,6 +43,7 @@ class LogStream(io.TextIOBase):
         self._in_line = False
         """Whether the last line that was begun has been cut off."""
         self._filled = threading.Event()
+        self._ended = False
         # Now, as there may be no memory for a thread when it is needed.
         threading.Thread(target=self._write_backlog, name="log", daemon=True).start()
         atexit.register(self.wait_until_written, LAST_WORDS_SECONDS)
@@ -54,7 +55,7 @@ class LogStream(io.TextIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Whether people look at it."""
+        """Whether it is a terminal."""
         return os.isatty(self._descriptor)
 
     def fileno(self) -> int:
@@ -62,15 +63,26 @@ class LogStream(io.TextIOBase):
         return self._descriptor
 
     def flush(self) -> None:
-        """Do nothing: everything is on its way already."""
+        """Do nothing: what can be written has been."""
+
+    def close(self) -> None:
+        """Drop what is written from now on, and what waits; the descriptor stays its owner's.
+
+        The thread ends with it, or where nobody reads as soon as the reader goes.
+        """
+        super().close()
+        atexit.unregister(self.wait_until_written)
+        with self._lock:
+            self._ended = True
+        self._filled.set()
 
     def write(self, text: str) -> int:
         """Write whole lines now, or as soon as there is room; or drop them and count."""
         data = text.encode(errors="replace")
         with self._lock:
-            if not self._backlog:
+            if not self._backlog and not self._ended:
                 data = self._write_now(data)
-            if not data:
+            if not data or self._ended:
                 return len(text)
             if self._waiting + len(data) > MAX_BACKLOG:
                 self._drop("nobody read them in time")
@@ -80,10 +92,16 @@ class LogStream(io.TextIOBase):
         self._filled.set()
         return len(text)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether nothing waits for room."""
+        with self._lock:  # what the thread is writing is in nobody's backlog
+            return not self._backlog
+
     def wait_until_written(self, seconds: float) -> None:
-        """Give the backlog so many seconds to be written."""
+        """Wait up to this many seconds for the backlog to be written."""
         deadline = time.monotonic() + seconds
-        while self._backlog and time.monotonic() < deadline:
+        while not self.is_written and time.monotonic() < deadline:
             time.sleep(0.01)
 
     # -- below the lock --------------------------------------------------------------------------
@@ -131,10 +149,10 @@ class LogStream(io.TextIOBase):
     # -- the thread ------------------------------------------------------------------------------
 
     def _write_backlog(self) -> None:
-        while True:
+        while not self._ended:
             self._filled.wait()
             self._filled.clear()
-            while self._backlog:
+            while self._backlog and not self._ended:
                 poll = select.poll()
                 poll.register(self._target, select.POLLOUT)
                 poll.poll()
@@ -147,6 +165,8 @@ class LogStream(io.TextIOBase):
                         self._waiting += len(rest)
                 if rest == data:
                     time.sleep(_PAUSE)  # it is not as writable as it says
+        if self._target != self._descriptor:
+            os.close(self._target)
 
 
 def _unblocked(descriptor: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Logging of every process: one line an event, on standard error, as text or as JSON."""
+"""Logging of every process: one line per event, on standard error, as text or as JSON."""
 
 import faulthandler
 import io
@@ -62,7 +62,7 @@ def name_process(name: str, log_level: str, log_format: LogFormat = "text") -> N
 
 
 class LogLines(io.StringIO):
-    """A text file whose lines become log records, for what is otherwise shown to people."""
+    """A text file whose lines become log records: for output that a terminal would show."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ The shell that owns the registration socket sends what `tick` returns, feeds wha
 from dataclasses import dataclass
 
 from engine.shared.messages import (
+    AdapterSheet,
     CoordinatorReply,
     Draining,
     EngineSetup,
@@ -15,6 +16,7 @@ from engine.shared.messages import (
     GroupStatus,
     Heartbeat,
     HeartbeatAck,
+    HeldAdapter,
     Hello,
     MemberKind,
     MemberMessage,
@@ -42,9 +44,10 @@ class Joined:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The coordinator will not have this member."""
+    """The coordinator refused this member; `replaced` if another has its number by now."""
 
     reason: str
+    replaced: bool = False
 
 
 MembershipEvent = Joined | Rejected
@@ -62,6 +65,8 @@ class Identity:
     group_config: dict[str, str]
     addresses: FrontEndAddresses | None = None
     scope: Scope = EVERYTHING
+    group: str = ""
+    """Its engine group."""
 
 
 class Membership:
@@ -74,6 +79,9 @@ class Membership:
         self._is_ready = False
         self._is_draining = False
         self._group_status: GroupStatus | None = None
+        self._held: list[HeldAdapter] = []
+        self.adapters: AdapterSheet | None = None
+        """Newest sheet of adapters known here, told to a coordinator that has forgotten it."""
         self._joined_once = False
         self._next_send = float("-inf")
         self.epoch: int | None = None
@@ -89,13 +97,18 @@ class Membership:
         self._next_send = float("-inf")
 
     def drain(self) -> None:
-        """The member wants nothing new from now on; DRAINING is sent at the next tick."""
+        """The member takes nothing new from now on; DRAINING is sent at the next tick."""
         self._is_draining = True
         self._next_send = float("-inf")
 
     def set_group_status(self, group_status: GroupStatus) -> None:
-        """The member stands elsewhere with its lockstep group; told at the next tick."""
+        """The member's state in its lockstep group has changed; sent at the next tick."""
         self._group_status = group_status
+        self._next_send = float("-inf")
+
+    def set_adapters(self, held: list[HeldAdapter]) -> None:
+        """The member has these adapters; sent at the next tick."""
+        self._held = held
         self._next_send = float("-inf")
 
     def tick(self, now: float) -> list[MemberMessage]:
@@ -118,15 +131,32 @@ class Membership:
                     me.scope,
                     PROTOCOL_VERSION,
                     SWELL_VERSION,
+                    me.group,
+                    given=self._joined_once and me.index < 0,
+                    adapters=self.adapters,
                 )
             ]
         self._next_send = now + self._interval
         if self._is_draining:
-            return [Draining(me.kind, self.index, me.incarnation, self._group_status)]
+            return [Draining(me.kind, self.index, me.incarnation, self._group_status, self._held)]
         if self._is_ready:
             # READY is repeated as the heartbeat of a ready member: losing one does not matter.
-            return [Ready(me.kind, self.index, me.incarnation, self._setup, self._group_status)]
-        return [Heartbeat(me.kind, self.index, me.incarnation, self._group_status)]
+            return [
+                Ready(
+                    me.kind,
+                    self.index,
+                    me.incarnation,
+                    self._setup,
+                    self._group_status,
+                    self._held,
+                )
+            ]
+        return [Heartbeat(me.kind, self.index, me.incarnation, self._group_status, self._held)]
+
+    @property
+    def group(self) -> str:
+        """The member's engine group; what is published for others does not concern it."""
+        return self._identity.group
 
     def goodbye(self) -> Goodbye:
         """Return the message that leaves the cluster."""
@@ -135,7 +165,9 @@ class Membership:
     def receive(self, reply: CoordinatorReply) -> MembershipEvent | None:
         """Take one message of the coordinator."""
         if isinstance(reply, Refused):
-            return Rejected(reply.reason) if reply.final else None
+            if not reply.final:
+                return None
+            return Rejected(reply.reason, replaced=self._joined_once and reply.field == "index")
         if isinstance(reply, HeartbeatAck):
             if self.epoch is not None and (not reply.known or reply.epoch != self.epoch):
                 self.epoch = None

@@ -1,7 +1,7 @@
 """The private directory of a node's local sockets and shared files, whole for as long as it lives.
 
 It is always a fresh one, inside the directory that the operator names or the system's temporary
-one: what else lies there is nobody's business. Its maker holds a lock on it. The lock keeps
+one; whatever else is there is left alone. Its maker holds a lock on it. The lock keeps
 systemd-tmpfiles away, and tells a successor which directories belong to the dead.
 
 Other cleaners know no locks. Files that were removed are put back as links to the descriptors
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "swell-"
 _UNLOCKED_PREFIX = ".swell-new-"
 _MARK = ".swell"
-"""Name of the file that tells a directory of ours from one that only has such a name."""
+"""Name of the file that marks a directory as one of ours, which its name alone does not."""
 
 
 def make_private(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who is there, as the coordinator's lists say, without losing anybody to its restart.
+"""The members by the coordinator's lists; its restart loses none of them.
 
 A coordinator that just restarted knows nobody and learns its members one by one. Members that a
 new epoch's lists do not contain *yet* are kept for a grace; a member that this epoch has listed
@@ -67,6 +67,11 @@ class Roster(Generic[T]):
         overdue = [i for i, since in self._missing_since.items() if now - since > self._grace]
         self._forget(overdue)
         return overdue
+
+    def lives(self, index: int, now: float) -> None:
+        """A member was heard in another way: if it is missing, its grace begins anew."""
+        if index in self._missing_since:
+            self._missing_since[index] = now
 
     def remove(self, index: int) -> None:
         """Forget a member that is known to be dead before the coordinator says so."""

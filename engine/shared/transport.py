@@ -12,16 +12,14 @@ heartbeats, a connection without a sign of life ends after `--engine-timeout`, a
 connect again asks for the address behind the name anew.
 """
 
-import hashlib
 import logging
 import socket as sockets
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
-from zmq.utils import z85
 
 from engine.shared.addresses import (
     ANY_HOSTS,
@@ -32,8 +30,10 @@ from engine.shared.addresses import (
     split_host_port,
     uses_ipv6,
 )
+from engine.shared.cluster_keys import InsecureCluster, cluster_keys
 from engine.shared.config import ClusterConfig
 from engine.shared.handshakes import HandshakeWatch
+from engine.shared.listeners import SharedPort
 from engine.shared.node_directory import make_private
 
 if TYPE_CHECKING:
@@ -47,41 +47,10 @@ _LONGEST_TTL_MS = 6_553_500  # ZMTP has 16 bits for tenths of a second
 
 _HANDSHAKE_MS = 10_000  # a thousand peers that come back at once take a while
 
-MIN_KEY_BYTES = 16
-"""Fewest bytes of a shared secret, blanks around them not counted."""
-
-
-class InsecureCluster(ValueError):
-    """TCP is to be used with no cluster key, or with one that a stranger could guess."""
-
 
 def make_context() -> "zmq.Context[zmq.Socket[bytes]]":
     """Return the context of a process: a thread for data, and one that may wait for names."""
     return zmq.Context(io_threads=2)
-
-
-class KeyPair(NamedTuple):
-    """A CURVE key pair in Z85."""
-
-    public: bytes
-    secret: bytes
-
-
-def cluster_key_pair(shared_secret: bytes) -> KeyPair:
-    """Derive the key pair of all binding sockets of a cluster from its shared secret.
-
-    Raises:
-        InsecureCluster: the secret is too short to be one.
-    """
-    material = shared_secret.strip()
-    if len(material) < MIN_KEY_BYTES:
-        raise InsecureCluster(
-            f"the cluster key has {len(material)} bytes and needs at least {MIN_KEY_BYTES}: "
-            "make one with `openssl rand -hex 32`"
-        )
-    seed = hashlib.blake2b(material, digest_size=32, person=b"swell-cluster").digest()
-    secret = z85.encode(seed)
-    return KeyPair(zmq.curve_public(secret), secret)
 
 
 def advertised_host(cluster: ClusterConfig) -> str:
@@ -110,29 +79,32 @@ class Transport:
         self._heartbeat_ms = max(100, int(1000 * cluster.heartbeat_interval))
         self._timeout_ms = max(self._heartbeat_ms, int(1000 * cluster.engine_timeout))
         self._insecure = cluster.insecure_cluster
-        self._keys: KeyPair | None = None
+        self._keys = cluster_keys(cluster)
         self._bound: list[tuple[Path, str, zmq.Socket[bytes]]] = []
-        if cluster.cluster_key_file is not None:
-            secret = Path(cluster.cluster_key_file).read_bytes()
-            try:
-                self._keys = cluster_key_pair(secret)
-            except InsecureCluster as error:
-                raise InsecureCluster(f"{cluster.cluster_key_file}: {error}") from None
+        self._shared_ports: list[SharedPort] = []
 
     def bind(self, kind: int, address: str) -> "zmq.Socket[bytes]":
         """Return a bound socket; its real address (TCP port 0 resolved) is `last_endpoint`."""
         socket = self._socket(kind, address, binder=True)
+        if address.startswith("tcp://") and self._keys is not None and self._keys.are_exchanged:
+            port = SharedPort(socket, address)
+            for keys in self._keys.accepted:
+                port.accept(keys)
+            self._shared_ports.append(port)
+            return socket
         socket.bind(address)
         if address.startswith("ipc://"):
             self._bound.append((Path(address.removeprefix("ipc://")), address, socket))
         return socket
 
     def mend(self) -> None:
-        """Bind local sockets again whose files somebody has removed; to be called now and then.
+        """Bind local sockets again whose files somebody has removed, and accept cluster keys that
+        have been added; to be called now and then.
 
         Connections last without the file, but nobody new would find the way. The sockets must
         belong to the calling thread.
         """
+        self._accept_new_keys()
         self._bound = [each for each in self._bound if not each[2].closed]
         for path, address, socket in self._bound:
             if path.exists():
@@ -146,10 +118,21 @@ class Transport:
             else:
                 logger.warning("%s was removed: bound again", path)
 
+    def _accept_new_keys(self) -> None:
+        new = self._keys.refresh() if self._keys is not None else []
+        self._shared_ports = [port for port in self._shared_ports if not port.socket.closed]
+        for keys in new:
+            for port in self._shared_ports:
+                try:
+                    port.accept(keys)
+                except (OSError, zmq.ZMQError) as error:
+                    logger.error("the new cluster key is not accepted here: %s", error)
+
     def connect(
         self, kind: int, address: str, *, identity: bytes | None = None
     ) -> "zmq.Socket[bytes]":
         """Return a connecting socket; ZeroMQ keeps reconnecting for as long as it is open."""
+        self._accept_new_keys()
         socket = self._socket(kind, address, binder=False)
         if identity is not None:
             socket.setsockopt(zmq.IDENTITY, identity)
@@ -202,11 +185,11 @@ class Transport:
             )
         if binder:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.connecting.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.connecting.secret)
         else:
             public, secret = zmq.curve_keypair()
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.public)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.connecting.public)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
 
@@ -283,7 +266,7 @@ class Inbox:
         """Send on the same socket without blocking.
 
         Raises:
-            zmq.ZMQError: the peer is unknown, where the socket was told to mind.
+            zmq.ZMQError: the peer is unknown and the socket was told to report that.
         """
         self.socket.send_multipart(frames, zmq.NOBLOCK)
         # Sending may use up the descriptor's edge of a message that has just come in.

@@ -122,11 +122,11 @@ class Admission:
         num_slots: Callable[[], int],
         tenants: TenantConfig = TenantConfig(),
         *,
-        several: bool = False,
+        several: Callable[[], bool] = lambda: False,
     ) -> None:
         """`num_slots` says how many sequences the engines can run at once.
 
-        `several`: there are more tenants than one.
+        `several` says whether there are more tenants than one.
         """
         self.table = table
         self._max_queue = limits.max_queue
@@ -186,7 +186,7 @@ class Admission:
 
     def _limit(self, totals: Totals, own: Totals, requests: int, tokens: int) -> _Limit | None:
         """Return what does not fit; the newcomer is part of both sums."""
-        alone = totals.requests == requests and not self._several
+        alone = totals.requests == requests and not self._several()
         if totals.requests > self._max_queue and not alone:
             places = self._max_queue + self._num_slots()
             if totals.requests > places:
@@ -194,7 +194,7 @@ class Admission:
         most = self._tenants.max_sequences_per_key
         if most is not None and own.requests > most:
             return _Limit("requests", _PER_KEY.format("sequences", "max_sequences_per_key", most))
-        if self._several and own.requests > requests:
+        if self._several() and own.requests > requests:
             slots = self._num_slots()
             free = self._max_queue + slots - totals.requests
             if totals.requests > slots and own.requests > free:
@@ -208,7 +208,7 @@ class Admission:
         most = self._tenants.max_queue_tokens_per_key
         if most is not None and own.tokens > max(most, tokens):
             return _Limit(what, _PER_KEY.format(what, "max_queue_tokens_per_key", most))
-        if not self._several or self._max_tokens is None or own.tokens <= tokens:
+        if not self._several() or self._max_tokens is None or own.tokens <= tokens:
             return None
         free = self._max_tokens - totals.tokens
         return _Limit(what, _UNFAIR.format(what)) if own.tokens > free else None

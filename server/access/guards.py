@@ -2,7 +2,9 @@
 
 import hashlib
 import hmac
+import logging
 import ssl
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,13 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.shared.watched_file import WatchedFile, any_changed
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant, named_tenant
 from server.config import GuardConfig
 from server.http.errors import ApiError
 from server.observe.metrics import FrontEndMetrics
+
+logger = logging.getLogger(__name__)
 
 API_PREFIX = "/v1/"
 ADMIN_PREFIX = "/admin/"
@@ -22,10 +27,14 @@ ADMIN_PREFIX = "/admin/"
 _PROBES = frozenset(("/health", "/ping", "/ready", "/version"))
 _PAGE = frozenset(("/", "/status.css", "/status.js"))
 """Files that hold nothing about the server: the page asks for the key and gets the data with it."""
-_ADMIN = frozenset(("/server_info",))
+_ADMIN = frozenset(("/server_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 _STATUS = frozenset(("/status.json",))
 _DOCS = frozenset(("/docs", "/docs/oauth2-redirect", "/openapi.json"))
 _METRICS = "/metrics"
+
+
+LOOK_INTERVAL = 1.0
+"""Seconds between looks at whether the files of keys have changed."""
 
 
 class BadGuards(Exception):
@@ -116,7 +125,11 @@ def metrics_keys(config: GuardConfig) -> Keys:
 
 
 class Doors:
-    """Which keys open which path. What nobody thought of needs an API key, if there are any."""
+    """Which keys open which path. What nobody thought of needs an API key, if there are any.
+
+    Keys in files are read again when the files change, so that one that is taken out opens
+    nothing any more. A file that cannot be used changes nothing.
+    """
 
     def __init__(self, config: GuardConfig) -> None:
         """Read the keys.
@@ -124,13 +137,41 @@ class Doors:
         Raises:
             BadGuards: there is no key where one is said to be.
         """
-        self.api, self._admin = api_keys(config), admin_keys(config)
-        self._metrics = metrics_keys(config)
+        self._config = config
+        files = (config.api_key_file, config.admin_key_file, config.metrics_key_file)
+        self._files = [WatchedFile(file) for file in files if file is not None]
+        self._look_at = 0.0
+        self._read()
         open_by_default = not self.api
         self._open_status, self._open_docs, self._open_metrics = (
             open_by_default if chosen is None else chosen
             for chosen in (config.open_status, config.open_docs, config.open_metrics)
         )
+
+    def _read(self) -> None:
+        config = self._config
+        self.api, self._admin, self._metrics = (
+            api_keys(config), admin_keys(config), metrics_keys(config),
+        )  # fmt: skip
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is a key for /admin."""
+        return bool(self._admin)
+
+    def look(self, now: float) -> None:
+        """Read the keys again if a file has changed, which is asked once a second at most."""
+        if now < self._look_at or not self._files:
+            return
+        self._look_at = now + LOOK_INTERVAL
+        if not any_changed(self._files):
+            return
+        try:
+            self._read()
+        except BadGuards as error:
+            logger.error("keys stay as they were: %s", error)
+        else:
+            logger.info("keys were read again: their files have changed")
 
     def refusal(self, scope: Scope) -> ApiError | None:
         """Return why a request does not get in, None if it does."""
@@ -165,13 +206,13 @@ class KeyGuard:
     def __init__(self, app: ASGIApp, doors: Doors, metrics: FrontEndMetrics) -> None:
         self._app = app
         self._doors = doors
-        self._api = doors.api
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._doors.look(time.monotonic())
         refusal = self._doors.refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
-            _note_tenant(scope, self._api)
+            _note_tenant(scope, self._doors.api)
             await self._app(scope, receive, send)
             return
         self._metrics.http_request(_label(scope["path"]), refusal.status)
@@ -234,13 +275,9 @@ def _secret(scope: Scope) -> bytes:
     return other
 
 
-def install(app: FastAPI, config: GuardConfig, metrics: FrontEndMetrics) -> None:
-    """Put the configured guards around an application.
-
-    Raises:
-        BadGuards: there is no key where one is said to be.
-    """
-    app.add_middleware(KeyGuard, doors=Doors(config), metrics=metrics)
+def install(app: FastAPI, doors: Doors, config: GuardConfig, metrics: FrontEndMetrics) -> None:
+    """Put the configured guards around an application."""
+    app.add_middleware(KeyGuard, doors=doors, metrics=metrics)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -12,6 +12,10 @@ MAX_CHOICES = 128
 """`n` of a request: choices per prompt."""
 MAX_PROMPTS = 2048
 """Prompts of a completion request."""
+MAX_INPUT_TOKENS = 2**19
+"""Tokens of all inputs of a request that gets vectors or scores."""
+MAX_VECTOR_NUMBERS = 2**22
+"""Numbers of all vectors of an answer."""
 MAX_SEQUENCES = 2048
 """Sequences of a request: prompts times choices."""
 MAX_TOKENS = 2**31 - 1
@@ -35,6 +39,18 @@ answer repeats."""
 MAX_SCORES = 2**17
 """Log probabilities that an answer may hold: of tokens and of the alternatives to them. Those of
 a stream's output do not count, because they are gone once sent."""
+MAX_SCORED_TOKENS = 1024
+"""Token ids whose log probabilities a request names (`logprob_token_ids`)."""
+MAX_SHARED = 2**23
+"""Bytes of what a request says once and each of its conversations is rendered with."""
+MAX_TEMPLATE = 2**16
+"""Characters of a chat template that a request brings along."""
+MAX_TEMPLATE_SECONDS = 2.0
+"""Seconds that it may render."""
+MAX_TEMPLATE_MEMORY = 2**29
+"""Bytes of address space of the process that renders it."""
+MAX_TEMPLATE_OUTPUT = 2**24
+"""Characters that it may write."""
 MAX_JSON_VALUES = 270_000
 """Values and keys in a request body, and in the JSON texts in it: a prompt of 262,144 token ids
 fits."""
@@ -78,7 +94,13 @@ MAX_METADATA = 16
 """Keys of a kept conversation's metadata."""
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 """Characters of a key, and of what it stands for."""
+MAX_ERROR_LENGTH = 2000
+"""Characters of an error's text, which may quote what the client sent."""
 MAX_JOBS = 256
 """Responses that one front end makes at a time in the background."""
+MAX_JOBS_OF_ONE = MAX_JOBS // 2
+"""How many of them may be one tenant's."""
+MAX_KEPT_EVENTS = 2**24
+"""Bytes of the events that are kept of a response that is made in the background."""
 MAX_KEPT_ITEMS = 2048
 """Items of a conversation that is kept."""

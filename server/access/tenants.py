@@ -61,15 +61,12 @@ class Wishes(msgspec.Struct, frozen=True):
 class Tenancy:
     """Tells tenants apart and says what they may do, as configured."""
 
-    def __init__(self, config: FrontEndConfig, num_keys: int) -> None:
-        """`num_keys` counts the tenants that have keys of their own."""
+    def __init__(self, config: FrontEndConfig) -> None:
         self._by_user = config.tenants.tenant_by == "user"
         self._max_sequences = config.tenants.max_sequences_per_key
         self._isolated = config.tenants.prefix_cache_isolation == "tenant"
         self._priority = config.allows_priority
         self._pinning = config.allows_rank_pinning
-        self.several = num_keys > 1 or self._by_user
-        """Whether there are tenants to be told apart."""
         self.shows_cached_tokens = not config.tenants.hide_cached_tokens
 
     def admit(self, key: Tenant, wishes: Wishes, prompts: int, copies: int) -> tuple[Tenant, bytes]:
@@ -80,10 +77,14 @@ class Tenancy:
         Raises:
             ApiError: 400 or 403, it asks for what the operator does not allow.
         """
-        self._check(wishes)
+        self.check(wishes)
         self._check_sequences(prompts, copies)
         tenant = self.tenant(key, wishes.user)
         return tenant, self.cache_root(tenant, wishes.cache_salt)
+
+    def are_several(self, num_keys: int) -> bool:
+        """Whether there are tenants to be told apart; `num_keys` of them have keys of their own."""
+        return num_keys > 1 or self._by_user
 
     def tenant(self, key: Tenant, user: str | None) -> Tenant:
         """Return whose a request is that came with a key and names a user."""
@@ -112,8 +113,12 @@ class Tenancy:
                 code="too_many_sequences",
             )
 
-    def _check(self, wishes: Wishes) -> None:
-        """Refuse what only some operators allow."""
+    def check(self, wishes: Wishes) -> None:
+        """Refuse what only some operators allow.
+
+        Raises:
+            ApiError: 400 or 403.
+        """
         if wishes.priority and not self._priority:
             raise ApiError(
                 400,

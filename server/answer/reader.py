@@ -42,7 +42,7 @@ class AnswerReader:
         self._tokens = ReasoningTokens(reasoning_end)
         self._in_channels = 0
         """Tokens that came with reasoning that the parser of calls found."""
-        self._whitespace = ""
+        self._whitespace: list[str] = []
         """Whitespace that came last: content, unless a call follows or has come before."""
         self.num_calls = 0
         """Tool calls that have begun."""
@@ -66,7 +66,7 @@ class AnswerReader:
         if self._calls is not None:
             parts += self._shown(self._calls.finish())
         if self._whitespace and not self.num_calls:
-            parts.append(ContentText(self._whitespace))
+            parts.append(ContentText("".join(self._whitespace)))
         return parts
 
     def _thought(self, text: str) -> list[Part]:
@@ -91,7 +91,7 @@ class AnswerReader:
                 case ContentText(text):
                     shown += self._content(text)
                 case CallBegin():
-                    self._whitespace = ""
+                    self._whitespace = []
                     if self._parallel or part.index == 0:
                         self.num_calls = part.index + 1
                         shown.append(part)
@@ -100,7 +100,11 @@ class AnswerReader:
         return shown
 
     def _content(self, text: str) -> list[Part]:
-        text = self._whitespace + text
         certain = text.rstrip()
-        self._whitespace = text[len(certain) :]
-        return [ContentText(certain)] if certain else []
+        held, whitespace = self._whitespace, text[len(certain) :]
+        if not certain:
+            if whitespace:
+                held.append(whitespace)
+            return []
+        self._whitespace = [whitespace] if whitespace else []
+        return [ContentText("".join([*held, certain]))]

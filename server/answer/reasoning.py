@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from server.text.markers import certain_length
+from server.text.markers import MAX_HEAD, certain_length
 
 
 class ReasoningTags(msgspec.Struct, frozen=True):
@@ -82,6 +82,8 @@ class ReasoningReader:
         self._at_edge = False
         """The last thing that came was a tag: line ends are left out."""
         self._held = ""
+        self._line_ends: list[str] = []
+        """Line ends that came last, and belong to the reasoning if it goes on."""
         self.over = False
         """Whether the reasoning has ended: everything that comes now is content."""
 
@@ -106,12 +108,22 @@ class ReasoningReader:
     def finish(self) -> tuple[str, str]:
         """End: return what was held back; reasoning that was not closed stays reasoning."""
         held, self._held = self._held, ""
-        return (held.rstrip("\n"), "") if self._inside and not self.over else ("", held)
+        return (
+            (self._joined(held.rstrip("\n")), "") if self._inside and not self.over else ("", held)
+        )
+
+    def _joined(self, text: str) -> str:
+        """Return more of the reasoning, if there is any, behind the line ends before it."""
+        if not text:
+            return ""
+        held, self._line_ends = self._line_ends, []
+        return "".join([*held, text])
 
     def _open(self) -> bool:
         """Take a start tag off the held text; return whether it is known if there is one."""
         start, begin = self._tags.start, self._held.lstrip()
-        if len(begin) < len(start) and start.startswith(begin):
+        may_be = len(self._held) <= MAX_HEAD
+        if may_be and len(begin) < len(start) and start.startswith(begin):
             return False
         self._may_open = False
         if begin.startswith(start):
@@ -130,11 +142,14 @@ class ReasoningReader:
         if end:
             self._held = ""
             self.over = self._at_edge = True
-            return before.rstrip("\n"), self._content(after)
+            return self._joined(before.rstrip("\n")), self._content(after)
         length = certain_length(before, [self._tags.end])
-        certain = before[:length].rstrip("\n")
-        self._held = before[len(certain) :]
-        return certain, ""
+        text, self._held = before[:length], before[length:]
+        certain = text.rstrip("\n")
+        shown = self._joined(certain)
+        if len(certain) < len(text):
+            self._line_ends.append(text[len(certain) :])
+        return shown, ""
 
     def _content(self, text: str) -> str:
         if self._at_edge:

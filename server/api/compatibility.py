@@ -46,12 +46,10 @@ _LABELS = _ignored(
     "a hint for caches and queues of other servers; prompts are cached in any case",
     "prompt_cache_key prompt_cache_retention prompt_cache_options service_tier",
 )
-_NO_MEDIA = _ignored(
-    "about images and sound, which messages cannot hold", "media_io_kwargs mm_processor_kwargs"
-)
+_MEDIA = "about images and sound, which messages cannot hold"
+_NO_MEDIA = _ignored(_MEDIA, "media_io_kwargs mm_processor_kwargs")
 
 _UNSERVED: Rows = {
-    **_refused("log probabilities of chosen tokens are not served", "logprob_token_ids"),
     **_refused("KV blocks are not handed between servers", "kv_transfer_params"),
     **_refused("there are no encoder caches to hand over", "ec_transfer_params"),
     **_refused("there are no extensions that could read it", "vllm_xargs", {}),
@@ -80,11 +78,9 @@ _GENERATION: Rows = {
     **_same("length_penalty early_stopping"),
     "user": Row("different", "the operator may have requests limited and queued by it"),
     "priority": Row("different", "refused unless the operator allows it"),
+    "logprob_token_ids": Row("different", "needs logprobs; not together with echo of prompts"),
     "prompt_logprobs": Row("different", "not in a stream; bounded by --max-logprobs"),
-    "response_format": Row("different", "`structural_tag` is refused"),
-    "structured_outputs": Row(
-        "different", "`structural_tag` and `disable_additional_properties` are refused"
-    ),
+    **_same("response_format structured_outputs"),
     **_LABELS,
     **_NO_MEDIA,
     **_ignored(
@@ -120,7 +116,7 @@ CHAT: Rows = {
     "echo": Row("different", "only what an assistant said is repeated"),
     "functions": Row("refused", "use tools instead", (), [{"name": "f"}]),
     "function_call": Row("refused", "use tool_choice instead", (), "auto"),
-    **_refused("templates are the operator's: --chat-template", "chat_template"),
+    "chat_template": Row("different", "only with --trust-request-chat-template; bounded"),
     **_refused("the rendered prompt is not shown; /tokenize and /detokenize do",
                "return_prompt_text", False),
     **_refused("ask for n choices", "best_of", 1),
@@ -132,6 +128,15 @@ CHAT: Rows = {
     **_refused("use max_completion_tokens", "max_output_tokens"),
     **_ignored("only makes answers come faster", "prediction"),
     **_ignored("a hint that no template takes; give it in chat_template_kwargs", "verbosity"),
+}  # fmt: skip
+
+_ONE_BY_ONE = "/v1/chat/completions has it, for one conversation"
+CHATS: Rows = {
+    **CHAT,
+    "messages": Row("different", "a list of conversations; vLLM's endpoint"),
+    **_refused(_ONE_BY_ONE, "stream use_beam_search echo continue_final_message", False),
+    **_refused(_ONE_BY_ONE, "stream_options prompt_logprobs tools tool_choice chat_template"),
+    "n": Row("refused", "each conversation has one choice", (1,), 2),
 }  # fmt: skip
 
 _NO_BUDGET = _refused("/v1/chat/completions has it; limit max_tokens", "thinking_token_budget", -1)
@@ -149,24 +154,25 @@ RESPONSES: Rows = {
         "model input instructions temperature top_p max_output_tokens tool_choice "
         "parallel_tool_calls text stream stream_options include seed stop presence_penalty "
         "frequency_penalty top_k min_p repetition_penalty min_tokens ignore_eos stop_token_ids "
-        "logit_bias cache_salt request_id chat_template_kwargs metadata"
+        "logit_bias cache_salt request_id chat_template_kwargs metadata include_reasoning"
     ),
-    "structured_outputs": Row(
-        "different", "`structural_tag` and `disable_additional_properties` are refused"
-    ),
-    "top_logprobs": Row("different", "not together with tools or reasoning"),
-    "tools": Row("different", "functions only"),
+    **_same("structured_outputs"),
+    "top_logprobs": Row("different", "bounded by --max-logprobs"),
+    "tools": Row("different", "functions and custom tools; of grammars those of the syntax regex"),
     "reasoning": Row("different", "nothing is summarized"),
     "user": _GENERATION["user"],
     "priority": _GENERATION["priority"],
     **_same("previous_response_id conversation"),
     "store": Row("different", "kept as long and as far as the operator says"),
-    "background": Row("different", "not together with stream"),
+    **_same("background"),
     "prompt": Row("refused", "there are no stored prompts", (), {"id": "pmpt_1"}),
-    "truncation": Row("refused", "'auto' is not served", ("disabled",), "auto"),
+    "truncation": Row("different", "auto leaves out whole turns, and keeps the system's"),
     **{name: row for name, row in _LABELS.items() if name != "metadata"},
     **_NO_MEDIA,
     **_ignored("about tools that a server runs", "max_tool_calls"),
+    **_ignored(_MEDIA, "image"),
+    **_ignored("all requests have the same access", "access_programs"),
+    **_refused("there are no ready-made personalities; use instructions", "personality"),
     **_refused("input is not shortened", "context_management"),
     **_refused("nothing is moderated", "moderation"),
     **_refused("send the whole conversation as input",
@@ -179,12 +185,63 @@ RESPONSES: Rows = {
     **_refused("use include", "logprobs", False),
     **_refused("a response is one answer", "n best_of", 1),
     **_refused("not served here; /v1/chat/completions has it",
-               "allowed_token_ids bad_words prompt_logprobs truncate_prompt_tokens"),
+               "allowed_token_ids bad_words prompt_logprobs truncate_prompt_tokens "
+               "logprob_token_ids"),
     **_refused("not served here; /v1/chat/completions has it", "include_stop_str_in_output", False),
     **_refused("not served here; /v1/chat/completions has it", "skip_special_tokens", True),
     **_UNSERVED,
-    "chat_template": CHAT["chat_template"],
+    **_refused("/v1/chat/completions has it", "chat_template"),
 }  # fmt: skip
+
+_POOLING: Rows = {
+    **_same("model use_activation request_id cache_salt truncate_prompt_tokens truncation_side"),
+    "user": _GENERATION["user"],
+    "priority": _GENERATION["priority"],
+    **_LABELS,
+    **_NO_MEDIA,
+    **_refused("use use_activation", "normalize activation softmax"),
+    "padding": Row("refused", "inputs are not padded", ("do_not_pad",), "max_length"),
+}
+
+_NO_TURNS = "inputs are texts or token ids"
+_INPUT: Rows = {
+    **_POOLING,
+    **_same("input add_special_tokens"),
+    **_refused(_NO_TURNS, "messages chat_template"),
+    **_refused(_NO_TURNS, "chat_template_kwargs", {}),
+    **_refused(_NO_TURNS, "add_generation_prompt continue_final_message", False),
+}
+
+EMBEDDINGS: Rows = {
+    **_INPUT,
+    **_same("encoding_format dimensions"),
+    "prompt_name": Row("different", "vLLM has no prompts; as in sentence-transformers"),
+    "embed_dtype": Row("refused", "numbers are float32", ("float32", "float"), "float16"),
+    "endianness": Row("refused", "the lowest byte comes first", ("native", "little"), "big"),
+    **_refused("there is one type of embedding for all inputs", "input_type task_type"),
+}
+
+POOLING: Rows = {
+    **EMBEDDINGS,
+    "task": Row("different", "embed or classify, not of each token"),
+    **_refused("there are no plugins that could read it", "data"),
+}
+
+CLASSIFY: Rows = _INPUT
+
+SCORE: Rows = {
+    **_POOLING,
+    **_same("queries documents items text_1 text_2 data_1 data_2"),
+    **_refused("models that write do not score", "label_token_ids"),
+}
+
+RERANK: Rows = {
+    **_POOLING,
+    **_same("query documents top_n return_documents"),
+    "max_tokens_per_doc": Row("different", "of texts; 4096 at /v2/rerank if it is not given"),
+    **_refused("documents have one text", "rank_fields"),
+    **_refused("use max_tokens_per_doc", "max_chunks_per_doc"),
+}
 
 TOKENIZE: Rows = {
     **_same(
@@ -201,7 +258,7 @@ DETOKENIZE: Rows = {
 }
 
 _CONVERSATION: Rows = {
-    **_same("model messages system tool_choice output_config output_format"),
+    **_same("model messages system tool_choice output_config output_format chat_template_kwargs"),
     "tools": Row("different", "functions only"),
     "thinking": Row("different", "a model that always thinks does; nothing is signed"),
     "mcp_servers": Row("refused", "no tools run here", ([],), [{"url": "http://localhost"}]),
@@ -209,27 +266,53 @@ _CONVERSATION: Rows = {
     **_ignored(
         "a hint for caches of other servers; prompts are cached in any case", "cache_control"
     ),
+    **_refused("conversations are not summarized", "compaction"),
+    **_ignored("nobody is billed", "billing_policy"),
+    **_ignored("there is one tier", "speed"),
 }
 
 MESSAGES: Rows = {
     **_CONVERSATION,
     **_same("max_tokens stop_sequences stream temperature top_p top_k seed cache_salt"),
-    **_same("chat_template_kwargs"),
     "metadata": Row("different", "`user_id` is what `user` is elsewhere"),
     "priority": _GENERATION["priority"],
     "container": Row("refused", "no tools run here", (), "container_1"),
-    **_ignored("there is one tier", "service_tier inference_geo speed"),
+    **_refused("conversations are not kept here; /v1/responses keeps them", "thread"),
+    **_refused("KV blocks are not handed between servers", "kv_transfer_params"),
+    **_ignored("there is one tier", "service_tier inference_geo"),
+    **_ignored("nobody is billed", "fallback_credit_token"),
+    **_ignored("no model here declines a request that another would take", "fallbacks"),
+    **_ignored("about caches, which are no part of the answer", "diagnostics"),
 }
 
 COUNT_TOKENS: Rows = _CONVERSATION
 
+CONVERSATIONS: Rows = _same("items metadata")
+
 TABLE: dict[str, Rows] = {
     "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/batch": CHATS,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNT_TOKENS,
+    "/v1/embeddings": EMBEDDINGS,
+    "/pooling": POOLING,
+    "/classify": CLASSIFY,
+    "/score": SCORE,
+    "/rerank": RERANK,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
+    "/v1/conversations": CONVERSATIONS,
 }
 """The rows of each endpoint."""
+
+OTHER_PATHS: dict[str, tuple[str, ...]] = {
+    "/v1/responses": ("/v1/responses/input_tokens",),
+    "/score": ("/v1/score",),
+    "/rerank": ("/v1/rerank", "/v2/rerank"),
+    "/v1/conversations": (
+        "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items",
+    ),
+}  # fmt: skip
+"""Endpoints that take the same fields as one of these, or some of them."""

@@ -3,6 +3,7 @@
 import msgspec
 
 from engine.shared.model_files import served_names
+from engine.shared.pooling import PoolingSpec
 from server.access.admission import Admission
 from server.access.tenants import Tenancy
 from server.answer.formats import answer_formats
@@ -14,9 +15,11 @@ from server.http.call import BodyLimits
 from server.http.errors import model_not_found
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer
+from server.pooling.model import PoolingModel
 from server.router.generation_client import GenerationClient
 from server.store.service import ResponseStore
 from server.text.detokenizer import TokenTable
+from server.text.request_templates import RequestTemplates
 from server.text.tokenizer import ServedTokenizer
 
 
@@ -42,8 +45,21 @@ class Context(msgspec.Struct, frozen=True):
     store: ResponseStore | None
     """Where responses are kept, if they are."""
 
+    def asked_model(self, asked: str | None) -> tuple[str, str]:
+        """Return the name to answer with, and the version of the adapter that it means, if any.
+
+        Raises:
+            ApiError: 404, neither a served model nor an adapter has that name.
+        """
+        if asked is None or asked in self.names:
+            return asked or self.names[0], ""
+        version = self.client.adapters.version(asked)
+        if version is None:
+            raise model_not_found(asked)
+        return asked, version
+
     def model_name(self, asked: str | None) -> str:
-        """Return the name to answer with.
+        """Return the name to answer with, where adapters make no difference or are not served.
 
         Raises:
             ApiError: 404, no served model has that name.
@@ -65,8 +81,9 @@ def make_context(
     created: int,
     tracer: RequestTracer | None = None,
     store: ResponseStore | None = None,
+    pooling: PoolingSpec | None = None,
 ) -> Context:
-    """Return the context of a front end.
+    """Return the context of a front end; `pooling` is how the model makes vectors, if it does.
 
     Raises:
         BadFormats: settings contradict each other.
@@ -83,6 +100,10 @@ def make_context(
                 family=tokenizer.family,
             ),
             GrammarCheck(tokenizer.special_tokens),
+            RequestTemplates(tokenizer.named_tokens)
+            if config.http.trust_request_chat_template
+            else None,
+            PoolingModel.of(pooling, tokenizer),
         ),
         table=TokenTable(tokenizer),
         metrics=metrics,

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from server.access.admission import BYTES_PER_TOKEN
 from server.access.tenants import Wishes
 from server.api.context import Context
+from server.api.purpose import check_generates
 from server.api.shared.answer import Usage
 from server.api.shared.rendering import Answering, Renderer
 from server.generate.beam_run import BeamRun
@@ -67,11 +68,36 @@ async def generate(
         GenerationFailed, NoEngineAvailable: before an answer has begun.
     """
     call.request_id = body.request_id or call.request_id
-    model, served = context.model_name(body.model), context.model
+    model, adapter = context.asked_model(body.model)
+    answering = _generate(call, context, body, parse, renderer, before_end, model, adapter)
+    if not adapter:
+        await answering
+        return
+    context.client.adapters.lease(adapter)
+    try:
+        await answering
+    finally:
+        context.client.adapters.release(adapter)
+
+
+async def _generate(
+    call: Call,
+    context: Context,
+    body: B,
+    parse: Callable[[B, Limits], GenerationRequest],
+    renderer: Callable[[B, Answering], Renderer],
+    before_end: BeforeEnd | None,
+    model: str,
+    adapter: str,
+) -> None:
+    served = context.model
+    check_generates(context)
     limits = Limits(context.client.max_model_len, context.max_logprobs, served.tokenizer.vocab_size)
     request = parse(body, limits)
     try:
-        cache_root = _admit(call, context, request)
+        fields, size = request.fields, request.size
+        wishes = Wishes(fields.user, fields.priority, call.pins_rank, fields.cache_salt)
+        cache_root = admit(call, context, wishes, size.prompts, size.copies)
         spec = await specify(request, call.request_id, served, limits)
     except ApiError as error:
         if request.blame is None:
@@ -81,31 +107,36 @@ async def generate(
         call.request_id, model, int(time.time()), spec, context.table, context.force_usage
     )
     answer = AnswerOutput(call, renderer(body, answering), before_end)
-    await _run(call, context, spec, cache_root, answer)
+    await _run(call, context, spec, cache_root, adapter, answer)
 
 
-def _admit(call: Call, context: Context, request: GenerationRequest) -> bytes:
+def admit(call: Call, context: Context, wishes: Wishes, prompts: int, copies: int) -> bytes:
     """Reserve a place for a call until it ends; return what sets its cached prefixes apart.
+
+    It has so many prompts, and so many sequences of each.
 
     Raises:
         ApiError: it asks for what the operator does not allow.
         NoEngineAvailable: nothing can serve now.
         Overloaded: the queue is full.
     """
-    fields, size = request.fields, request.size
-    wishes = Wishes(fields.user, fields.priority, call.pins_rank, fields.cache_salt)
-    call.tenant, cache_root = context.tenancy.admit(call.tenant, wishes, size.prompts, size.copies)
+    call.tenant, cache_root = context.tenancy.admit(call.tenant, wishes, prompts, copies)
     if not context.client.takes_requests:
         raise NoEngineAvailable("No engine can serve now; try again.")
-    tokens = size.copies * len(call.body) // BYTES_PER_TOKEN
+    tokens = copies * len(call.body) // BYTES_PER_TOKEN
     call.reservation = context.admission.reserve(
-        size.sequences, tokens, call.arrived, call.tenant.place
+        prompts * copies, tokens, call.arrived, call.tenant.place
     )
     return cache_root
 
 
 async def _run(
-    call: Call, context: Context, spec: GenerationSpec, cache_root: bytes, answer: "AnswerOutput"
+    call: Call,
+    context: Context,
+    spec: GenerationSpec,
+    cache_root: bytes,
+    adapter: str,
+    answer: "AnswerOutput",
 ) -> None:
     reservation = call.reservation
     sender = Sender(
@@ -114,6 +145,7 @@ async def _run(
         reservation=reservation,
         tenant=call.tenant.id,
         cache_root=cache_root,
+        adapter=adapter,
         shows_cached=context.tenancy.shows_cached_tokens,
     )
     if reservation is not None:
@@ -137,6 +169,13 @@ async def _run(
             await answer.fail(foreseen(error, call.request_id))
         finally:
             run.close()
+            if adapter:
+                usage = run.usage()
+                context.metrics.adapter_used(
+                    context.client.adapters.name(adapter),
+                    usage.prompt_tokens,
+                    usage.completion_tokens,
+                )
             if context.tracer is not None:
                 context.tracer.record(_ended(call, context, spec, run))
 

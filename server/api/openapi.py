@@ -1,15 +1,19 @@
 """The OpenAPI document: request schemas from pydantic, responses from msgspec Structs."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, get_args
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from starlette.routing import Route
 
 from server.api.admin import schema as admin
 from server.api.chat import schema as chat
+from server.api.classify.schema import ClassifyResponse
 from server.api.completions import schema as completions
+from server.api.embeddings.schema import EmbeddingsResponse
 from server.api.messages import content
 from server.api.meta.schema import (
     HealthResponse,
@@ -20,12 +24,15 @@ from server.api.meta.schema import (
     TokenizerInfo,
     VersionResponse,
 )
+from server.api.pooling.schema import PoolingResponse
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent
+from server.api.scores.schema import RerankResponse, ScoreResponse
 from server.api.status.schema import StatusResponse
 from server.api.tokenize import schema as tokenize
 from server.http.errors import ErrorResponse
 from server.observe.metrics import CONTENT_TYPE
+from server.observe.shared_work import SharedWork
 
 _REF = "#/components/schemas/{name}"
 _RESPONSES = (
@@ -43,6 +50,11 @@ _RESPONSES = (
     *get_args(content.MessageEvent),
     tokenize.TokenizeResponse,
     tokenize.DetokenizeResponse,
+    EmbeddingsResponse,
+    PoolingResponse,
+    ClassifyResponse,
+    ScoreResponse,
+    RerankResponse,
     Model,
     ModelList,
     HealthResponse,
@@ -155,10 +167,12 @@ def any_of(*answers: Responses) -> Responses:
     return {**first, 200: {**first[200], "content": content}}
 
 
-def text_responses(*errors: int) -> Responses:
-    """Return the documentation of an endpoint that answers with Prometheus text."""
-    content = {CONTENT_TYPE: {"schema": {"type": "string"}}}
-    return {200: {"description": "Prometheus text format.", "content": content}} | _errors(*errors)
+def text_responses(
+    *errors: int, kind: str = CONTENT_TYPE, text: str = "Prometheus text format."
+) -> Responses:
+    """Return the documentation of an endpoint that answers with text, of metrics or of a `kind`."""
+    content = {kind: {"schema": {"type": "string"}}}
+    return {200: {"description": text, "content": content}} | _errors(*errors)
 
 
 def _errors(*statuses: int) -> Responses:
@@ -189,3 +203,25 @@ def document(app: FastAPI) -> dict[str, Any]:
                 operation["responses"].pop("422", None)
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def serve_document(app: FastAPI) -> None:
+    """Have an app make its document when somebody first reads it, in a thread.
+
+    It takes a third of a second, which no start needs and nobody's tokens are to wait for.
+    """
+    app.openapi = functools.partial(document, app)  # type: ignore[method-assign]
+    making = SharedWork(lambda: app.openapi)
+    place, route = next(
+        (place, route)
+        for place, route in enumerate(app.router.routes)
+        if isinstance(route, Route) and route.path == app.openapi_url
+    )
+
+    async def openapi(request: Request) -> Response:
+        if app.openapi_schema is None:
+            await making.result()
+        answer: Response = await route.endpoint(request)
+        return answer
+
+    app.router.routes[place] = Route(route.path, openapi, include_in_schema=False)

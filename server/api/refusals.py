@@ -5,30 +5,46 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from server.api.chat.schema import ChatCompletionRequest
+from server.api.chat.schema import BatchChatRequest, ChatCompletionRequest
+from server.api.classify.schema import ClassifyRequest
 from server.api.compatibility import (
     CHAT,
+    CHATS,
+    CLASSIFY,
     COMPLETIONS,
     COUNT_TOKENS,
     DETOKENIZE,
+    EMBEDDINGS,
     MESSAGES,
+    POOLING,
+    RERANK,
     RESPONSES,
+    SCORE,
     TOKENIZE,
     Row,
     Rows,
 )
 from server.api.completions.schema import CompletionRequest
+from server.api.embeddings.schema import EmbeddingsRequest
 from server.api.messages.schema import CountTokensRequest, MessagesRequest
+from server.api.pooling.schema import PoolingRequest
 from server.api.responses.schema import ResponsesRequest
+from server.api.scores.schema import RerankRequest, ScoreRequest
 from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 from server.http.errors import invalid
 
 REQUESTS: dict[type[BaseModel], Rows] = {
     ChatCompletionRequest: CHAT,
+    BatchChatRequest: CHATS,
     CompletionRequest: COMPLETIONS,
     ResponsesRequest: RESPONSES,
     MessagesRequest: MESSAGES,
     CountTokensRequest: COUNT_TOKENS,
+    EmbeddingsRequest: EMBEDDINGS,
+    PoolingRequest: POOLING,
+    ClassifyRequest: CLASSIFY,
+    ScoreRequest: SCORE,
+    RerankRequest: RERANK,
     TokenizeRequest: TOKENIZE,
     DetokenizeRequest: DETOKENIZE,
 }
@@ -43,10 +59,7 @@ def _decoder(rows: Rows) -> "msgspec.json.Decoder[Any]":
     return msgspec.json.Decoder(msgspec.defstruct("Refused", fields))
 
 
-_DECODERS = {
-    model: _decoder({name: row for name, row in rows.items() if name not in model.model_fields})
-    for model, rows in REQUESTS.items()
-}
+_DECODERS = {model: _decoder(rows) for model, rows in REQUESTS.items()}
 
 
 def refuse_unserved(model: type[BaseModel], body: bytes) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from rich.progress import (
 )
 
 from server.batch.config import BatchConfig, RunBatchConfig
-from server.batch.lines import BadLine, BatchResult, read_request
+from server.batch.lines import Attempt, BadLine, BatchRequest, BatchResult, read_request
 from server.batch.output import OutputBusy, OutputFile
-from server.batch.own_server import OwnServer, ServerFailed
-from server.batch.sender import Attempt, ServerUnusable, check_server, send_all
+from server.batch.sender import ServerUnusable, check_server, send_all
+from server.fleet.own_server import OwnServer, ServerFailed, serve_arguments
 
 
 class _Tally(msgspec.Struct):
@@ -35,14 +35,14 @@ class _Tally(msgspec.Struct):
     def count(self, result: BatchResult) -> None:
         if result.succeeded:
             self.succeeded += 1
-        elif result.response is not None:
+        elif result.final:
             self.refused += 1
         else:
             self.failed += 1
 
 
 def run_batch(config: RunBatchConfig) -> int:
-    """Run a batch; return 0 if every request has a successful answer, else 1."""
+    """Run a batch; return 0 if every request was answered or refused, else 1."""
     console = Console(stderr=True)
     # SIGTERM ends a run as Ctrl-C does: what was answered is in the file.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -67,25 +67,29 @@ def _run(config: RunBatchConfig, console: Console) -> int:
     tally = _Tally()
     with OutputFile(Path(batch.output_file)) as output, ExitStack() as stack:
         with source.open("rb") as lines:
-            total = sum(1 for line in lines if line.strip())
+            bad = [isinstance(each, BadLine) for each in _attempts(lines)]
+        total, num_bad = len(bad), sum(bad)
+        before = len(output.answered)
         with source.open("rb") as lines:
-            kinds = [isinstance(each, BadLine) for each in _requests(lines, output.answered)]
-        left = len(kinds)
+            left = sum(1 for _ in _unanswered(lines, output.answered))
         if left:
             url = (batch.url or "").rstrip("/")
-            if not all(kinds):  # lines that are no requests need no server
-                if not url:
-                    with console.status("starting a server"):
-                        url = stack.enter_context(OwnServer(config)).url
-                check_server(url, batch)
+            if not url:
+                with console.status("starting a server"):
+                    own = OwnServer(serve_arguments(config), config.supervisor.startup_timeout)
+                    url = stack.enter_context(own).url
+            check_server(url, batch)
             _send(source, (total, left), batch, url, output, tally, console)
+        with source.open("rb") as lines:
+            output.order(_attempts(lines))
     console.print(
         f"{batch.output_file}: {tally.succeeded} answered, {tally.refused} refused by the server, "
-        f"{tally.failed} failed; {total - left} had been answered before",
+        f"{tally.failed} failed, {num_bad} lines that are no requests; "
+        f"{before} had been answered before",
         highlight=False,
         soft_wrap=True,
     )
-    return 0 if tally.refused + tally.failed == 0 and not output.num_refused else 1
+    return 0 if tally.failed == 0 else 1
 
 
 def _send(
@@ -122,11 +126,18 @@ def _send(
                 description=f"requests, {failures} without success" if failures else "requests",
             )
 
-        asyncio.run(send_all(url, batch, _requests(lines, output.answered), done))
+        asyncio.run(send_all(url, batch, _unanswered(lines, frozenset(output.answered)), done))
 
 
-def _requests(lines: Iterator[bytes], answered: set[str]) -> Iterator[Attempt]:
-    """Yield what is left to do: requests, and lines that are none."""
+def _unanswered(lines: Iterator[bytes], answered: Collection[str]) -> Iterator[BatchRequest]:
+    """Yield the requests that are left to send."""
+    for each in _attempts(lines):
+        if not isinstance(each, BadLine) and each.custom_id not in answered:
+            yield each
+
+
+def _attempts(lines: Iterator[bytes]) -> Iterator[Attempt]:
+    """Yield what the lines are: requests, each by a name of its own, or none."""
     seen: set[str] = set()
     for line in lines:
         if not line.strip():
@@ -141,6 +152,6 @@ def _requests(lines: Iterator[bytes], answered: set[str]) -> Iterator[Attempt]:
             yield BadLine(
                 "duplicate_custom_id", f"custom_id: {name!r} is on an earlier line too", name
             )
-        elif name not in answered:
+        else:
             yield request
         seen.add(name)

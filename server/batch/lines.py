@@ -1,10 +1,31 @@
 """The lines of batch files, as OpenAI has them: requests, and what came of them."""
 
+import uuid
 from typing import Any
 
 import msgspec
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+URLS = (
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/pooling",
+    "/classify",
+)
+"""What requests of a batch may ask for."""
+
+
+def new_id() -> str:
+    """Return a name for an attempt to answer a line."""
+    return f"batch_req_{uuid.uuid4().hex}"
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
@@ -45,6 +66,11 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the server did what was asked."""
         return self.response is not None and self.response.status_code == 200
 
+    @classmethod
+    def of(cls, line: "BadLine") -> "BatchResult":
+        """Return the result of a line that is no request."""
+        return cls(id=new_id(), custom_id=line.custom_id, error=line.error)
+
     @property
     def final(self) -> bool:
         """Whether the same request would be answered in the same way again."""
@@ -62,6 +88,9 @@ class BadLine(ValueError):
         self.error = BatchError(code, message)
         self.custom_id = custom_id
 
+
+Attempt = BatchRequest | BadLine
+"""What a line of the input file is."""
 
 _encode = msgspec.json.Encoder().encode
 _decode_request = msgspec.json.Decoder(BatchRequest).decode

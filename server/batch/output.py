@@ -2,11 +2,19 @@
 
 import fcntl
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from engine.shared.writable import writable_file
-from server.batch.lines import BatchResult, read_result, write_result
+from server.batch.lines import (
+    Attempt,
+    BadLine,
+    BatchResult,
+    read_result,
+    write_result,
+)
 
 
 class OutputBusy(Exception):
@@ -14,7 +22,7 @@ class OutputBusy(Exception):
 
 
 class OutputFile:
-    """Appends results, as a context manager.
+    """Takes results, as a context manager, and is put into the order of the input at the end.
 
     A line is written at once and whole, so that at most the last one can be damaged. When a file is
     taken up again, damaged lines and those that another try may change (no answer, server busy or
@@ -23,9 +31,8 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.answered: set[str] = set()
-        self.num_refused = 0
-        """How many of those are no successes."""
+        self.answered: dict[str, int] = {}
+        """Where in the file the line of each request begins."""
 
     def __enter__(self) -> "OutputFile":
         """Open the file.
@@ -39,13 +46,41 @@ class OutputFile:
         kept, dropped = self._read()
         if dropped:
             self._replace(kept)
+            self.answered.clear()
+            self._read()
         return self
 
     def append(self, result: BatchResult) -> None:
         """Write a line."""
         line = write_result(result)
+        begin = os.fstat(self._file).st_size
         if os.write(self._file, line) != len(line):
             raise OSError(f"{self._path}: no space is left")
+        if result.custom_id is not None:
+            self.answered[result.custom_id] = begin
+
+    def order(self, attempts: Iterable[Attempt]) -> None:
+        """Put the lines into the order of what they answer, and say what is wrong with the rest.
+
+        Answers to other requests, as of an earlier run with more of them, stay behind these.
+
+        Raises:
+            OSError: there is no space for a second file.
+        """
+        with self._path.open("rb") as written:
+            self._replace(self._in_order(attempts, written))
+
+    def _in_order(self, attempts: Iterable[Attempt], written: BinaryIO) -> Iterator[bytes]:
+        others = dict(self.answered)
+        for attempt in attempts:
+            if isinstance(attempt, BadLine):
+                yield write_result(BatchResult.of(attempt))
+            else:
+                written.seek(others.pop(attempt.custom_id))
+                yield written.readline()
+        for begin in others.values():
+            written.seek(begin)
+            yield written.readline()
 
     def _locked(self) -> int:
         file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -57,19 +92,19 @@ class OutputFile:
         return file
 
     def _read(self) -> tuple[list[bytes], int]:
-        kept, dropped = [], 0
+        kept, dropped, begin = [], 0, 0
         with self._path.open("rb") as lines:
             for line in lines:
                 result = read_result(line)
                 if result is None or not result.final or result.custom_id is None:
                     dropped += 1
-                    continue
-                kept.append(line)
-                self.answered.add(result.custom_id)
-                self.num_refused += not result.succeeded
+                else:
+                    kept.append(line)
+                    self.answered[result.custom_id] = begin
+                begin += len(line)
         return kept, dropped
 
-    def _replace(self, lines: list[bytes]) -> None:
+    def _replace(self, lines: Iterable[bytes]) -> None:
         """Put a file with these lines in place of the present one, in one step."""
         beside = self._path.with_name(self._path.name + ".new")
         with beside.open("wb") as file:

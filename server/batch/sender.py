@@ -2,23 +2,16 @@
 
 import asyncio
 import random
-import uuid
 from collections.abc import Callable, Iterator
 
 import httpx
 import msgspec
 
 from server.batch.config import BatchConfig
-from server.batch.lines import BadLine, BatchError, BatchRequest, BatchResponse, BatchResult
+from server.batch.lines import BatchError, BatchRequest, BatchResponse, BatchResult, new_id
 
 _BUSY = (429, 502, 503, 504)
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 30.0
-
-Attempt = BatchRequest | BadLine
-
-
-def _new_id() -> str:
-    return f"batch_req_{uuid.uuid4().hex}"
 
 
 class ServerUnusable(Exception):
@@ -51,7 +44,7 @@ def _headers(config: BatchConfig) -> dict[str, str]:
 async def send_all(
     base_url: str,
     config: BatchConfig,
-    requests: Iterator[Attempt],
+    requests: Iterator[BatchRequest],
     done: Callable[[BatchResult], None],
 ) -> None:
     """Send all requests to a server; tell of each result as soon as there is one."""
@@ -64,13 +57,8 @@ async def send_all(
     ) as client:
 
         async def work() -> None:
-            for attempt in requests:  # one iterator for all workers: each takes the next
-                if isinstance(attempt, BadLine):
-                    done(
-                        BatchResult(id=_new_id(), custom_id=attempt.custom_id, error=attempt.error)
-                    )
-                else:
-                    done(await _send(client, attempt, config.max_retries))
+            for request in requests:  # one iterator for all workers: each takes the next
+                done(await _send(client, request, config.max_retries))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -82,7 +70,7 @@ async def send_all(
 
 async def _send(client: httpx.AsyncClient, request: BatchRequest, max_retries: int) -> BatchResult:
     """Send one request until it is answered, or has been sent often enough."""
-    name = _new_id()
+    name = new_id()
     for attempt in range(max_retries + 1):
         last = attempt == max_retries
         try:

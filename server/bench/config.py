@@ -16,7 +16,7 @@ class TargetConfig(Section, frozen=True, kw_only=True):
     url: Annotated[str, "Base address of the server; requests go nowhere else."] = (
         "http://127.0.0.1:8000"
     )
-    base_url: Annotated[str | None, "The same as --url, which it wins over."] = None
+    base_url: Annotated[str | None, "Same as --url; takes precedence over it."] = None
     backend: Annotated[
         Literal["openai", "openai-chat"], "openai sends completions, openai-chat chat completions."
     ] = "openai"
@@ -54,7 +54,7 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     num_warmups: Annotated[
         int, Meta(ge=0, le=100_000), "Requests sent before, which are not measured."
     ] = 8
-    random_input_len: Annotated[PositiveInt, "random: prompt tokens behind the common prefix."] = (
+    random_input_len: Annotated[PositiveInt, "random: prompt tokens after the common prefix."] = (
         1024
     )
     random_output_len: Annotated[PositiveInt, "random: output tokens."] = 128

@@ -9,13 +9,14 @@ from engine.shared.config import (
     EngineConfig,
     ExecutorConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     Section,
 )
 from server.answer.config import AnswerConfig
-from server.config.fleet import NodesConfig, SupervisorConfig
+from server.config.fleet import NodesConfig, RayConfig, SupervisorConfig
 from server.config.http import GuardConfig, HttpConfig
 from server.config.load import OverloadConfig, RoutingConfig, TenantConfig
 from server.config.store import StoreConfig
@@ -74,9 +75,11 @@ class ServeConfig(Section, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     cluster: ClusterConfig = ClusterConfig()
     nodes: NodesConfig = NodesConfig()
+    ray: RayConfig = RayConfig()
     http: HttpConfig = HttpConfig()
     guards: GuardConfig = GuardConfig()
     overload: OverloadConfig = OverloadConfig()
@@ -99,6 +102,7 @@ class ServeConfig(Section, frozen=True, kw_only=True):
             cache=self.cache,
             scheduler=self.scheduler,
             executor=self.executor,
+            lora=self.lora,
             parallel=self.parallel,
             cluster=self.cluster,
             log=self.log,
@@ -110,18 +114,8 @@ class ServeConfig(Section, frozen=True, kw_only=True):
 
     def front_end(self) -> FrontEndConfig:
         """Return the part that front ends get."""
-        return FrontEndConfig(
-            model=self.model,
-            parallel=self.parallel,
-            cluster=self.cluster,
-            http=self.http,
-            guards=self.guards,
-            overload=self.overload,
-            tenants=self._tenants(),
-            answer=self.answer,
-            routing=self.routing,
-            log=self.log,
-        )
+        fields = {name: getattr(self, name) for name in FrontEndConfig.__struct_fields__}
+        return FrontEndConfig(**{**fields, "tenants": self._tenants()})
 
     def _tenants(self) -> TenantConfig:
         """Return the settings of tenants with what follows from the engines' policy."""

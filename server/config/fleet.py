@@ -1,10 +1,10 @@
 """Settings of a node's processes, and of several nodes."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from engine.shared.config import PositiveFloat, Section
+from engine.shared.config import PositiveFloat, PositiveInt, Section
 
 
 class SupervisorConfig(Section, frozen=True, kw_only=True):
@@ -34,3 +34,49 @@ class NodesConfig(Section, frozen=True, kw_only=True):
         "Port of the head's coordinator, which also takes the next three.",
     ] = 7550
     headless: Annotated[bool, "Run engines only, for the front ends of the head node."] = False
+
+
+class RayConfig(Section, frozen=True, kw_only=True):
+    """Ray"""
+
+    data_parallel_backend: Annotated[
+        Literal["mp", "ray"],
+        "Where engines run; mp: processes of this node; ray: actors on the nodes of a Ray cluster.",
+    ] = "mp"
+    ray_address: Annotated[
+        str | None,
+        "HOST:PORT of the Ray cluster; default: RAY_ADDRESS, else the cluster that `ray start` "
+        "began on this node, else a new one on this node only.",
+    ] = None
+    ray_dp_pack_strategy: Annotated[
+        Literal["strict", "fill", "span"],
+        "How ranks are spread over nodes; strict: --data-parallel-size-local (default: all) on "
+        "each node, nodes with less room are left out; fill: on each node as many as fit; span: "
+        "as fill (for ranks larger than a node, which are refused).",
+    ] = "strict"
+    ray_wait_for_nodes: Annotated[
+        bool, "Wait at the start for nodes that have room, as an autoscaler brings them."
+    ] = False
+    ray_engine_resources: Annotated[
+        str,
+        "JSON object of Ray resources that each engine needs besides cores (--threads) and GPUs, "
+        'e.g. `{"slot": 1}`.',
+    ] = "{}"
+    ray_engine_memory: Annotated[
+        PositiveInt | None,
+        "Bytes of memory that each engine asks Ray for; default: --kv-cache-memory-bytes on "
+        "processors, else none.",
+    ] = None
+    ray_placement_groups: Annotated[
+        tuple[str, ...],
+        "Names of placement groups that exist already: the first rank's engine gets the first "
+        "bundle of the first, and so on; further ranks get groups of their own.",
+    ] = ()
+    ray_namespace: Annotated[
+        str | None,
+        "Ray namespace of these groups and of Swell's actors; default: a new one for each run.",
+    ] = None
+    ray_env: Annotated[
+        tuple[str, ...],
+        "Environment variables that engines on other nodes get of this one's, by name or pattern.",
+    ] = ("HF_*", "NCCL_*", "UCX_*", "GLOO_*", "TORCH_*")

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from engine.shared.addresses import join_host_port
 from engine.shared.config import PositiveFloat, PositiveInt, Section
 
 
@@ -12,6 +13,14 @@ class HttpConfig(Section, frozen=True, kw_only=True):
 
     host: Annotated[str, "Address to listen on; * is all, IPv4 and IPv6."] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), "Port to listen on; 0 takes a free one."] = 8000
+    uds: Annotated[
+        str | None, "Unix domain socket to listen on instead; its directory says who may connect."
+    ] = None
+    middleware: Annotated[
+        tuple[str, ...],
+        "Import path(s) of ASGI middleware around the API, keys included: a class, or a coroutine "
+        "function of a request and call_next.",
+    ] = ()
     max_logprobs: Annotated[
         int,
         Meta(ge=-1),
@@ -27,6 +36,9 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, "Serve /tokenizer_info, which shows the chat template and the special tokens."
+    ] = False
+    trust_request_chat_template: Annotated[
+        bool, "Let requests bring their own chat_template; each is rendered for up to 2 seconds."
     ] = False
     shutdown_timeout: Annotated[
         float, Meta(ge=0), "Seconds that running requests have after SIGTERM to finish."
@@ -44,13 +56,20 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         str, "Prefix of all metric names, e.g. `vllm:` for existing dashboards."
     ] = "swell_"
 
+    @property
+    def address(self) -> str:
+        """Where clients connect, as people read it."""
+        if self.uds is not None:
+            return f"unix:{self.uds}"
+        return join_host_port(self.host, self.port)
+
 
 class GuardConfig(Section, frozen=True, kw_only=True):
     """Access and limits"""
 
     api_key: Annotated[
         tuple[str, ...],
-        "Key(s), one of which clients must send to all paths except /health, /ping, /ready and "
+        "Key(s); clients must send one of them to all paths except /health, /ping, /ready and "
         "/version; default: no key is needed.",
     ] = ()
     api_key_file: Annotated[

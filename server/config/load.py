@@ -67,9 +67,14 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
         Literal["least-loaded", "prefix-affinity", "power-of-two", "round-robin"],
         "Which engine gets a request; least-loaded: the one with the least work; "
         "prefix-affinity: the one that got a prompt with the same beginning, unless it is much "
-        "busier; power-of-two: the less loaded of two drawn at random; round-robin: each in "
-        "turn.",
+        "busier; all front ends agree on the engine of a new beginning; power-of-two: the less "
+        "loaded of two drawn at random; round-robin: each in turn.",
     ] = "least-loaded"
+    min_ready_engines: Annotated[
+        PositiveInt,
+        "Engines that have to be ready before /ready says so for the first time, so that load "
+        "balancers send nothing before there are enough for it; afterwards one is enough.",
+    ] = 1
     max_resumes: Annotated[
         NonNegativeInt,
         "How many engines may die with a request in flight; after one more it has to run alone.",

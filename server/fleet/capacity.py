@@ -24,7 +24,7 @@ def visible_devices(environment: Mapping[str, str], driver: Path = _DRIVER) -> i
 def engine_capacity(config: ServeConfig, devices: int) -> int:
     """Return how many engines a node with so many CUDA devices can run.
 
-    A node that was told to run none stays without; one that was told to run more than seem to fit
+    A node that was told to run none runs none; one that was told to run more than seem to fit
     may run as many.
     """
     parallel = config.parallel
@@ -34,4 +34,4 @@ def engine_capacity(config: ServeConfig, devices: int) -> int:
     on_cpu = config.model.device == "cpu" or config.executor.executor == "simulated"
     if on_cpu or not devices:
         return MAX_ENGINES
-    return max(told, devices // parallel.tensor_parallel_size)
+    return max(told, devices // parallel.processes)

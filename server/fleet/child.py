@@ -1,4 +1,4 @@
-"""One child process: start it, hear from it, stop it. Policy is the supervisor's."""
+"""One child process: starts, follows and stops it. Policy is the supervisor's."""
 
 import asyncio
 import contextlib
@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
 from engine.shared.lifeline import LIFELINE_VARIABLE, FrameReader, pack_frame
 from engine.shared.messages import ChildStatus
+from server.fleet.holder import Ended, Program, ended
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,9 @@ _LONGEST_LOG_LINE = 1 << 16
 
 
 class Child:
-    """A running Python module of this project with its lifeline and captured log."""
+    """A running Python module of this project with its lifeline and captured log: a `Holder`."""
+
+    node = ""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
         self.name = name
@@ -37,40 +39,32 @@ class Child:
     @classmethod
     async def start(
         cls,
-        name: str,
-        module: str,
-        launch: Any,
+        program: Program,
         *,
         on_status: Callable[[ChildStatus], None],
         on_line: Callable[[str], None],
-        environment: Mapping[str, str] | None = None,
-        inherit: Sequence[int] = (),
     ) -> "Child":
-        """Run `python -m MODULE` and hand it `launch` over its lifeline.
+        """Run a program and hand it its launch parameters over its lifeline: a `Starter`.
 
         Args:
-            name: for logs, e.g. `engine 0`.
-            launch: a msgspec-encodable object of the type that the module reads.
             on_status: called for every status the child reports.
             on_line: called for every line that the child prints.
-            environment: variables added to this process's own.
-            inherit: file descriptors that stay open in the child, under the same numbers.
 
         Raises:
-            OSError: there is no interpreter, no memory or no process to be had.
+            OSError: the process cannot be created (no interpreter, memory or process id).
         """
         ours, theirs = socket.socketpair()
-        variables = {**os.environ, **(environment or {}), LIFELINE_VARIABLE: str(theirs.fileno())}
+        variables = {**os.environ, **program.environment, LIFELINE_VARIABLE: str(theirs.fileno())}
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                module,
+                program.module,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=variables,
-                pass_fds=[theirs.fileno(), *inherit],
+                pass_fds=[theirs.fileno(), *program.inherit],
                 # Signals from the terminal go to the supervisor, which stops children in order.
                 start_new_session=True,
                 limit=_LONGEST_LOG_LINE,
@@ -81,9 +75,9 @@ class Child:
         finally:
             theirs.close()
         ours.setblocking(False)
-        child = cls(name, process, ours)
+        child = cls(program.name, process, ours)
         child._tasks = [
-            asyncio.create_task(child._hand_over(pack_frame(launch))),
+            asyncio.create_task(child._hand_over(pack_frame(program.launch))),
             asyncio.create_task(child._read_status(on_status)),
             asyncio.create_task(child._read_log(on_line)),
         ]
@@ -126,15 +120,15 @@ class Child:
             except Exception:  # a pipe that nobody drains stops the child
                 logger.exception("a line of %s cannot be shown", self.name)
 
-    async def wait(self) -> int:
-        """Wait until the process has ended and its output is read; return its exit code."""
+    async def wait(self) -> Ended:
+        """Wait until the process has ended and its output is read."""
         code = await self._process.wait()
         # A grandchild may hold the pipe open: its output is not worth waiting for.
         await asyncio.wait(self._tasks, timeout=1.0)
         for task in self._tasks:
             task.cancel()
         self._lifeline.close()
-        return code
+        return ended(code)
 
     def terminate(self) -> None:
         """Ask the process to end."""

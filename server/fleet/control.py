@@ -1,4 +1,4 @@
-"""A front end's line to the supervisor of its node."""
+"""A front end's connection to the supervisor of its node."""
 
 import asyncio
 

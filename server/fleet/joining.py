@@ -1,4 +1,4 @@
-"""What a node is in its cluster: alone, the head that others join, or one that joins."""
+"""A node's role in its cluster: alone, the head that others join, or one that joins."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from server.config import ServeConfig
 
 
 class BadNode(ValueError):
-    """The settings that say how nodes find each other contradict each other."""
+    """The settings by which nodes find each other are contradictory."""
 
 
 class Joining(NamedTuple):
     """A node's place in its cluster."""
 
     config: ServeConfig
-    """With the coordinator's address, and nothing left to be decided by it."""
+    """With the coordinator's address, and all that follows from the role."""
     leads: bool
     """Whether the node hosts the coordinator."""
     is_alone: bool

@@ -1,10 +1,9 @@
-"""Keeps places filled: starts a child, hears from it, starts it again when it dies, retires it."""
+"""Keeps places filled: starts a process, follows it, restarts it when it dies, retires it."""
 
 import asyncio
 import functools
 import logging
 import secrets
-import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from rich.markup import escape
 from engine.shared.lifeline import CANNOT_START
 from engine.shared.logs import relay_line
 from engine.shared.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
-from server.fleet.child import Child
+from server.fleet.holder import Ended, Program
 from server.fleet.restarts import LONGEST_SPAWN_BACKOFF
 from server.fleet.role import Role
 
@@ -27,7 +26,7 @@ class StartupFailed(Exception):
 
 
 class Keeper:
-    """Fills places with processes, whatever happens to these."""
+    """Fills places with processes, whatever happens to them."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class Keeper:
         return time.monotonic() - self._started_at
 
     def fill(self, role: Role) -> None:
-        """Start filling a place, for good."""
+        """Start filling a place, until `release` or `retire`."""
         role.keeping = asyncio.create_task(self._keep(role))
 
     async def until_ready(self, roles: Sequence[Role], *others: asyncio.Future[Any]) -> None:
@@ -85,22 +84,22 @@ class Keeper:
             role.keeping = None
 
     async def retire(self, role: Role, within: float) -> None:
-        """Empty a place: its holder gets so many seconds to end by itself."""
+        """Empty a place: its holder has this many seconds to end by itself."""
         await self.release(role)
         role.ready.clear()
         role.phase = "retiring"
-        if role.child is not None and role.child.alive:
-            role.child.terminate()
-            ending = asyncio.create_task(role.child.wait())
+        if role.holder is not None and role.holder.alive:
+            role.holder.terminate()
+            ending = asyncio.create_task(role.holder.wait())
             await asyncio.wait([ending], timeout=within)
-            if role.child.alive:
+            if role.holder.alive:
                 logger.warning("%s did not end within %.0f s: killed", role.name, within)
-                role.child.kill()
+                role.holder.kill()
             await ending
         self._report_death(role)
 
     async def _keep(self, role: Role) -> None:
-        """Keep a place filled for ever.
+        """Keep a place filled until told otherwise.
 
         Raises:
             StartupFailed: its first holder could not start.
@@ -118,7 +117,7 @@ class Keeper:
             await asyncio.sleep(wait)
 
     async def _hold(self, role: Role) -> float:
-        """Fill a place once; return the seconds until it is to be filled again.
+        """Fill a place once; return the seconds until it has to be filled again.
 
         Raises:
             StartupFailed: its first holder could not start.
@@ -136,26 +135,26 @@ class Keeper:
                 wait,
             )
             return wait
-        assert role.child is not None
-        code = await role.child.wait()
+        assert role.holder is not None
+        end = await role.holder.wait()
         self._report_death(role)
         wait = role.restarts.wait_after(
             time.monotonic() - started,
             was_ready=role.ready.is_set(),
-            hopeless=code == CANNOT_START,
+            hopeless=end.code == CANNOT_START,
         )
         if wait is None:
-            raise StartupFailed(self._explain(role, code))
-        self._tell(f"[yellow]{role.name} {_ending(code)}[/]", wait)
+            raise StartupFailed(self._explain(role, end))
+        self._tell(f"[yellow]{role.name} {escape(end.how)}[/]", wait)
         return wait
 
     def _tell(self, what: str, wait: float) -> None:
         self._console.print(f"{what}; again in {wait:.1f} s", highlight=False, soft_wrap=True)
 
     async def _abandon(self, role: Role) -> None:
-        if role.child is not None and role.child.alive:
-            role.child.kill()
-            await role.child.wait()
+        if role.holder is not None and role.holder.alive:
+            role.holder.kill()
+            await role.holder.wait()
 
     async def _start(self, role: Role) -> None:
         self._prepare()
@@ -179,25 +178,22 @@ class Keeper:
                 case ChildFailed(reason):
                     role.failure = reason
 
-        role.child = await Child.start(
-            role.name,
-            role.module,
-            role.launch(role.incarnation),
-            on_status=on_status,
-            on_line=functools.partial(relay_line, role.name, self._log_format),
+        program = Program(
+            name=role.name,
+            module=role.module,
+            launch=role.launch(role.incarnation),
             environment=role.environment,
             inherit=role.inherit,
         )
+        role.holder = await role.start(
+            program,
+            on_status=on_status,
+            on_line=functools.partial(relay_line, role.name, self._log_format),
+        )
 
-    def _explain(self, role: Role, code: int) -> str:
-        if code == CANNOT_START and role.failure is not None:
+    def _explain(self, role: Role, end: Ended) -> str:
+        if end.code == CANNOT_START and role.failure is not None:
             return f"{role.name}: {role.failure}"
-        assert role.child is not None
-        lines = "\n".join(f"    {line}" for line in role.child.last_lines)
-        return f"{role.name} {_ending(code)} while {role.phase}. Its last words:\n{lines}"
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+        assert role.holder is not None
+        lines = "\n".join(f"    {line}" for line in role.holder.last_lines)
+        return f"{role.name} {end.how} while {role.phase}. Its last words:\n{lines}"

@@ -1,4 +1,4 @@
-"""A supervisor's line to the coordinator of a cluster that has several nodes."""
+"""A supervisor's connection to the coordinator of a cluster of several nodes."""
 
 import asyncio
 import secrets
@@ -18,7 +18,7 @@ _LOOK_INTERVAL = 0.1
 
 
 class NodeLink:
-    """Reports what the node runs, and has its scaler do what is decided for it."""
+    """Reports what the node runs, and has its scaler do what the coordinator decides."""
 
     def __init__(
         self, scaler: EngineScaler, capacity: int, cluster: ClusterConfig, transport: Transport
@@ -29,13 +29,14 @@ class NodeLink:
             capacity: how many engines the node can run.
 
         Raises:
-            InsecureCluster: neither a key nor leave to do without is given.
+            InsecureCluster: there is no key, and --insecure-cluster is not set.
         """
         incarnation = secrets.randbits(48)
         self._scaler = scaler
         self._scaling = NodeScaling(
-            node_name(cluster), incarnation, capacity, cluster.heartbeat_interval
-        )
+            node_name(cluster), incarnation, capacity, cluster.heartbeat_interval,
+            cluster.engine_group,
+        )  # fmt: skip
         socket = transport.connect(
             zmq.DEALER, cluster.coordinator_address, identity=f"node-{incarnation:x}".encode()
         )

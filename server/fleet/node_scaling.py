@@ -26,11 +26,14 @@ from server.router.load_table import MAX_ENGINES
 
 
 class NodeScaling:
-    """One node among others: what it reports, what it is assigned, what operators ask it for."""
+    """One node of several: its reports, its assignments, and what operators ask of it."""
 
-    def __init__(self, name: str, incarnation: int, capacity: int, interval: float) -> None:
+    def __init__(
+        self, name: str, incarnation: int, capacity: int, interval: float, group: str = ""
+    ) -> None:
         """Make one that reports every `interval` seconds, and at once when something changes."""
         self._name = name
+        self._group = group
         self._incarnation = incarnation
         self._capacity = capacity
         self._interval = interval
@@ -69,7 +72,7 @@ class NodeScaling:
         return assignment
 
     def refused(self, reason: str) -> None:
-        """The coordinator will have nothing of this node."""
+        """The coordinator has refused this node."""
         self._wish, self._error = None, f"the coordinator refused this node: {reason}"
 
     def handle(self, request: ControlRequest, own: ControlStatus) -> ControlStatus:
@@ -100,6 +103,7 @@ class NodeScaling:
             leaving=leaving,
             protocol=PROTOCOL_VERSION,
             version=SWELL_VERSION,
+            group=self._group,
         )
 
     def _own(self, own: ControlStatus) -> NodeEngines:

@@ -4,10 +4,10 @@ FIRST_BACKOFF = 0.5
 """Seconds before a process that died is started again; doubles while it keeps dying."""
 
 LONGEST_BACKOFF = 30.0
-"""Most seconds before a process that keeps dying is started again."""
+"""Maximum seconds before a process that keeps dying is started again."""
 
 LONGEST_SPAWN_BACKOFF = 5.0
-"""Most seconds before a process that could not even be made is tried again: that costs nothing."""
+"""Maximum seconds before a process that could not be created is tried again: that is cheap."""
 
 STABLE_AFTER = 60.0
 """Seconds of life after which a process's earlier deaths are forgiven."""
@@ -46,7 +46,7 @@ class Restarts:
     def wait_after_failed_spawn(self) -> float | None:
         """Return the seconds until the next try, after no process could be made at all.
 
-        None if the place has never held one: its operator is to hear of it.
+        None if the place has never held one: the operator has to know.
         """
         if not self._has_died and not self._proven:
             return None

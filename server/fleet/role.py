@@ -1,4 +1,4 @@
-"""The places that a supervisor fills: what to run in each, with which parameters."""
+"""The places that a supervisor fills: the program and parameters of each."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from engine.shared.messages import MemberKind
 from server.access.admission_table import create_admission_table
 from server.config import ServeConfig
 from server.fleet.child import Child
+from server.fleet.holder import Holder, Starter
 from server.fleet.restarts import Restarts
 from server.router.load_table import create_load_table
 
@@ -29,7 +30,9 @@ class Role:
     """What to report to the coordinator when the holder dies."""
     environment: dict[str, str] = field(default_factory=dict)
     inherit: tuple[int, ...] = ()
-    child: Child | None = None
+    start: Starter = Child.start
+    """Starts what is to fill the place: a process of this node, or one elsewhere."""
+    holder: Holder | None = None
     keeping: asyncio.Task[None] | None = None
     """The task that keeps the place filled."""
     incarnation: int = 0

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineScaler:
-    """Brings the engines of a node to the wished number, and replaces them on demand.
+    """Adds or removes a node's engines up to the wished number, and replaces them on demand.
 
     Args:
         engines: the places that are filled already, by rank; kept up to date.
@@ -52,6 +52,8 @@ class EngineScaler:
         self._target = len(engines)
         self._restart_wanted = False
         self._wished = asyncio.Event()
+        self._newer_wish = asyncio.Event()
+        """Replaced with each wish; the old one is set."""
         self._busy = False
         self._error: str | None = None
 
@@ -70,7 +72,7 @@ class EngineScaler:
         return self._status(None)
 
     def assign(self, target: int, *, restart: bool) -> None:
-        """Run so many engines, maybe none, as was decided for all nodes; or replace each."""
+        """Run this many engines (or none), as decided for all nodes; or replace each."""
         self._target = target
         self._restart_wanted |= restart
         self._begin()
@@ -79,6 +81,8 @@ class EngineScaler:
         self._error = None
         self._busy = True
         self._wished.set()
+        self._newer_wish.set()
+        self._newer_wish = asyncio.Event()
 
     @property
     def status(self) -> ControlStatus:
@@ -87,7 +91,12 @@ class EngineScaler:
 
     def _status(self, error: str | None) -> ControlStatus:
         phases = {str(rank): role.phase for rank, role in sorted(self.engines.items())}
-        return ControlStatus(self._target, phases, self._busy, error)
+        hosts = {
+            str(rank): role.holder.node
+            for rank, role in sorted(self.engines.items())
+            if role.holder is not None and role.holder.node
+        }
+        return ControlStatus(self._target, phases, self._busy, error, hosts=hosts)
 
     async def run(self) -> None:
         """Carry out wishes for ever."""
@@ -114,7 +123,7 @@ class EngineScaler:
     async def _resize(self, target: int) -> None:
         missing = [rank for rank in range(target) if rank not in self.engines]
         surplus = sorted(rank for rank in self.engines if rank >= target)
-        await _all_of(self._add(rank) for rank in missing)
+        await _all_of(self._add(rank, resizing=True) for rank in missing)
         await _all_of(self._retire(rank) for rank in surplus)
 
     async def _replace_all(self) -> None:
@@ -128,14 +137,17 @@ class EngineScaler:
         if spare is not None:
             await self._retire(spare)
 
-    async def _add(self, rank: int, *, proven: bool = False) -> None:
+    async def _add(self, rank: int, *, proven: bool = False, resizing: bool = False) -> None:
         role = self._make_role(rank)
         role.restarts = Restarts(proven=proven)
         self.engines[rank] = role
         self._keeper.fill(role)
         try:
             async with asyncio.timeout(self._start_within):
-                await self._keeper.until_ready([role])
+                if resizing:
+                    await self._ready_or_unwanted(rank, role)
+                else:
+                    await self._keeper.until_ready([role])
         except StartupFailed:
             await self._retire(rank)
             raise
@@ -143,6 +155,20 @@ class EngineScaler:
             if not proven:  # where one has served, another will as soon as it can
                 await self._retire(rank)
             raise
+        if resizing and rank >= self._target and not role.ready.is_set():
+            await self._retire(rank)
+
+    async def _ready_or_unwanted(self, rank: int, role: Role) -> None:
+        """Wait for a new engine, whose machine may not be there yet.
+
+        A newer wish for fewer engines ends the wait.
+        """
+        while rank < self._target and not role.ready.is_set():
+            newer = asyncio.create_task(self._newer_wish.wait())
+            try:
+                await self._keeper.until_ready([role], newer)
+            finally:
+                newer.cancel()
 
     async def _retire(self, rank: int) -> None:
         await self._keeper.retire(self.engines[rank], self._retire_within)

@@ -1,12 +1,14 @@
 """The parent of a node's processes: start order, readiness, death, restart and stop (policy)."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +16,8 @@ import zmq
 from rich.console import Console
 from rich.markup import escape
 
-from engine.shared.addresses import join_host_port, listen
+from engine.shared.addresses import join_host_port, listen, listen_unix
+from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.logs import LogLines
 from engine.shared.messages import (
     ControlRequest,
@@ -22,18 +25,20 @@ from engine.shared.messages import (
     encode,
 )
 from engine.shared.node_directory import NodeDirectory
-from engine.shared.transport import Inbox, InsecureCluster, Transport, make_context
+from engine.shared.transport import Inbox, Transport, make_context
 from server.config import ServeConfig
+from server.fleet.backend import Backend, CannotServe
+from server.fleet.backend_choice import backend_for
 from server.fleet.capacity import engine_capacity, visible_devices
-from server.fleet.child import Child, watch_children_without_threads
-from server.fleet.joining import BadNode, joining
+from server.fleet.child import watch_children_without_threads
+from server.fleet.holder import Holder
+from server.fleet.joining import BadNode
 from server.fleet.keeper import Keeper, StartupFailed
 from server.fleet.node_link import NodeLink
 from server.fleet.role import (
     Role,
     control_address,
     coordinator_role,
-    engine_role,
     front_end_roles,
 )
 from server.fleet.scaling import EngineScaler
@@ -41,7 +46,7 @@ from server.fleet.scaling import EngineScaler
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 1.0
-"""Seconds that a child gets to end, beyond what it was promised, before it is killed."""
+"""Seconds that a child has to end, beyond what it was promised, before it is killed."""
 
 MEND_INTERVAL = 1.0
 """Seconds between looks at whether the node's directory is still whole."""
@@ -50,12 +55,16 @@ MEND_INTERVAL = 1.0
 class Supervisor:
     """Starts a coordinator, engines and front ends, and keeps each place filled."""
 
-    def __init__(self, config: ServeConfig, console: Console, node: NodeDirectory) -> None:
-        """Make a supervisor whose processes share the files in `node`, which it keeps whole."""
+    def __init__(self, backend: Backend, console: Console, node: NodeDirectory) -> None:
+        """Make a supervisor whose processes share the files in `node`, which it keeps whole.
+
+        Its engines are where `backend` has them.
+        """
+        self._backend = backend
         self._console = console
         self._node = node
         self._directory = node.path
-        config, leads, self._is_alone = joining(config, f"ipc://{self._directory}/coordinator")
+        config, leads, self._is_alone = backend.joined
         cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._directory))
         self._config = msgspec.structs.replace(config, cluster=cluster)
         self._listener: socket.socket | None = None
@@ -65,7 +74,7 @@ class Supervisor:
         self._coordinator = [coordinator_role(self._config)] if leads else []
         self._front_ends: list[Role] = []
         self._engines = {
-            place: engine_role(self._config, place)
+            place: backend.engine_role(self._config, place, numbered=True)
             for place in range(config.parallel.engines_on_node)
         }
         self._stop = asyncio.Event()
@@ -120,11 +129,15 @@ class Supervisor:
     def _listen(self) -> socket.socket:
         http = self._config.http
         try:
-            listener = listen(http.host, http.port, 2048)
+            if http.uds is None:
+                listener = listen(http.host, http.port, 2048)
+            else:
+                listener = listen_unix(Path(http.uds), 2048)
         except OSError as error:
+            flag = "--port" if http.uds is None else "--uds"
             raise StartupFailed(
-                f"cannot listen on {join_host_port(http.host, http.port)}: {error.strerror}. "
-                "Is something else running there? Choose another --port."
+                f"cannot listen on {http.address}: {error.strerror or error}. "
+                f"Is something else running there? Choose another {flag}."
             ) from error
         listener.setblocking(False)
         listener.set_inheritable(True)
@@ -173,11 +186,13 @@ class Supervisor:
         if self._listener is None:
             self._console.print("[bold green]all engines are ready[/]")
             return
-        host, port = self._listener.getsockname()[:2]
-        url = f"{self._config.guards.scheme}://{join_host_port(host, port)}"
+        address = self._config.http.address
+        if self._config.http.uds is None:
+            host, port = self._listener.getsockname()[:2]
+            address = f"{self._config.guards.scheme}://{join_host_port(host, port)}"
         elapsed = self._keeper.elapsed
         self._console.print(
-            f"[bold green]swell is ready[/] after {elapsed:.1f} s: {url}  (Ctrl-C stops it)",
+            f"[bold green]swell is ready[/] after {elapsed:.1f} s: {address}  (Ctrl-C stops it)",
             highlight=False,
             soft_wrap=True,
         )
@@ -195,7 +210,7 @@ class Supervisor:
         requests = Inbox(socket, ControlRequest, "control")
         tasks = [asyncio.create_task(_for_ever(scaler.run))]
         handle, link = scaler.handle, None
-        if not self._is_alone:
+        if not self._backend.has_all:
             capacity = engine_capacity(self._config, visible_devices(os.environ))
             link = NodeLink(scaler, capacity, self._config.cluster, transport)
             handle = link.handle
@@ -218,7 +233,7 @@ class Supervisor:
     def _engine_role(self, place: int) -> Role:
         """Return another engine's place; ranks beyond the configured ones may be others' here."""
         configured = place < self._config.parallel.engines_on_node
-        return engine_role(self._config, place, numbered=self._is_alone or configured)
+        return self._backend.engine_role(self._config, place, numbered=self._is_alone or configured)
 
     async def _mend(self, transport: Transport) -> None:
         """Keep the node's directory whole, for ever."""
@@ -251,16 +266,16 @@ class Supervisor:
 
     @property
     def _engine_promise(self) -> float:
-        """Seconds that serving engines get to end what front ends elsewhere have sent them."""
+        """Seconds that serving engines have to finish requests of front ends on other nodes."""
         return 0.0 if self._is_alone else self._config.cluster.drain_timeout
 
     async def _end(self, roles: Sequence[Role], promised: float) -> None:
-        children = [role.child for role in roles if role.child is not None]
+        children = [role.holder for role in roles if role.holder is not None]
         for child in children:
             child.terminate()
         await self._wait_for(children, promised + STOP_TIMEOUT)
 
-    async def _wait_for(self, children: list[Child], within: float) -> None:
+    async def _wait_for(self, children: list[Holder], within: float) -> None:
         if not children:
             return
         endings = asyncio.ensure_future(asyncio.gather(*(child.wait() for child in children)))
@@ -277,11 +292,13 @@ class Supervisor:
     def _clean_up(self) -> None:
         if self._listener is not None:
             self._listener.close()
+            if self._config.http.uds is not None:
+                Path(self._config.http.uds).unlink(missing_ok=True)
         self._context.destroy(linger=0)
 
 
 async def _for_ever(run: Callable[[], Awaitable[None]]) -> None:
-    """Run something that is never over, again if it fails."""
+    """Run an endless task, and restart it if it fails."""
     while True:
         try:
             await run()
@@ -301,9 +318,12 @@ def run(config: ServeConfig) -> int:
 
 async def _run(config: ServeConfig, console: Console) -> int:
     try:
-        with NodeDirectory(config.cluster.socket_dir) as node:
-            return await Supervisor(config, console, node).run()
-    except (OSError, BadNode) as error:
+        with (
+            NodeDirectory(config.cluster.socket_dir) as node,
+            contextlib.closing(backend_for(config, node.path)) as backend,
+        ):
+            return await Supervisor(backend, console, node).run()
+    except (OSError, BadNode, CannotServe) as error:
         _say_why(console, error)
         return 1
 

@@ -5,14 +5,7 @@ import asyncio
 from engine.shared.messages import RequestOutput, SamplingParams, TokenLogprob
 from server.api.shared.answer import Usage
 from server.generate.beams import Beam, Beams, BeamSearch
-from server.generate.fold import (
-    ChoiceFold,
-    Delta,
-    GenerationFailed,
-    Prompt,
-    RequestRefused,
-    highest,
-)
+from server.generate.fold import ChoiceFold, Delta, Prompt, failure, highest
 from server.generate.run import Output, Sender, first_token
 from server.generate.specification import GenerationSpec
 from server.observe.metrics import FrontEndMetrics
@@ -132,6 +125,7 @@ class BeamRun:
             pinned_rank=sender.pinned_rank,
             tenant=sender.tenant,
             cache_root=sender.cache_root,
+            adapter=sender.adapter,
             group=self._group,
         )
         self._group = self._group or stream.id
@@ -143,10 +137,8 @@ class BeamRun:
         try:
             while True:
                 output = await stream.next()
-                if output.finish_reason == "error" and output.refused:
-                    raise RequestRefused(output.error or "no reason given", output.error_param)
                 if output.finish_reason in ("error", "abort"):
-                    raise GenerationFailed(output.error or "no reason given")
+                    raise failure(output)
                 if output.token_ids:
                     return output
         finally:

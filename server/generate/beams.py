@@ -43,6 +43,7 @@ _NOT_SEARCHED: dict[str, tuple[object, ...]] = {
     "bad_words": (None, []),
     "stop": (None, []),
     "prompt_logprobs": (None,),
+    "logprob_token_ids": (None, []),
     "response_format": (None,),
     "structured_outputs": (None,),
     "stream": (None, False),

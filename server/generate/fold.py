@@ -27,6 +27,20 @@ class GenerationFailed(Exception):
     """The engine gave a request up; the text is for the log, not for the client."""
 
 
+class NoRoomInEngine(Exception):
+    """The engine has no room for what the request needs now; it may be sent again later."""
+
+
+def failure(output: RequestOutput) -> Exception:
+    """Return what an output with an error comes to for whoever waits for the request."""
+    reason = output.error or "no reason given"
+    if output.no_room:
+        return NoRoomInEngine(reason)
+    if output.refused:
+        return RequestRefused(reason, output.error_param)
+    return GenerationFailed(reason)
+
+
 class FoldOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a request wants to see of its tokens."""
 
@@ -164,11 +178,10 @@ class ChoiceFold:
         Raises:
             GenerationFailed: the output says that the engine failed on the request.
             RequestRefused: the engine cannot do what the request asks for.
+            NoRoomInEngine: it cannot now.
         """
-        if output.finish_reason == "error" and output.refused:
-            raise RequestRefused(output.error or "no reason given", output.error_param)
         if output.finish_reason == "error":
-            raise GenerationFailed(output.error or "no reason given")
+            raise failure(output)
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
         delta = Delta("", [], [] if self._options.logprobs else None, None, None)

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.shared.grammar_spec import BadGrammar, GrammarThreads, check_grammar, lark_from_ebnf
 from engine.shared.messages import GrammarSpec, LarkGrammar
+from server.generate.structural_tags import StructuralTag, lark_from_tag
 from server.http.errors import invalid
 
 CHECK_THREADS = 2
@@ -31,13 +32,15 @@ class GrammarCheck:
         self._threads = GrammarThreads(CHECK_THREADS, "grammar check")
         self._found: OrderedDict[bytes, str | None] = OrderedDict()
 
-    async def require(self, wanted: GrammarSpec | GrammarText, param: str) -> GrammarSpec:
+    async def require(
+        self, wanted: GrammarSpec | GrammarText | StructuralTag, param: str
+    ) -> GrammarSpec:
         """Check that engines can enforce a grammar; return it as they take it.
 
         Raises:
             ApiError: they cannot; `param` is the field that it came from.
         """
-        spec = await self._lark(wanted, param) if isinstance(wanted, GrammarText) else wanted
+        spec = await self._spec(wanted, param)
         digest = blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
         if digest in self._found:
             self._found.move_to_end(digest)
@@ -51,9 +54,22 @@ class GrammarCheck:
             raise invalid(f"{param}: {reason}", param)
         return spec
 
-    async def _lark(self, grammar: GrammarText, param: str) -> LarkGrammar:
+    async def _spec(
+        self, wanted: GrammarSpec | GrammarText | StructuralTag, param: str
+    ) -> GrammarSpec:
+        """Return a grammar in a form that engines take, though they may not be able to enforce it.
+
+        Raises:
+            ApiError: it has no such form.
+        """
+        match wanted:
+            case GrammarText(text):
+                converted = self._threads.submit(lark_from_ebnf, text)
+            case StructuralTag():
+                converted = self._threads.submit(lark_from_tag, wanted, self._special_tokens)
+            case _:
+                return wanted
         try:
-            converted = self._threads.submit(lark_from_ebnf, grammar.text)
             return LarkGrammar(await asyncio.wrap_future(converted))
         except BadGrammar as error:
             raise invalid(f"{param}: {error}", param) from error

@@ -4,6 +4,8 @@ import msgspec
 
 from server.answer.formats import AnswerFormats
 from server.generate.grammar_check import GrammarCheck
+from server.pooling.model import PoolingModel
+from server.text.request_templates import RequestTemplates
 from server.text.tokenizer import ServedTokenizer
 
 
@@ -14,3 +16,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     formats: AnswerFormats
     """How the model writes reasoning and tool calls."""
     grammars: GrammarCheck
+    templates: RequestTemplates | None
+    """Renders templates of requests, where these are trusted."""
+    pooling: PoolingModel | None = None
+    """Of a model that makes vectors and generates nothing."""

@@ -1,6 +1,9 @@
 """The prompts of a request as token ids."""
 
-from collections.abc import Sequence
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -8,9 +11,16 @@ from server.access.limits import MAX_ECHO
 from server.api.shared.fields import SamplingFields
 from server.generate.fold import Prompt
 from server.generate.model import ServedModel
-from server.generate.request import Conversation, GenerationRequest, Limits, Texts, TokenLists
+from server.generate.request import (
+    Conversation,
+    Conversations,
+    GenerationRequest,
+    Limits,
+    Texts,
+    TokenLists,
+)
 from server.generate.vocabulary import check_vocabulary
-from server.http.errors import invalid
+from server.http.errors import ApiError, invalid
 from server.text.conversation import render_chat, said_last
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer
@@ -42,6 +52,8 @@ async def prompts_of(
     match request.source:
         case Conversation() as source:
             return await _of_conversation(source, request, tools, model, limits)
+        case Conversations() as source:
+            return await _of_conversations(source, request, model, limits)
         case Texts() as source:
             prompts = await _of_texts(source, request.fields, model.tokenizer, limits)
         case TokenLists() as source:
@@ -61,6 +73,8 @@ async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> 
     return await render_chat(
         model.tokenizer,
         source.messages,
+        template=source.template,
+        templates=model.templates,
         add_generation_prompt=source.add_generation_prompt,
         continue_final_message=source.continue_final_message,
         tools=tools.shown,
@@ -77,19 +91,88 @@ async def _of_conversation(
     model: ServedModel,
     limits: Limits,
 ) -> Prompts:
-    text = await rendered(source, tools, model)
+    async def read(conversation: Conversation) -> Prompts:
+        text = await rendered(conversation, tools, model)
+        prompt = await _text_prompt(
+            text,
+            request.fields,
+            model.tokenizer,
+            limits,
+            add_special_tokens=source.add_special_tokens,
+            name="messages",
+        )
+        return Prompts([prompt], text, echo)
+
     echo = _echo(source, request.n) if source.echo else ""
-    prompt = await _text_prompt(
-        text,
-        request.fields,
-        model.tokenizer,
-        limits,
-        add_special_tokens=source.add_special_tokens,
-        name="messages",
-    )
-    if not prompt.token_ids:
+    if source.shortened:
+        room = limits.max_model_len - (request.size.max_tokens or 1)
+        found = await shortened(source, read, room)
+    else:
+        found = await read(source)
+    if not found.prompts[0].token_ids:
         raise invalid("messages: the rendered conversation has no tokens", "messages")
-    return Prompts([prompt], text, echo)
+    return found
+
+
+async def _of_conversations(
+    source: Conversations, request: GenerationRequest, model: ServedModel, limits: Limits
+) -> Prompts:
+    """Return the prompts of several conversations, with the text of the first."""
+    found: list[Prompts] = []
+    for index, each in enumerate(source.conversations):
+        try:
+            found.append(await _of_conversation(each, request, ToolUse(), model, limits))
+        except ApiError as error:
+            place = f"messages[{index}]"
+            raise error.renamed(partial(re.sub, r"^messages\b", place)) from error
+        await asyncio.sleep(0)  # others get their turn: each takes a millisecond
+    return Prompts([prompts.prompts[0] for prompts in found], found[0].text)
+
+
+async def shortened(
+    source: Conversation, read: Callable[[Conversation], Awaitable[Prompts]], room: int
+) -> Prompts:
+    """Return the prompt of as much of a conversation's end as has room; at least its last turn.
+
+    A turn begins with what a user says. What the system says at the beginning stays.
+
+    Args:
+        source: the conversation.
+        read: makes the prompt of a conversation.
+        room: tokens that it may have.
+
+    Raises:
+        ApiError: the conversation is wrong, or its last turn is too long by itself.
+    """
+    messages, begin = source.messages, 0
+    while begin < len(messages) and messages[begin].role in ("system", "developer"):
+        begin += 1
+    later = range(begin + 1, len(messages))
+    starts = [begin, *(index for index in later if messages[index].role == "user")]
+
+    async def from_turn(turn: int) -> Prompts:
+        kept = [*messages[:begin], *messages[starts[turn] :]]
+        return await read(msgspec.structs.replace(source, messages=kept))
+
+    async def fitting(turn: int) -> Prompts | None:
+        try:
+            found = await from_turn(turn)
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return None
+        return found if len(found.prompts[0].token_ids) <= room else None
+
+    best = await fitting(0)
+    first, last = 1, 0 if best is not None else len(starts) - 1
+    while first <= last:
+        middle = (first + last) // 2
+        found = await fitting(middle)
+        if found is None:
+            first = middle + 1
+        else:
+            best, last = found, middle - 1
+    return best or await from_turn(len(starts) - 1)
 
 
 def _echo(source: Conversation, copies: int) -> str:

@@ -35,6 +35,22 @@ class Limits(msgspec.Struct, frozen=True):
             raise invalid(f"{field}: at most {self.max_logprobs} are served", field)
         return min(count, self.vocab_size)
 
+    def scored(self, named: list[int] | None, likeliest: int | None, field: str) -> int | None:
+        """Return how many tokens to report beside each of an answer; None: it has no scores.
+
+        Args:
+            named: the tokens that a request names (`logprob_token_ids`).
+            likeliest: how many of the likeliest it asks for in `field`; None: it wants no scores.
+
+        Raises:
+            ApiError: it asks for more than are served, or names tokens and wants no scores.
+        """
+        if likeliest is None and named:
+            raise invalid("logprob_token_ids: needs logprobs", "logprob_token_ids")
+        if likeliest is None:
+            return None
+        return len(named) if named else self.alternatives(likeliest, field)
+
 
 class Texts(msgspec.Struct, frozen=True):
     """Prompts as texts."""
@@ -57,6 +73,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     documents: list[JsonObject] | None = None
+    template: str | None = None
+    """A chat template instead of the model's."""
     template_arguments: JsonObject | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -66,13 +84,21 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """Reasoning of so many tokens is ended; None: when the tokens to generate are."""
     echo: bool = False
     """Each answer repeats the last message, if an assistant said it."""
+    shortened: bool = False
+    """What was said first is left out where the whole does not fit."""
+
+
+class Conversations(msgspec.Struct, frozen=True):
+    """Several prompts as turns; they differ in nothing but their messages, and have no tools."""
+
+    conversations: list[Conversation]
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request whose fields have been checked one by one; nothing is rendered or tokenized."""
 
     fields: SamplingFields
-    source: Texts | TokenLists | Conversation
+    source: Texts | TokenLists | Conversation | Conversations
     size: AnswerSize
     n: int
     """Answers per prompt that are shown."""
@@ -91,4 +117,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_field(self) -> str:
         """The field that the prompts came in."""
-        return "messages" if isinstance(self.source, Conversation) else "prompt"
+        return "prompt" if self.conversation is None else "messages"
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """What says how answers are read, if the prompts are conversations: the first of them."""
+        match self.source:
+            case Conversation():
+                return self.source
+            case Conversations():
+                return self.source.conversations[0]
+            case _:
+                return None

@@ -53,6 +53,8 @@ class Sender(msgspec.Struct, frozen=True, kw_only=True):
     tenant: int = 0
     cache_root: bytes = b""
     """These two as in `engine.shared.messages.AddRequest`."""
+    adapter: str = ""
+    """Version of the adapter that it is computed with, if any."""
     shows_cached: bool = True
     """Whether the usage says how much of the prompt was cached."""
 
@@ -73,7 +75,10 @@ def first_token(timers: Iterable[SequenceTimer]) -> float | None:
 
 
 class Run:
-    """The sequences of one request; `close` must be called whatever happens."""
+    """The sequences of one request; `close` must be called whatever happens.
+
+    More than 15 attributes: five are what it is made with, and most others a list by sequence.
+    """
 
     def __init__(
         self,
@@ -156,6 +161,7 @@ class Run:
             tenant=sender.tenant,
             cache_root=sender.cache_root,
             group=self._streams[0].id if index else 0,
+            adapter=sender.adapter,
         )
         self._streams.append(stream)
         return stream

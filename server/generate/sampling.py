@@ -72,6 +72,7 @@ async def sampling_params(
         grammar_opening=held_to.opening,
         grammar_budget=held_to.budget,
         allowed_token_ids=_token_ids(fields.allowed_token_ids, tokenizer, "allowed_token_ids"),
+        logprob_token_ids=tuple(fields.logprob_token_ids or ()),
         bad_words=await bad_word_tokens(fields, size.sequences, tokenizer),
     )
 

@@ -75,12 +75,12 @@ async def specify(
     Raises:
         ApiError: the request is wrong; `param` names the field.
     """
-    fields, source, size = request.fields, request.source, request.size
+    fields, source, size = request.fields, request.conversation, request.size
     form = await _form(request, model)
     prompts = await prompts_of(request, form.tools, model, limits)
     max_tokens = _max_tokens(request, prompts.prompts, model.tokenizer, limits)
     plan = AnswerPlan()
-    if isinstance(source, Conversation):
+    if source is not None:
         plan = _answer_plan(source, form, prompts, model)
     sampling = await sampling_params(
         request, model.tokenizer, max_tokens, _held_to(source, form, plan, max_tokens)
@@ -115,11 +115,12 @@ async def specify(
 
 async def _form(request: GenerationRequest, model: ServedModel) -> _Form:
     """Return what holds answers to calls of tools, or to the form that the request names."""
-    wanted, source, require = requested_grammar(request.fields), request.source, model.grammars
+    source, require = request.conversation, model.grammars
+    wanted = requested_grammar(request.fields)
     answer = None if wanted is None else await require.require(*wanted)
-    if not isinstance(source, Conversation):
-        if answer is not None:
-            check_copies(answer, request.size.sequences)
+    if answer is not None and not isinstance(request.source, Conversation):
+        check_copies(answer, request.size.sequences)
+    if source is None:
         return _Form(ToolUse(), answer, whole=True)
     tools = _tools(source, model)
     if not tools.shown:
@@ -184,10 +185,10 @@ def _reasoning_first(source: Conversation, form: _Form) -> bool:
     return source.thinking_budget is not None or (form.grammar is not None and form.whole)
 
 
-def _held_to(source: object, form: _Form, plan: AnswerPlan, max_tokens: int) -> HeldTo:
+def _held_to(source: Conversation | None, form: _Form, plan: AnswerPlan, max_tokens: int) -> HeldTo:
     """Let reasoning come before what a grammar holds the answer to, and end early enough for it."""
     tags = plan.reasoning
-    if tags is None or not isinstance(source, Conversation) or not _reasoning_first(source, form):
+    if tags is None or source is None or not _reasoning_first(source, form):
         return HeldTo(form.grammar)
     kept = min(max_tokens // 4, KEPT_FOR_FORM)
     return HeldTo(

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import msgspec
+
 from engine.shared.grammar_spec import (
     grammar_size,
 )
@@ -16,6 +18,7 @@ from engine.shared.messages import (
 from server.api.shared.fields import SamplingFields
 from server.api.shared.structured import ResponseFormat, StructuredOutputs
 from server.generate.grammar_check import GrammarText
+from server.generate.structural_tags import StructuralTag
 from server.http.errors import invalid, too_complex
 from server.http.json_price import TooCostly, price
 
@@ -38,7 +41,7 @@ def check_copies(spec: GrammarSpec, sequences: int) -> None:
         )
 
 
-Wanted = tuple[GrammarSpec | GrammarText, str]
+Wanted = tuple[GrammarSpec | GrammarText | StructuralTag, str]
 """A grammar, and the field that it came from."""
 
 
@@ -74,14 +77,17 @@ def _of_response_format(form: ResponseFormat) -> Wanted | None:
             lenient = wanted.strict is False
             spec = JsonSchemaGrammar(_json_text(wanted.schema_), lenient=lenient)
             return spec, "response_format.json_schema.schema"
+        case "structural_tag":
+            sent = form.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)
+            return StructuralTag(sent), "response_format"
 
 
 def _of_constraints(wanted: StructuredOutputs) -> Wanted:
     given = [name for name in _KINDS if getattr(wanted, name) not in (None, False)]
     if len(given) != 1:
         raise invalid(
-            "structured_outputs: exactly one of json, json_object, regex, choice and grammar is "
-            f"needed, but there are {len(given)}",
+            "structured_outputs: exactly one of json, json_object, regex, choice, grammar and "
+            f"structural_tag is needed, but there are {len(given)}",
             "structured_outputs",
         )
     whitespace = "" if wanted.disable_any_whitespace else wanted.whitespace_pattern
@@ -89,7 +95,16 @@ def _of_constraints(wanted: StructuredOutputs) -> Wanted:
     if wanted.json_schema is not None:
         schema = wanted.json_schema
         text = _checked(schema, param) if isinstance(schema, str) else _json_text(schema)
+        if wanted.disable_additional_properties:
+            text = _json_text(_closed(_decoded(text, param)))
         return JsonSchemaGrammar(text, whitespace), param
+    if wanted.structural_tag is not None:
+        tag = wanted.structural_tag
+        if isinstance(tag, str):
+            tag = _decoded(_checked(tag, param), param)
+        if not isinstance(tag, dict):
+            raise invalid(f"{param}: must be a JSON object", param)
+        return StructuralTag(tag, whitespace), param
     if wanted.regex is not None:
         return RegexGrammar(wanted.regex), param
     if wanted.choice is not None:
@@ -105,6 +120,7 @@ _KINDS = {
     "regex": "regex",
     "choice": "choice",
     "grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
 """Attribute to the name that clients write."""
 
@@ -118,5 +134,37 @@ def _checked(text: str, param: str) -> str:
     return text
 
 
-def _json_text(schema: dict[str, Any]) -> str:
+def _decoded(text: str, param: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{param}: not valid JSON: {error}", param) from error
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have only the properties that it lists, where it lists any."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        key: {name: _closed(each) for name, each in value.items()}
+        if key in _BY_NAME and isinstance(value, dict)
+        else value if key in _VALUES else _closed(value)
+        for key, value in schema.items()
+    }  # fmt: skip
+    if isinstance(schema.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+_BY_NAME = frozenset(
+    {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+)
+"""Keywords whose values have schemas under names of the client's choice."""
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas."""
+
+
+def _json_text(schema: Any) -> str:
     return json.dumps(schema, ensure_ascii=False)

@@ -90,6 +90,12 @@ class Call:
         return {n.decode(): v.decode("latin-1") for n, v in self._headers if n in wanted}
 
     @property
+    def lasting_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that matter for what is made after the call has been answered."""
+        wanted = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
+        return [(name, value) for name, value in self._headers if name in wanted]
+
+    @property
     def pins_rank(self) -> bool:
         """Whether the client wants its request to run on an engine of its choice."""
         return self._pinned_rank is not None

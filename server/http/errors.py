@@ -11,7 +11,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.access.admission import Overloaded
-from server.generate.fold import RequestRefused
+from server.access.limits import MAX_ERROR_LENGTH
+from server.generate.fold import NoRoomInEngine, RequestRefused
 from server.http.json_price import TooCostly
 from server.router.generation_client import (
     KillsEngines,
@@ -53,6 +54,15 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorDetail
 
 
+def _shortened(text: str) -> str:
+    """Return a text whose middle is left out if it is long: values of the client are quoted."""
+    left_out = len(text) - MAX_ERROR_LENGTH
+    if left_out <= 0:
+        return text
+    half = MAX_ERROR_LENGTH // 2
+    return f"{text[:half]} ... ({left_out} characters) ... {text[-half:]}"
+
+
 class ApiError(Exception):
     """An answer with an OpenAI error body; `kind` is the body's `type`."""
 
@@ -68,8 +78,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _shortened(message)
+        self.param = None if param is None else _shortened(param)
         self.code = code
         self.kind = kind
         self.headers = headers
@@ -205,6 +215,8 @@ def to_api_error(error: Exception) -> ApiError | None:
             known = invalid(f"The header {header} names no engine: {error}.", header)
         case NoEngineAvailable():
             known = unavailable(str(error) or "No engine can serve the request now; try again.")
+        case NoRoomInEngine():
+            known = unavailable(str(error))
         case RequestRefused():
             known = invalid(str(error), error.param)
         case KillsEngines():

@@ -34,6 +34,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     there are only so many connections (`ConnectionBook`). A client that leaves more unread than
     the transport buffers is cut off after a while: until then whoever writes to it waits, and its
     request holds its place in an engine.
+
+    More than 20 methods: most are called by the transport, the HTTP parser or uvicorn's class.
     """
 
     limits: MeterLimits

@@ -7,6 +7,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
+_PROBES = frozenset(("/health", "/ping", "/ready", "/metrics"))
+"""Asked again and again by machines: only what is not 200 there has a line."""
+
 
 class AccessLog:
     """Logs who asked for what, the answer's status, how long it took and the request's name."""
@@ -34,7 +37,8 @@ class AccessLog:
         try:
             await self._app(scope, receive, watch)
         finally:
-            _log(scope, status, request_id, time.monotonic() - began)
+            if status != 200 or scope["path"] not in _PROBES:
+                _log(scope, status, request_id, time.monotonic() - began)
 
 
 def _log(scope: Scope, status: int | None, request_id: str, seconds: float) -> None:

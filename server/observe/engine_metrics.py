@@ -1,7 +1,9 @@
 """Metrics of the engines and the cluster, read from the newest cluster view at every scrape."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 from prometheus_client.core import (
@@ -48,6 +50,8 @@ def _counters() -> Iterator[tuple[str, str, str]]:
 
 _ENGINE_COUNTERS = tuple(_counters())
 _STEP_TOKENS_LABELS = [*map(floatToGoString, STEP_TOKENS_BOUNDS), "+Inf"]
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's words, by the level of sleep."""
 _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
     "block_size": lambda setup: setup.block_size,
     "cache_dtype": lambda setup: "auto",
@@ -62,6 +66,15 @@ _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
 """vLLM's labels, as text like there; the cache has the model's type and is on one device."""
 
 
+class Ages(NamedTuple):
+    """Seconds since what is shown has arrived."""
+
+    view: float | None
+    """The coordinator's view."""
+    stats: dict[int, float]
+    """Stats of each engine, by rank."""
+
+
 class EngineCollector(Collector):
     """What the newest cluster view says, of one rank or of all and the cluster."""
 
@@ -70,13 +83,13 @@ class EngineCollector(Collector):
         prefix: str,
         model_name: str,
         view: ClusterView | None,
-        stats_age: dict[int, float],
+        ages: Ages,
         rank: int | None,
     ) -> None:
         self._prefix = prefix
         self._model_name = model_name
         self._view = view
-        self._stats_age = stats_age
+        self._ages = ages
         self._rank = rank
 
     def collect(self) -> Iterator[Metric]:
@@ -95,8 +108,11 @@ class EngineCollector(Collector):
             ]
             yield self._counter(name, text, ("model_name", "engine"), samples)
         yield self._waiting_by_reason(reporting)
+        yield self._accepted_at(reporting)
+        yield self._sleep_state(reporting)
         yield self._step_tokens(reporting)
         yield self._cache_config(chosen)
+        yield from self._adapters(view, reporting)
         yield from self._membership(chosen)
         if self._rank is None:
             yield from self._cluster(view)
@@ -106,10 +122,21 @@ class EngineCollector(Collector):
             ("wave", "Number of the running period of the engines.", view.wave),
             ("engines_running", "1 while the engines run, 0 while paused.", view.running),
             ("engines_ready", "Engines that take requests.", sum(e.ready for e in view.engines)),
+            ("engines_expected", "Engines that there shall be.", view.expected),
             ("front_ends", "Front ends registered.", view.num_front_ends),
         ):
             sample = ((self._model_name,), float(number))
             yield self._gauge(name, text, ("model_name",), [sample])
+        if self._ages.view is not None:
+            text = "Seconds since the coordinator was last heard, which speaks every few seconds."
+            samples = [((self._model_name,), self._ages.view)]
+            yield self._gauge("coordinator_silence_seconds", text, ("model_name",), samples)
+        missing = [
+            ((self._model_name, str(each.rank), each.reason), each.age) for each in view.missing
+        ]
+        text = "Seconds for which the coordinator misses an engine, and why."
+        labels = ("model_name", "engine", "reason")
+        yield self._gauge("engine_missing_seconds", text, labels, missing)
         wakeups = [
             ((self._model_name, source), float(count))
             for source, count in view.wakeups_total.items()
@@ -128,6 +155,26 @@ class EngineCollector(Collector):
             ]
         labels = ("model_name", "engine", "reason")
         return self._gauge("num_requests_waiting_by_reason", text, labels, samples)
+
+    def _accepted_at(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
+        text = "Draft tokens that the model drew as well, by their place in their draft, from 0."
+        samples = [
+            ((*self._labels(entry), str(place)), float(count))
+            for entry, stats in reporting
+            for place, count in enumerate(stats.counters.spec_accepted_at)
+        ]
+        labels = ("model_name", "engine", "position")
+        return self._counter("spec_decode_num_accepted_tokens_per_pos", text, labels, samples)
+
+    def _sleep_state(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
+        samples = [
+            ((*self._labels(entry), state), float(stats.sleep_level == level))
+            for entry, stats in reporting
+            for level, state in enumerate(_SLEEP_STATES)
+        ]
+        text = "1 for the state that the engine is in, 0 for the others."
+        labels = ("model_name", "engine", "sleep_state")
+        return self._gauge("engine_sleep_state", text, labels, samples)
 
     def _step_tokens(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
         family = HistogramMetricFamily(
@@ -152,10 +199,44 @@ class EngineCollector(Collector):
         ]
         return self._gauge("cache_config_info", text, names, samples)
 
+    def _adapters(
+        self, view: ClusterView, reporting: list[tuple[EngineEntry, EngineStats]]
+    ) -> Iterator[Metric]:
+        """Yield which adapters run and wait, as vLLM tells it, and which engines have which."""
+        if view.adapters is None:
+            return
+        entries = view.adapters.sheet.entries
+        names = {each.version: each.name for each in entries if each.version}
+
+        def listed(versions: Iterable[str]) -> str:
+            return ",".join(sorted({names.get(each, each) for each in versions}))
+
+        loads = [(self._labels(entry), stats.adapters) for entry, stats in reporting]
+        samples = [
+            ((*labels, listed(load.running), listed(load.waiting)), time.time())
+            for labels, load in loads
+            if load is not None
+        ]
+        labels = ("model_name", "engine", "running_lora_adapters", "waiting_lora_adapters")
+        text = "Unix time at which these adapters ran and waited; the labels name them."
+        yield self._gauge("lora_requests_info", text, labels, samples)
+        loaded = [
+            ((*self._labels(entry), names.get(version, version)), 1.0)
+            for entry, _ in reporting
+            for version in entry.adapters
+        ]
+        text = "1 for each adapter that an engine has in memory."
+        yield self._gauge("lora_loaded", text, ("model_name", "engine", "lora_name"), loaded)
+
     def _membership(self, chosen: list[EngineEntry]) -> Iterator[Metric]:
         labels = ("model_name", "engine")
         up = [(self._labels(entry), float(entry.ready)) for entry in chosen]
         yield self._gauge("engine_up", "1 while the engine takes requests.", labels, up)
+        starting = [
+            (self._labels(entry), float(not entry.ready and not entry.draining)) for entry in chosen
+        ]
+        text = "1 while the engine has joined and still loads its model."
+        yield self._gauge("engine_starting", text, labels, starting)
         halted = [(self._labels(entry), float(_is_halted(entry))) for entry in chosen]
         text = "1 while an operator has the engine paused or asleep."
         yield self._gauge("engine_halted", text, labels, halted)
@@ -163,7 +244,7 @@ class EngineCollector(Collector):
         yield self._counter(
             "engine_restarts", "Starts of a rank after its first.", labels, restarts
         )
-        age = self._stats_age
+        age = self._ages.stats
         ages = [(self._labels(entry), age[entry.rank]) for entry in chosen if entry.rank in age]
         text = "Seconds since the engine's newest stats came."
         yield self._gauge("stats_age_seconds", text, labels, ages)

@@ -32,6 +32,7 @@ _REQUEST_BUCKETS = (
 )  # fmt: skip
 _PHASE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, *_REQUEST_BUCKETS[1:])
 _N_BUCKETS = (1, 2, 5, 10, 20)
+_PREEMPTION_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
 
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": (
@@ -60,6 +61,10 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         "Time in the engine from being scheduled first to the last token.", _PHASE_BUCKETS,
     ),
     "request_prompt_tokens": ("Prompt tokens per sequence.", COUNT_BUCKETS),
+    "request_prefill_kv_computed_tokens": (
+        "Prompt tokens per sequence that the prefix cache did not have.", COUNT_BUCKETS,
+    ),
+    "request_num_preemptions": ("Preemptions per sequence.", _PREEMPTION_BUCKETS),
     "request_generation_tokens": ("Tokens generated per sequence.", COUNT_BUCKETS),
     "request_max_num_generation_tokens": (
         "Tokens of the longest sequence of a prompt.", COUNT_BUCKETS,
@@ -136,7 +141,7 @@ class EndedSequence(msgspec.Struct):
 
 
 class EngineSeries:
-    """The series of one engine."""
+    """The series of one engine; more than 15 attributes: one for each."""
 
     def __init__(self, families: "SequenceFamilies", rank: int) -> None:
         self._all: list[Distribution | Count] = []
@@ -169,6 +174,8 @@ class EngineSeries:
         self._decode_time = histogram("request_decode_time_seconds")
         self._inference_time = histogram("request_inference_time_seconds")
         self._request_prompt_tokens = histogram("request_prompt_tokens")
+        self._kv_computed_tokens = histogram("request_prefill_kv_computed_tokens")
+        self._num_preemptions = histogram("request_num_preemptions")
         self._request_generation_tokens = histogram("request_generation_tokens")
         self._max_num_generation_tokens = histogram("request_max_num_generation_tokens")
         self._params_max_tokens = histogram("request_params_max_tokens")
@@ -186,6 +193,10 @@ class EngineSeries:
         """
         self._time_to_first_token.observe(waited)
         self._tokens.pending += count
+        self._prompt(prompt_tokens, cached)
+
+    def prompt_computed(self, prompt_tokens: int, cached: int) -> None:
+        """Count a prompt of which no tokens are drawn; the prefix cache had `cached` of it."""
         self._prompt(prompt_tokens, cached)
 
     def more_tokens(self, count: int, seconds: float) -> None:
@@ -207,6 +218,8 @@ class EngineSeries:
             return
         if sequence.num_tokens == 0:  # the token that was drawn was not asked for
             self._prompt(sequence.prompt_tokens, cached)
+        self._kv_computed_tokens.observe(max(0, sequence.prompt_tokens - cached))
+        self._num_preemptions.observe(timing.preemptions)
         self._queue_time.observe(timing.queue)
         self._prefill_time.observe(timing.prefill)
         self._decode_time.observe(timing.decode)

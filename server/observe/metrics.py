@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from engine.shared.model_files import served_names
 from server.config import FrontEndConfig
-from server.observe.engine_metrics import EngineCollector
+from server.observe.engine_metrics import Ages, EngineCollector
 from server.observe.exposition import text_of
 from server.observe.metric_factory import MetricFactory
 from server.observe.sequence_metrics import PromptParams, SequenceMetrics, SequenceTimer
@@ -77,6 +77,14 @@ class FrontEndMetrics:
         self._http = factory.by_label(
             "http_requests", "Answers by endpoint and HTTP status.", "endpoint", "status"
         )
+        self._adapters = {
+            name: factory.by_label(name, text, "lora_name")
+            for name, text in (
+                ("lora_requests", "Requests that were answered with an adapter."),
+                ("lora_prompt_tokens", "Prompt tokens of these requests."),
+                ("lora_generation_tokens", "Tokens generated for them."),
+            )
+        }
         self._exposed = registry
         if multiprocess:
             self._exposed = CollectorRegistry()
@@ -101,6 +109,12 @@ class FrontEndMetrics:
     def routing_decision(self, rank: int, reason: str) -> None:
         """A sequence was sent to engine `rank` because of `reason`."""
         self._routing.child(rank, reason).inc()
+
+    def adapter_used(self, name: str, prompt_tokens: int, generation_tokens: int) -> None:
+        """A request with an adapter has ended."""
+        numbers = (1, prompt_tokens, generation_tokens)
+        for counter, number in zip(self._adapters.values(), numbers, strict=True):
+            counter.child(name).inc(number)
 
     def request_resumed(self) -> None:
         """A sequence went on in another engine."""
@@ -140,5 +154,5 @@ class FrontEndMetrics:
         return text_of(self._engines(client, rank).collect())
 
     def _engines(self, client: GenerationClient, rank: int | None) -> EngineCollector:
-        view, age = client.view, client.stats_age
-        return EngineCollector(self._prefix, self._model_name, view, age, rank)
+        ages = Ages(client.view_age, client.stats_age)
+        return EngineCollector(self._prefix, self._model_name, client.view, ages, rank)

@@ -119,6 +119,12 @@ class SequenceTimer:
         if reason is not None:
             self.finished(reason)
 
+    def pooled(self, cached: int) -> None:
+        """The engine sent the sequence's vector; it had found `cached` of its tokens."""
+        self._cached = cached
+        self._current().prompt_computed(self._params.prompt_tokens, cached)
+        self.finished("stop")
+
     @property
     def first_token(self) -> float | None:
         """When the first token came, in monotonic seconds."""

@@ -22,17 +22,17 @@ class EngineLine(NamedTuple):
     kv_usage: float
     prefix_cache_hit_rate: float
     draft_acceptance_rate: float | None = None
-    """Share of the guessed tokens that were right; None if none was guessed."""
+    """Share of the draft tokens that were accepted; None without any."""
 
     def __str__(self) -> str:
-        guesses = ""
+        drafts = ""
         if self.draft_acceptance_rate is not None:
-            guesses = f", guesses accepted {100 * self.draft_acceptance_rate:.1f} %"
+            drafts = f", draft tokens accepted {100 * self.draft_acceptance_rate:.1f} %"
         return (
             f"engine {self.engine}: {self.prompt_tokens_per_s:.1f} prompt tok/s, "
             f"{self.generated_tokens_per_s:.1f} generated tok/s, {self.running} running, "
             f"{self.waiting} waiting, KV cache {100 * self.kv_usage:.1f} %, "
-            f"prefix cache hits {100 * self.prefix_cache_hit_rate:.1f} %{guesses}"
+            f"prefix cache hits {100 * self.prefix_cache_hit_rate:.1f} %{drafts}"
         )
 
 
@@ -58,7 +58,7 @@ class StatsLog:
             prompt = stats.counters.prompt_tokens - before.counters.prompt_tokens
             asked = stats.counters.prefix_cache_queries - before.counters.prefix_cache_queries
             hits = stats.counters.prefix_cache_hits - before.counters.prefix_cache_hits
-            guessed = stats.counters.spec_draft_tokens - before.counters.spec_draft_tokens
+            drafted = stats.counters.spec_draft_tokens - before.counters.spec_draft_tokens
             right = stats.counters.spec_accepted_tokens - before.counters.spec_accepted_tokens
             if not (generated or prompt or stats.running or stats.waiting):
                 continue
@@ -71,7 +71,7 @@ class StatsLog:
                     waiting=stats.waiting,
                     kv_usage=stats.kv_usage,
                     prefix_cache_hit_rate=hits / max(1, asked),
-                    draft_acceptance_rate=right / guessed if guessed else None,
+                    draft_acceptance_rate=right / drafted if drafted else None,
                 )
             )
         return sorted(lines)

@@ -13,7 +13,7 @@ from server.router.load import Loads
 from server.router.members import Members
 from server.router.request import RoutedRequest
 from server.router.route import Engine
-from server.router.routing import Choice, RoutingPolicy
+from server.router.routing import Choice, RoutingPolicy, with_adapter
 
 
 class Delivery:
@@ -105,18 +105,25 @@ class Delivery:
 
     def _choose(self, request: RoutedRequest) -> Choice | None:
         routes, pinned_rank = self._members.routes, request.pinned_rank
+        adapter = request.message.adapter
         if pinned_rank is not None:
             route = routes.get(pinned_rank)
-            return Choice(pinned_rank, "pinned") if route is not None and route.is_open else None
-        loads = self._loads.of([route for route in routes.values() if route.is_usable])
+            is_there = route is not None and route.is_open and route.has_adapter(adapter)
+            return Choice(pinned_rank, "pinned") if is_there else None
+        usable = [each for each in routes.values() if each.is_usable and each.has_adapter(adapter)]
+        loads = self._loads.of(usable)
         if not loads:
             return None
-        return self._policy.choose(
+        choice = self._policy.choose(
             loads,
             request.message.prompt_token_ids,
             self._members.unseen_front_ends(self._loads.num_front_ends),
-            cache_root=request.message.cache_root,
+            cache_root=request.message.cache_root + adapter.encode(),
         )
+        if not adapter:
+            return choice
+        resident = {route.entry.rank for route in usable if route.has_resident(adapter)}
+        return with_adapter(choice, loads, resident)
 
     def abort(self, ids: list[int], engine: Engine | None) -> list[Action]:
         """Have an engine process drop requests, if it can be reached."""

@@ -7,17 +7,21 @@ owns the sockets and the clock, and carries out what the router says.
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable
 
 import zmq
 
 from engine.shared.messages import (
+    AdapterOutcome,
+    AdapterWish,
     AddRequest,
     ClusterView,
     EngineInput,
     EngineOutput,
     FrontEndNotice,
+    PoolingParams,
     RouteHello,
     SamplingParams,
     UtilityResult,
@@ -25,6 +29,7 @@ from engine.shared.messages import (
     encode,
 )
 from engine.shared.transport import Inbox
+from server.router.adapters import Adapters
 from server.router.events import CallOverdue, Event, Heard, Tick
 from server.router.generation_client import NoEngineAvailable
 from server.router.router import Router
@@ -60,9 +65,15 @@ class EngineClient:
         notify: Callable[[FrontEndNotice], None],
         requests: "zmq.Socket[bytes]",
         outputs: "zmq.Socket[bytes]",
+        min_ready_engines: int = 1,
     ) -> None:
+        """Start to listen; `min_ready_engines` have to be usable before `ready` is first true."""
         self._front_end = front_end
         self._router = router
+        self._notify = notify
+        self.adapters = Adapters(front_end, router.members.incarnation)
+        """The adapters that requests may name."""
+        self._wishes: dict[int, asyncio.Future[AdapterOutcome]] = {}
         self._idle = asyncio.Event()
         self._shell = RouterShell(
             router,
@@ -78,6 +89,7 @@ class EngineClient:
         # again must not be shut out by its own old connection.
         requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
         requests.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._min_ready_engines = min_ready_engines
         self._became_ready = asyncio.Event()
         self._draining = False
         self._loop = asyncio.get_running_loop()
@@ -89,7 +101,8 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        return self._router.members.ready and not self._draining
+        members = self._router.members
+        return self._became_ready.is_set() and members.ready and not self._draining
 
     @property
     def takes_requests(self) -> bool:
@@ -111,6 +124,10 @@ class EngineClient:
         return self._router.members.view
 
     @property
+    def view_age(self) -> float | None:
+        return self._router.members.view_age(time.monotonic())
+
+    @property
     def stats_age(self) -> dict[int, float]:
         return self._router.members.stats_age(time.monotonic())
 
@@ -130,6 +147,8 @@ class EngineClient:
         tenant: int = 0,
         cache_root: bytes = b"",
         group: int = 0,
+        pooling: PoolingParams | None = None,
+        adapter: str = "",
     ) -> RequestStream:
         """Route one sequence to an engine and return its stream."""
         if self._draining:
@@ -145,6 +164,8 @@ class EngineClient:
             tenant=tenant,
             cache_root=cache_root,
             group=group,
+            pooling=pooling,
+            adapter=adapter,
         )
         return self._shell.submit(message, pinned_rank)
 
@@ -177,6 +198,31 @@ class EngineClient:
             timer.cancel()
             self._handle(overdue)  # if the caller has gone; otherwise it is over already
 
+    async def change_adapter(
+        self, name: str, path: str | None = None, in_place: bool = False
+    ) -> AdapterOutcome:
+        """Load an adapter in all engines, or without a path unload it; return how that ended."""
+        if self.adapters.sheet is None:
+            return AdapterOutcome(0, 400, "No engine serves adapters: --enable-lora.")
+        wish = AdapterWish(secrets.randbits(60), name, path, in_place)
+        outcome: asyncio.Future[AdapterOutcome] = self._loop.create_future()
+        self._wishes[wish.ticket] = outcome
+        self.adapters.wish(wish)
+        self._tell_of_adapters()
+        try:
+            async with asyncio.timeout(UTILITY_TIMEOUT):
+                return await outcome
+        except TimeoutError:
+            reason = f"Not all engines and front ends had done it after {UTILITY_TIMEOUT:g} s."
+            return AdapterOutcome(wish.ticket, 503, reason)
+        finally:
+            del self._wishes[wish.ticket]
+            self.adapters.give_up(wish.ticket)
+
+    def _tell_of_adapters(self) -> None:
+        for notice in self.adapters.notices(time.monotonic()):
+            self._notify(notice)
+
     async def drain(self, within: float) -> int:
         """Take no new requests and wait until those in flight have ended.
 
@@ -190,22 +236,31 @@ class EngineClient:
         return len(self._router.delivery.in_flight)
 
     async def wait_until_ready(self) -> None:
-        """Wait until at least one engine can serve."""
+        """Wait until as many engines can serve as there have to be at the start."""
         await self._became_ready.wait()
 
     # -- events and actions ----------------------------------------------------------------------
 
     def view_changed(self, view: ClusterView) -> None:
         """Take a cluster view from the coordinator."""
+        outcomes = self.adapters.take(view.adapters)
+        self._tell_of_adapters()
         self._handle(view)
+        for each in outcomes:
+            waiting = self._wishes.get(each.ticket)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(each)
 
     def _tick(self) -> None:
         self._handle(Tick())
+        self._tell_of_adapters()
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
 
     def _handle(self, event: Event) -> None:
         self._shell.handle(event)
-        if not self._became_ready.is_set() and self._router.members.ready:
+        if self._became_ready.is_set():
+            return
+        if self._router.members.num_usable >= self._min_ready_engines:
             self._became_ready.set()
 
     def _send(self, to: bytes, message: EngineInput) -> bool:

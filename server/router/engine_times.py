@@ -12,13 +12,14 @@ class EngineTimes:
     To wait for another engine is to queue.
     """
 
-    __slots__ = ("_decode", "_ended_here", "_first_at", "_here", "_prefill", "_queue", "_ran",
-                 "_since", "engine")  # fmt: skip
+    __slots__ = ("_decode", "_ended_here", "_first_at", "_here", "_preemptions", "_prefill",
+                 "_queue", "_ran", "_since", "engine")  # fmt: skip
 
     def __init__(self) -> None:
         self.engine = -1
         """Rank of the engine that runs the request, or ran it last; -1 before the first."""
         self._queue = self._prefill = self._decode = 0.0
+        self._preemptions = 0
         self._here: RequestTiming | None = None
         self._ended_here = False
         self._ran = False
@@ -44,6 +45,7 @@ class EngineTimes:
         if here is not None:
             self._queue += here.queue
             self._prefill += here.prefill
+            self._preemptions += here.preemptions
             self._decode += here.decode if self._ended_here else now - self._first_at
         elif self._since is not None:
             self._queue += now - self._since
@@ -53,4 +55,6 @@ class EngineTimes:
     def ended(self, now: float) -> RequestTiming | None:
         """Return the sums of a request that is over; None if no engine gave it a token."""
         self.left(now)
-        return RequestTiming(self._queue, self._prefill, self._decode) if self._ran else None
+        if not self._ran:
+            return None
+        return RequestTiming(self._queue, self._prefill, self._decode, self._preemptions)

@@ -32,6 +32,9 @@ class Failover:
         delivery: the requests in flight.
         max_resumes: how many engines may die with a request before it is suspected.
         resume_timeout: seconds that a request waits for an engine.
+
+    More than 20 methods: each way in which a request can lose its engine is one, and all of them
+    end in the same few.
     """
 
     def __init__(

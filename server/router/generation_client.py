@@ -3,12 +3,15 @@
 from typing import Protocol
 
 from engine.shared.messages import (
+    AdapterOutcome,
     ClusterView,
+    PoolingParams,
     RequestOutput,
     SamplingParams,
     UtilityResult,
     UtilityValue,
 )
+from server.router.adapters import Adapters
 from server.router.engine_times import EngineTimes
 
 
@@ -91,8 +94,27 @@ class GenerationClient(Protocol):
         ...
 
     @property
+    def view_age(self) -> float | None:
+        """Seconds since the coordinator's newest view came; None before the first."""
+        ...
+
+    @property
     def stats_age(self) -> dict[int, float]:
         """Seconds since the newest stats of each engine were received, by rank."""
+        ...
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that requests may name."""
+        ...
+
+    async def change_adapter(
+        self, name: str, path: str | None = None, in_place: bool = False
+    ) -> AdapterOutcome:
+        """Load an adapter in all engines, or without a path unload it; return how that ended.
+
+        `in_place` allows another one of the same name to be replaced.
+        """
         ...
 
     async def call_utility(
@@ -116,10 +138,12 @@ class GenerationClient(Protocol):
         tenant: int = 0,
         cache_root: bytes = b"",
         group: int = 0,
+        pooling: PoolingParams | None = None,
+        adapter: str = "",
     ) -> TokenStream:
         """Route one sequence to an engine and return its stream.
 
-        `tenant`, `cache_root` and `group` are what engines are told
+        `tenant`, `cache_root`, `group`, `pooling` and `adapter` are what engines are told
         (`engine.shared.messages.AddRequest`).
 
         Raises:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import zmq
+from msgspec.structs import replace
 
 from engine.shared.handshakes import HandshakeWatch
 from engine.shared.membership import (
@@ -16,7 +17,13 @@ from engine.shared.membership import (
     Membership,
     Rejected,
 )
-from engine.shared.messages import ClusterView, CoordinatorReply, FrontEndNotice, encode
+from engine.shared.messages import (
+    AdapterSheet,
+    ClusterView,
+    CoordinatorReply,
+    FrontEndNotice,
+    encode,
+)
 from engine.shared.transport import Inbox, Transport
 
 logger = logging.getLogger(__name__)
@@ -52,6 +59,8 @@ class ClusterLink:
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[int] = self._loop.create_future()
+        self.replaced: asyncio.Future[str] = self._loop.create_future()
+        """Done once another front end has this one's number, so that it has to end: why."""
 
     async def join(self) -> int:
         """Register and return this front end's number.
@@ -84,7 +93,15 @@ class ClusterLink:
         views = self._transport.connect(zmq.XSUB, self._publish_address)
         views.send(_SUBSCRIBE_ALL)
         self._views = Inbox(views, ClusterView, "front publish")
-        self._views.attach(self._loop, lambda _sender, view: self._on_view(view))
+        self._views.attach(self._loop, self._published)
+
+    def _published(self, _sender: bytes, view: ClusterView) -> None:
+        if view.group == self._membership.group:
+            self._on_view(view)
+
+    def know_adapters(self, sheet: AdapterSheet | None) -> None:
+        """Note the newest sheet of adapters, for a coordinator that starts again."""
+        self._membership.adapters = sheet
 
     def ready(self) -> None:
         """Tell the coordinator that this front end serves."""
@@ -94,7 +111,7 @@ class ClusterLink:
     def notify(self, notice: FrontEndNotice) -> None:
         """Send a notice up the subscription socket."""
         if self._views is not None:
-            self._views.send(encode(notice))
+            self._views.send(encode(replace(notice, group=self._membership.group)))
 
     def _tick(self) -> None:
         self._send_due()
@@ -111,10 +128,12 @@ class ClusterLink:
     def _reply(self, _sender: bytes, reply: CoordinatorReply) -> None:
         event = self._membership.receive(reply)
         if isinstance(event, Rejected):
-            if self._welcomed.done():
-                self._refused_again(event.reason)
-            else:
+            if not self._welcomed.done():
                 self._welcomed.set_exception(JoinRefused(event.reason))
+            elif not event.replaced:
+                self._refused_again(event.reason)
+            elif not self.replaced.done():
+                self.replaced.set_result(event.reason)
         elif isinstance(event, Joined):
             self._joined(event)
         if self._membership.epoch is None:

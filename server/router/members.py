@@ -35,10 +35,12 @@ class EngineLost:
 class Members:
     """The routes to all engines, and what becomes of them.
 
+    More than 20 methods: half of them are what others ask of all engines together.
+
     Args:
         incarnation: this front end's process.
         grace: seconds of silence after which an engine is out of reach, or gone if a restarted
-            coordinator does not list it.
+            coordinator does not list it either.
         scope: which engines this front end may use.
         num_ranks: engines of ranks below that shall come, whether or not they are there.
     """
@@ -50,9 +52,10 @@ class Members:
         """To each engine in scope, by rank, the lowest first."""
         self.view: ClusterView | None = None
         """The newest snapshot, with the engines in scope."""
+        self._view_at = 0.0
         self.num_ranks = num_ranks
         """Ranks below this belong to engines that there are, were or shall be."""
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._grace = grace
         self._scope = scope
         self._roster: Roster[EngineEntry] = Roster(grace)
@@ -69,13 +72,14 @@ class Members:
 
     def take_view(self, view: ClusterView, now: float) -> list[EngineLost]:
         """Take a newer snapshot of the coordinator; return the engines that have gone."""
+        self._look(now)
         ranks = [1 + entry.rank for entry in view.engines]
         self.num_ranks = max(self.num_ranks, *ranks, 0)
         scope = self._scope
-        if scope != EVERYTHING:
-            near = [each for each in view.engines if scope.contains(each.rank, each.host)]
-            view = msgspec.structs.replace(view, engines=near)
+        near = [each for each in view.engines if scope.contains(each.rank, each.host)]
+        view = msgspec.structs.replace(view, engines=[self._as_known(each) for each in near])
         self.view = view
+        self._view_at = now
         listed = {entry.rank: entry for entry in view.engines}
         change = self._roster.update(view.epoch, listed, now)
         lost = self._drop(change.left, now)
@@ -88,6 +92,17 @@ class Members:
                 route.entry = entry
         return lost
 
+    def _as_known(self, entry: EngineEntry) -> EngineEntry:
+        """Return an engine as it is, though its coordinator has just begun to learn of it.
+
+        An engine registers with a restarted coordinator in two messages, and is listed between
+        them as one that is not ready. One that was ready goes on until it drains, or ends.
+        """
+        known = self.find(entry.rank, entry.incarnation)
+        if known is None or entry.ready or entry.draining or not known.entry.ready:
+            return entry
+        return known.entry
+
     def _route_to(self, entry: EngineEntry) -> Route:
         route = self._departed.pop(entry.rank, None)
         if route is not None and route.entry.incarnation == entry.incarnation:
@@ -97,14 +112,15 @@ class Members:
             for rank, incarnation in list(self._hellos):
                 if rank == entry.rank and incarnation != entry.incarnation:
                     del self._hellos[rank, incarnation]
-            route = Route(entry, Traffic(Sent(self._incarnation, entry.incarnation, 0, 0)))
+            route = Route(entry, Traffic(Sent(self.incarnation, entry.incarnation, 0, 0)))
         hello = self._hellos.get(route.engine)
         if hello is not None:
             route.identity, route.heard_at = hello.identity, hello.at
         return route
 
     def expire(self, now: float) -> list[EngineLost]:
-        """Return the engines that a restarted coordinator has not listed for too long."""
+        """Return the engines that a restarted coordinator does not list, nor are heard here."""
+        self._look(now)
         return self._drop(self._roster.expire(now), now)
 
     def _drop(self, ranks: list[int], now: float) -> list[EngineLost]:
@@ -122,20 +138,26 @@ class Members:
 
         They are out of reach until they say hello again. Has to be called at least every second.
         """
-        late = self._looked_at is not None and now - self._looked_at > self._grace / 2
-        self._looked_at = now
-        silent = []
-        for route in self.routes.values():
-            if late:  # this process itself was held up: what was said meanwhile is still unread
-                route.heard_at = now
-                route.traffic.behind = None
-            elif route.identity is not None and now - route.heard_at > self._grace:
-                silent.append(route.engine)
+        self._look(now)
+        silent = [
+            route.engine
+            for route in self.routes.values()
+            if route.identity is not None and now - route.heard_at > self._grace
+        ]
         return [
             EngineLost(lost.rank, lost.incarnation, was_silent=True, alone=lost.alone)
             for each in silent
             for lost in self.out_of_reach(*each)
         ]
+
+    def _look(self, now: float) -> None:
+        """This process runs; if it was held up, what was said meanwhile is still unread."""
+        held_up = self._looked_at is not None and now - self._looked_at > self._grace / 2
+        self._looked_at = now
+        for rank, route in self.routes.items() if held_up else ():
+            route.heard_at = now
+            route.traffic.behind = None
+            self._roster.lives(rank, now)
 
     def heard(self, sender: bytes, hello: RouteHello, now: float) -> bool:
         """An engine's request route to this front end is open.
@@ -150,6 +172,7 @@ class Members:
         if route is not None:
             route.identity = sender
             route.heard_at = now
+            self._roster.lives(hello.rank, now)
         return known is not None and known.session != hello.session
 
     def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
@@ -184,6 +207,11 @@ class Members:
         return None if hello is None else hello.identity
 
     @property
+    def num_usable(self) -> int:
+        """How many engines can run requests now."""
+        return sum(route.is_usable for route in self.routes.values())
+
+    @property
     def ready(self) -> bool:
         """Whether at least one engine can run requests now."""
         return any(route.is_usable for route in self.routes.values())
@@ -216,6 +244,10 @@ class Members:
         usable = [route for route in self.routes.values() if route.is_usable]
         there = usable or [route for route in self.routes.values() if route.is_open]
         return sum(route.num_slots for route in there)
+
+    def view_age(self, now: float) -> float | None:
+        """Seconds since the coordinator was last heard; None before the first time."""
+        return None if self.view is None else now - self._view_at
 
     def stats_age(self, now: float) -> dict[int, float]:
         """Seconds since the newest stats of each engine arrived here."""

@@ -54,6 +54,17 @@ class Route:
         stats = self.traffic.stats
         return self.is_open and not (stats is not None and stats.halted)
 
+    def has_adapter(self, version: str) -> bool:
+        """Whether it can compute with a version; "" is none."""
+        return not version or version in self.entry.adapters
+
+    def has_resident(self, version: str) -> bool:
+        """Whether its steps are computed with a version already."""
+        stats = self.traffic.stats
+        return (
+            stats is not None and stats.adapters is not None and version in stats.adapters.resident
+        )
+
     @property
     def hands_over(self) -> bool:
         """Whether it is halted and others are to take its requests."""

@@ -12,7 +12,7 @@ such neighbours compares only some engines, drawn at random: the fewer, the more
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 PREFILL_TOKENS_PER_REQUEST = 512
@@ -30,6 +30,12 @@ AFFINITY_BLOCK = 32
 
 AFFINITY_BLOCKS = 64
 """Blocks of a prompt that are looked at."""
+
+HASHED_BLOCKS = 4
+"""Blocks that choose the engine of a prompt of which no beginning is remembered.
+
+More than what all prompts of a chat template have in common, fewer than shared instructions have.
+"""
 
 AFFINITY_CAPACITY = 1 << 15
 """Beginnings that are remembered."""
@@ -86,6 +92,19 @@ def cost(load: EngineLoad) -> float:
     pressure = max(0.0, load.kv_usage - KV_PRESSURE_FROM) * KV_PRESSURE_WEIGHT
     queued = load.prefill_tokens / PREFILL_TOKENS_PER_REQUEST
     return load.requests + queued + load.waiting * pressure
+
+
+def with_adapter(choice: Choice, loads: Sequence[EngineLoad], resident: Collection[int]) -> Choice:
+    """Return the choice, or an engine that is no busier and has the adapter in a slot.
+
+    Args:
+        resident: ranks of engines that have it there.
+    """
+    costs = {load.rank: cost(load) for load in loads}
+    if choice.rank in resident:
+        return choice
+    near = [rank for rank in costs if rank in resident and costs[rank] <= costs[choice.rank]]
+    return Choice(min(near, key=costs.__getitem__), "adapter") if near else choice
 
 
 class LeastLoaded:
@@ -163,6 +182,11 @@ class PrefixAffinity:
 
     What an engine has cached is not known here; what it was sent last is a good guess. The
     beginnings of prompts are remembered by hash, the least recently used ones are forgotten.
+
+    Front ends do not tell each other what they remember. They agree all the same: a beginning that
+    is new to one of them goes by consistent hashing with bounded loads (Mirrokni, Thorup and
+    Zadimoghaddam, 2018), to the first engine in an order of the beginning's own that is not much
+    busier than others. Engines that come and go leave the order of all others as it is.
     """
 
     def __init__(self, start: int = 0, capacity: int = AFFINITY_CAPACITY) -> None:
@@ -179,8 +203,9 @@ class PrefixAffinity:
         cache_root: bytes = b"",
     ) -> Choice:
         hashes = _prefix_hashes(prompt_token_ids, cache_root)
-        choice = self._preferred(loads, hashes)
-        if choice is None:
+        if hashes:
+            choice = self._preferred(loads, hashes) or _by_hash(loads, hashes)
+        else:
             choice = self._otherwise.choose(loads, unseen_front_ends=unseen_front_ends)
         rank_of = self._rank_of
         for each in hashes:
@@ -198,12 +223,25 @@ class PrefixAffinity:
             load = next((load for load in loads if load.rank == rank), None)
             if load is None:
                 continue
-            # What need not be computed again is worth as much as it would weigh in the queue.
-            saved = length * AFFINITY_BLOCK / PREFILL_TOKENS_PER_REQUEST
-            least = min(cost(each) for each in loads)
-            near = cost(load) <= least * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
-            return Choice(rank, "prefix") if near else None
+            return Choice(rank, "prefix") if cost(load) <= _bound(loads, length) else None
         return None
+
+
+def _bound(loads: Sequence[EngineLoad], blocks: int) -> float:
+    """Return up to which cost an engine is worth choosing that may have so many blocks cached.
+
+    What need not be computed again is worth as much as it would weigh in the queue.
+    """
+    saved = blocks * AFFINITY_BLOCK / PREFILL_TOKENS_PER_REQUEST
+    return min(cost(each) for each in loads) * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
+
+
+def _by_hash(loads: Sequence[EngineLoad], hashes: Sequence[int]) -> Choice:
+    """Return what every front end would choose that sees the same loads (rendezvous hashing)."""
+    key = hashes[min(len(hashes), HASHED_BLOCKS) - 1]
+    bound = _bound(loads, len(hashes))
+    near = (load.rank for load in loads if cost(load) <= bound)
+    return Choice(max(near, key=lambda rank: hash((key, rank))), "prefix_hash")
 
 
 def _prefix_hashes(token_ids: Sequence[int], cache_root: bytes) -> list[int]:

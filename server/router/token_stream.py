@@ -134,4 +134,5 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
         error=last.error,
         refused=last.refused,
         error_param=last.error_param,
+        no_room=last.no_room,
     )

@@ -106,7 +106,7 @@ const firstSpark = new Sparkline($("first-spark"), $("first-peak"), milliseconds
 // -- engines ---------------------------------------------------------------------------------
 
 function stateOf(engine) {
-  if (!engine.ready) return ["starting", "warn"];
+  if (!engine.ready) return [engine.draining ? "draining" : "starting", "warn"];
   if (engine.halted) return ["halted", "warn"];
   if (!engine.counts) return ["ready", "good"];
   if (engine.counts.waiting > 0) return ["queueing", "warn"];
@@ -206,7 +206,12 @@ function showState(status) {
   const badge = $("state");
   setText(badge, !status.ready ? "not ready" : status.running ? "running" : "paused");
   badge.className = `badge ${!status.ready ? "bad" : status.running ? "good" : ""}`;
-  setText($("engines-title"), `Engines: ${ready} of ${status.engines.length} ready`);
+  const number = Math.max(status.num_expected, status.engines.length);
+  setText($("engines-title"), `Engines: ${ready} of ${number} ready`);
+  const missing = status.missing.map(
+    (each) => `${each.rank} (${each.reason.replace("_", " ")}, ${duration(each.age)})`);
+  setText($("missing"), `Missing: ${missing.join(", ")}`);
+  $("missing").hidden = missing.length === 0;
 }
 
 function showTiles(status, before, previous) {
@@ -238,16 +243,24 @@ function showTiles(status, before, previous) {
 function showModels(status) {
   setText($("models"), status.models.join(", "));
   setText($("version"), `Swell ${status.version}`);
+  if (status.has_chat_template && !samples.length) offerChat();
   const select = $("model");
   if ([...select.options].map((option) => option.value).join() !== status.models.join())
     select.replaceChildren(...status.models.map((name) => new Option(name, name)));
 }
 
+// A model that chats is first asked as one, unless the form has been used already.
+function offerChat() {
+  if ($("endpoint").value !== "completions" || $("prompt").value !== $("prompt").defaultValue) return;
+  $("endpoint").value = "chat";
+  $("prompt").value = "What can you tell me about the sea?";
+}
+
 function show(status) {
   const previous = samples[samples.length - 1];
+  showModels(status);
   samples.push(status);
   if (samples.length > RATE_SAMPLES + 1) samples.shift();
-  showModels(status);
   showState(status);
   showTiles(status, samples[0], previous);
   showEngines(status, samples[0]);

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from server.access.limits import MAX_JOBS
+from server.access.limits import MAX_JOBS, MAX_JOBS_OF_ONE
 
 _LOOK = 1.0
 """Seconds between looks at whether some are to be given up."""
@@ -29,10 +29,10 @@ class Jobs:
         self.closing = False
         """Whether what is given up was not asked for by its owner."""
 
-    @property
-    def full(self) -> bool:
-        """Whether no more may begin."""
-        return len(self._tasks) >= MAX_JOBS or self.closing
+    def is_full_for(self, owner: str) -> bool:
+        """Whether an owner may begin no more now."""
+        own = sum(owner == each for each, _ in self._tasks.values())
+        return self.closing or len(self._tasks) >= MAX_JOBS or own >= MAX_JOBS_OF_ONE
 
     def begin(self, id_: str, owner: str, making: Coroutine[Any, Any, None]) -> None:
         """Make a response; cancelling what makes it gives it up."""

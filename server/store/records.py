@@ -65,6 +65,15 @@ class StoredItem(msgspec.Struct, kw_only=True):
         return len(self.item) + ROW_BYTES
 
 
+class EventBatch(msgspec.Struct, kw_only=True):
+    """Some events of a response that is made in the background, in a row."""
+
+    first: int
+    """Number of the first of them, from 0."""
+    frames: bytes
+    """As clients get them."""
+
+
 class TooLong(Exception):
     """A conversation is longer than what one request may have."""
 
@@ -73,11 +82,24 @@ class StoreFull(Exception):
     """What is to be kept is larger than all that may be kept."""
 
 
+class BackendFailed(Exception):
+    """What records are in does not work now; the message is for the log."""
+
+
 class Backend(Protocol):
     """Where records are. Calls block; every change is whole and kept once its call returns."""
 
-    def put(self, record: StoredResponse, items: Sequence[StoredItem], now: float) -> None:
+    def put(
+        self,
+        record: StoredResponse,
+        items: Sequence[StoredItem],
+        now: float,
+        only_known: bool = False,
+    ) -> None:
         """Keep a response, in place of the unfinished one of its name, not of a finished one.
+
+        With `only_known` nothing is kept unless there is one already: what was forgotten while
+        it was made does not come back.
 
         With it, or not at all, its conversation gets the items. What has no room any more is
         forgotten.
@@ -112,6 +134,18 @@ class Backend(Protocol):
 
     def renew(self, tenant: str, ids: Sequence[str], lease: float) -> set[str]:
         """Note that responses are being made; return which are to be given up, or are gone."""
+        ...
+
+    def add_events(self, tenant: str, id_: str, batch: EventBatch, now: float) -> None:
+        """Keep events with a response, if there is one; they are forgotten with it.
+
+        Raises:
+            StoreFull: there is no room.
+        """
+        ...
+
+    def events(self, tenant: str, id_: str, after: int) -> list[EventBatch]:
+        """Return a response's events in order, from the batch on that has number `after` + 1."""
         ...
 
     def put_conversation(self, conversation: StoredConversation, now: float) -> None:

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -12,6 +12,8 @@ from server.store.jobs import Jobs
 from server.store.records import (
     UNFINISHED,
     Backend,
+    BackendFailed,
+    EventBatch,
     StoredConversation,
     StoredItem,
     StoredResponse,
@@ -21,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 LEASE = 15.0
 """Seconds after which an unfinished response whose maker was not heard of has failed."""
-_MAX_WAITING = 512
+_MAX_WAITING = 1024
 """Calls that wait for the store's thread; more are refused."""
+_MAX_WAITING_OF_ONE = _MAX_WAITING // 2
+"""How many of them may be about what one tenant keeps."""
 
 Result = TypeVar("Result")
 
@@ -40,7 +44,8 @@ class ResponseStore:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._thread = ThreadPoolExecutor(1, "response store")
-        self._waiting = 0
+        self._waiting: Counter[str] = Counter()
+        """Calls that wait, or are being made, by tenant."""
         self.jobs = Jobs(self.renew, StoreUnavailable)
         """What is made in the background of this process."""
 
@@ -49,9 +54,11 @@ class ResponseStore:
         self._thread.shutdown()
         self._backend.close()
 
-    async def put(self, record: StoredResponse, items: Sequence[StoredItem] = ()) -> None:
-        """Keep a response, and add items to its conversation."""
-        await self._call(self._backend.put, record, items, time.time())
+    async def put(
+        self, record: StoredResponse, items: Sequence[StoredItem] = (), *, only_known: bool = False
+    ) -> None:
+        """Keep a response, with `only_known` if it still is, and add items to its conversation."""
+        await self._call(self._backend.put, record, items, time.time(), only_known)
 
     async def get(self, tenant: str, id_: str) -> StoredResponse | None:
         """Return a response; one whose maker is gone as the unfinished one that it stays."""
@@ -72,6 +79,14 @@ class ResponseStore:
     async def renew(self, tenant: str, ids: Sequence[str]) -> set[str]:
         """Note that responses are still being made; return which are to be given up."""
         return await self._call(self._backend.renew, tenant, ids, time.time() + LEASE)
+
+    async def add_events(self, tenant: str, id_: str, batch: EventBatch) -> None:
+        """Keep events with a response."""
+        await self._call(self._backend.add_events, tenant, id_, batch, time.time())
+
+    async def events(self, tenant: str, id_: str, after: int) -> list[EventBatch]:
+        """Return a response's events in order, from the batch on that has number `after` + 1."""
+        return await self._call(self._backend.events, tenant, id_, after)
 
     async def put_conversation(self, conversation: StoredConversation) -> None:
         """Keep a conversation, or what is new of its metadata."""
@@ -97,18 +112,27 @@ class ResponseStore:
         """Forget an item; return whether there was one."""
         return await self._call(self._backend.delete_item, tenant, id_, item)
 
-    async def _call(self, method: Callable[..., Result], *arguments: object) -> Result:
-        if self._waiting >= _MAX_WAITING:
+    async def _call(
+        self,
+        method: Callable[..., Result],
+        whose: str | StoredResponse | StoredConversation,
+        *arguments: object,
+    ) -> Result:
+        tenant = whose if isinstance(whose, str) else whose.tenant
+        waiting = self._waiting
+        if waiting[tenant] >= _MAX_WAITING_OF_ONE or waiting.total() >= _MAX_WAITING:
             raise StoreUnavailable("too many calls are waiting")
-        self._waiting += 1
+        waiting[tenant] += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, method, *arguments)
-        except sqlite3.Error as error:
+            return await loop.run_in_executor(self._thread, method, whose, *arguments)
+        except BackendFailed as error:
             logger.warning("the store of responses failed: %s", error)
             raise StoreUnavailable(str(error)) from error
         finally:
-            self._waiting -= 1
+            waiting[tenant] -= 1
+            if not waiting[tenant]:
+                del waiting[tenant]
 
 
 def is_abandoned(record: StoredResponse) -> bool:

@@ -1,48 +1,19 @@
-"""Records in one SQLite file, which all front ends of a node have open."""
+"""One SQLite file, which all front ends of a node have open."""
 
 import contextlib
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from server.access.limits import MAX_CHAIN, MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
-from server.store.records import (
-    ROW_BYTES,
-    StoredConversation,
-    StoredItem,
-    StoredResponse,
-    StoreFull,
-    TooLong,
-)
+from server.store.records import BackendFailed
+from server.store.sql import TABLES, Rows, SqlBackend
 
 _WAIT = 10.0
 """Seconds for which a front end waits for others that write."""
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS tenants (
-    tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS responses (
-    tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL,
-    status TEXT NOT NULL, previous TEXT, conversation TEXT, lease REAL,
-    cancelled INTEGER NOT NULL DEFAULT 0, size INTEGER NOT NULL,
-    input BLOB NOT NULL, response BLOB NOT NULL,
-    PRIMARY KEY (tenant, id)
-);
-CREATE INDEX IF NOT EXISTS responses_by_use ON responses (tenant, used);
-CREATE INDEX IF NOT EXISTS responses_by_age ON responses (used);
-CREATE TABLE IF NOT EXISTS conversations (
-    tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL,
-    size INTEGER NOT NULL, metadata BLOB NOT NULL,
-    PRIMARY KEY (tenant, id)
-);
-CREATE INDEX IF NOT EXISTS conversations_by_use ON conversations (tenant, used);
-CREATE INDEX IF NOT EXISTS conversations_by_age ON conversations (used);
-CREATE TABLE IF NOT EXISTS items (
-    tenant TEXT NOT NULL, conversation TEXT NOT NULL, position INTEGER NOT NULL, id TEXT NOT NULL,
-    item BLOB NOT NULL,
-    PRIMARY KEY (tenant, conversation, position)
-);
+_TRIGGERS = """
+CREATE TRIGGER IF NOT EXISTS events_out AFTER DELETE ON responses BEGIN
+    DELETE FROM events WHERE tenant = OLD.tenant AND response = OLD.id;
+END;
 """ + "".join(
     f"""
 CREATE TRIGGER IF NOT EXISTS {table}_in AFTER INSERT ON {table} BEGIN
@@ -58,286 +29,61 @@ END;
 """
     for table in ("responses", "conversations")
 )
-_COLUMNS = "id, tenant, created, status, previous, conversation, input, response, lease"
 
 
-class SqliteBackend:
-    """Keeps so many bytes for so long; the tenant that has most gives way first, its oldest first.
+def sqlite_backend(path: Path, max_bytes: int, max_age: float) -> SqlBackend:
+    """Return what keeps records in a file.
 
-    Used by one thread at a time. Processes that die in a write leave nothing of it: every change
-    is one transaction of a write-ahead log.
+    Raises:
+        OSError: the file cannot be used.
+    """
+    return SqlBackend(SqliteDatabase(path), max_bytes, max_age)
+
+
+class SqliteDatabase:
+    """A file with a write-ahead log; see `server.store.sql.Database`.
 
     Args:
         path: of the file; it is made, readable by its owner alone, if it is not there.
-        max_bytes: of all records.
-        max_age: seconds for which a record is kept after its last use.
 
     Raises:
         OSError: the file cannot be used.
     """
 
-    def __init__(self, path: Path, max_bytes: int, max_age: float) -> None:
-        self._max_bytes = max_bytes
-        self._max_age = max_age
+    def __init__(self, path: Path) -> None:
         path.touch(mode=0o600)
         try:
-            self._database = sqlite3.connect(
+            self._connection = sqlite3.connect(
                 path, timeout=_WAIT, isolation_level=None, check_same_thread=False
             )
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = NORMAL")
-            self._database.executescript(_SCHEMA)
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = NORMAL")
+                self._connection.executescript(TABLES.format(BYTES="BLOB") + _TRIGGERS)
+            except BaseException:
+                self._connection.close()
+                raise
         except sqlite3.Error as error:
             raise OSError(f"{path} cannot be used as a store of responses: {error}") from error
 
     def close(self) -> None:
         """Let go of the file."""
-        self._database.close()
+        self._connection.close()
 
-    def put(self, record: StoredResponse, items: Sequence[StoredItem], now: float) -> None:
-        """Keep a response, in place of the unfinished one, and its items with its conversation."""
-        with self._transaction() as database:
-            if record.conversation is not None and items:
-                self._add_items(record.tenant, record.conversation, items, now)
-            self._make_room(record.size, now, record.tenant, record.id)
-            database.execute(
-                f"INSERT INTO responses ({_COLUMNS}, used, size)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (tenant, id) DO UPDATE SET status = excluded.status,"
-                " input = excluded.input, response = excluded.response, lease = excluded.lease,"
-                " used = excluded.used, size = excluded.size"
-                " WHERE responses.status IN ('queued', 'in_progress')",
-                (
-                    record.id, record.tenant, record.created, record.status, record.previous,
-                    record.conversation, record.input, record.response, record.lease, now,
-                    record.size,
-                ),
-            )  # fmt: skip
-
-    def get(self, tenant: str, id_: str) -> StoredResponse | None:
-        """Return a response."""
-        row = self._database.execute(
-            f"SELECT {_COLUMNS} FROM responses WHERE tenant = ? AND id = ?", (tenant, id_)
-        ).fetchone()
-        return None if row is None else _response(row)
-
-    def chain(self, tenant: str, id_: str, now: float) -> list[StoredResponse] | None:
-        """Return a response after all that it goes on with, the oldest first; None: one is gone."""
-        found: list[StoredResponse] = []
-        size, following = 0, id_
-        while following:
-            record = self.get(tenant, following)
-            if record is None:
-                return None
-            found.append(record)
-            size += record.size
-            if len(found) > MAX_CHAIN or size > MAX_KEPT_LENGTH:
-                raise TooLong
-            following = record.previous or ""
-        with self._transaction() as database:
-            database.executemany(
-                "UPDATE responses SET used = ? WHERE tenant = ? AND id = ?",
-                [(now, tenant, record.id) for record in found],
-            )
-        return found[::-1]
-
-    def delete(self, tenant: str, id_: str) -> bool:
-        """Forget a response; return whether there was one."""
-        with self._transaction() as database:
-            gone = database.execute(
-                "DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id_)
-            )
-            return gone.rowcount > 0
-
-    def cancel(self, tenant: str, id_: str) -> None:
-        """Ask whoever makes a response to give it up."""
-        with self._transaction() as database:
-            database.execute(
-                "UPDATE responses SET cancelled = 1 WHERE tenant = ? AND id = ?", (tenant, id_)
-            )
-
-    def renew(self, tenant: str, ids: Sequence[str], lease: float) -> set[str]:
-        """Note that responses are being made; return which are to be given up, or are gone."""
-        given_up = set()
-        with self._transaction() as database:
-            for id_ in ids:
-                row = database.execute(
-                    "UPDATE responses SET lease = ? WHERE tenant = ? AND id = ?"
-                    " RETURNING cancelled",
-                    (lease, tenant, id_),
-                ).fetchone()
-                if row is None or row[0]:
-                    given_up.add(id_)
-        return given_up
-
-    def put_conversation(self, conversation: StoredConversation, now: float) -> None:
-        """Keep a conversation, or what is new of its metadata."""
-        size = conversation.size
-        with self._transaction() as database:
-            self._make_room(size, now, conversation.tenant, conversation.id)
-            database.execute(
-                "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (tenant, id) DO UPDATE SET"
-                " size = size + length(excluded.metadata) - length(metadata),"
-                " metadata = excluded.metadata, used = excluded.used",
-                (
-                    conversation.tenant, conversation.id, conversation.created, now, size,
-                    conversation.metadata,
-                ),
-            )  # fmt: skip
-
-    def conversation(self, tenant: str, id_: str) -> StoredConversation | None:
-        """Return a conversation."""
-        row = self._database.execute(
-            "SELECT created, metadata FROM conversations WHERE tenant = ? AND id = ?",
-            (tenant, id_),
-        ).fetchone()
-        if row is None:
-            return None
-        return StoredConversation(id=id_, tenant=tenant, created=row[0], metadata=row[1])
-
-    def delete_conversation(self, tenant: str, id_: str) -> bool:
-        """Forget a conversation with its items; return whether there was one."""
-        with self._transaction():
-            return self._drop_conversation(tenant, id_)
-
-    def add_items(self, tenant: str, id_: str, items: Sequence[StoredItem], now: float) -> bool:
-        """Add items at the end of a conversation; return whether there is one."""
-        with self._transaction():
-            return self._add_items(tenant, id_, items, now)
-
-    def _add_items(self, tenant: str, id_: str, items: Sequence[StoredItem], now: float) -> bool:
-        size = sum(item.size for item in items)
-        self._make_room(size, now, tenant, id_)
-        row = self._database.execute(
-            "UPDATE conversations SET size = size + ?, used = ?"
-            " WHERE tenant = ? AND id = ? RETURNING size",
-            (size, now, tenant, id_),
-        ).fetchone()
-        if row is None:
-            return False
-        (last,) = self._database.execute(
-            "SELECT coalesce(max(position), -1) FROM items WHERE tenant = ? AND conversation = ?",
-            (tenant, id_),
-        ).fetchone()
-        if row[0] > MAX_KEPT_LENGTH or last + 1 + len(items) > MAX_KEPT_ITEMS:
-            raise TooLong
-        self._database.executemany(
-            "INSERT INTO items VALUES (?, ?, ?, ?, ?)",
-            [
-                (tenant, id_, last + 1 + place, item.id, item.item)
-                for place, item in enumerate(items)
-            ],
-        )
-        return True
-
-    def items(self, tenant: str, id_: str, now: float) -> list[StoredItem] | None:
-        """Return all items of a conversation, the oldest first; None if there is none."""
-        with self._transaction() as database:
-            used = database.execute(
-                "UPDATE conversations SET used = ? WHERE tenant = ? AND id = ?", (now, tenant, id_)
-            )
-            if not used.rowcount:
-                return None
-            rows = database.execute(
-                "SELECT id, item FROM items WHERE tenant = ? AND conversation = ?"
-                " ORDER BY position",
-                (tenant, id_),
-            ).fetchall()
-        return [StoredItem(id=row[0], item=row[1]) for row in rows]
-
-    def delete_item(self, tenant: str, id_: str, item: str) -> bool:
-        """Forget an item; return whether there was one."""
-        with self._transaction() as database:
-            row = database.execute(
-                "DELETE FROM items WHERE tenant = ? AND conversation = ? AND id = ?"
-                " RETURNING length(item)",
-                (tenant, id_, item),
-            ).fetchone()
-            if row is None:
-                return False
-            database.execute(
-                "UPDATE conversations SET size = size - ? WHERE tenant = ? AND id = ?",
-                (row[0] + ROW_BYTES, tenant, id_),
-            )
-        return True
+    def execute(self, statement: str, values: Sequence[object] = ()) -> Rows:
+        """Execute a statement."""
+        try:
+            return self._connection.execute(statement, tuple(values))
+        except sqlite3.Error as error:
+            raise BackendFailed(str(error)) from error
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[None]:
         """Make changes that are kept together, or not at all."""
-        self._database.execute("BEGIN IMMEDIATE")
+        self.execute("BEGIN IMMEDIATE")
         try:
-            yield self._database
+            yield
         except BaseException:
-            self._database.execute("ROLLBACK")
+            self.execute("ROLLBACK")
             raise
-        self._database.execute("COMMIT")
-
-    def _make_room(self, size: int, now: float, tenant: str, kept: str) -> None:
-        """Forget what is too old, and then what is in the way of so many bytes more.
-
-        What is named `kept` of the tenant stays.
-        """
-        if size > self._max_bytes:
-            raise StoreFull
-        for table, drop in (
-            ("responses", self._drop_response),
-            ("conversations", self._drop_conversation),
-        ):
-            for row in self._database.execute(
-                f"SELECT tenant, id FROM {table} WHERE used < ? LIMIT 100", (now - self._max_age,)
-            ).fetchall():
-                if tuple(row) != (tenant, kept):
-                    drop(*row)
-        while True:
-            (total,) = self._database.execute("SELECT total(bytes) FROM tenants").fetchone()
-            if total + size <= self._max_bytes:
-                return
-            if not self._drop_oldest((tenant, kept)):
-                raise StoreFull
-
-    def _drop_oldest(self, kept: tuple[str, str]) -> bool:
-        """Forget the record that was used longest ago, of the tenant that has most of them."""
-        for (tenant,) in self._database.execute(
-            "SELECT tenant FROM tenants WHERE bytes > 0 ORDER BY bytes DESC"
-        ).fetchall():
-            row = self._database.execute(
-                "SELECT id, used, 0 FROM responses WHERE tenant = ?1 AND NOT (?1 = ?2 AND id = ?3)"
-                " UNION ALL SELECT id, used, 1 FROM conversations"
-                " WHERE tenant = ?1 AND NOT (?1 = ?2 AND id = ?3) ORDER BY used LIMIT 1",
-                (tenant, *kept),
-            ).fetchone()
-            if row is not None:
-                (self._drop_conversation if row[2] else self._drop_response)(tenant, row[0])
-                return True
-        return False
-
-    def _drop_response(self, tenant: str, id_: str) -> bool:
-        found = self._database.execute(
-            "DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id_)
-        )
-        return found.rowcount > 0
-
-    def _drop_conversation(self, tenant: str, id_: str) -> bool:
-        self._database.execute(
-            "DELETE FROM items WHERE tenant = ? AND conversation = ?", (tenant, id_)
-        )
-        found = self._database.execute(
-            "DELETE FROM conversations WHERE tenant = ? AND id = ?", (tenant, id_)
-        )
-        return found.rowcount > 0
-
-
-def _response(row: Sequence[Any]) -> StoredResponse:
-    id_, tenant, created, status, previous, conversation, given, response, lease = row
-    return StoredResponse(
-        id=id_,
-        tenant=tenant,
-        created=created,
-        status=status,
-        previous=previous,
-        conversation=conversation,
-        input=given,
-        response=response,
-        lease=lease,
-    )
+        self.execute("COMMIT")

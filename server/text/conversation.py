@@ -5,11 +5,15 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from server.api.shared.body import JsonObject
 from server.api.shared.messages import ChatMessage, RefusalPart
 from server.http.errors import invalid, too_complex
 from server.http.json_price import Price, TooCostly, price
-from server.text.chat_template import RESERVED_ARGUMENTS, TemplateFailed
+from server.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate, TemplateFailed
+from server.text.request_templates import RequestTemplates
+from server.text.template_process import Rendering
 from server.text.tokenizer import ServedTokenizer
 
 _INLINE_PIECES = 128
@@ -38,6 +42,8 @@ async def render_chat(
     tokenizer: ServedTokenizer,
     messages: Sequence[ChatMessage],
     *,
+    template: str | None = None,
+    templates: RequestTemplates | None = None,
     add_generation_prompt: bool | None,
     continue_final_message: bool,
     tools: list[JsonObject] | None = None,
@@ -47,13 +53,24 @@ async def render_chat(
 ) -> str:
     """Return the text of a conversation; much of it is rendered beside the event loop.
 
-    `told` puts tools, calls and results into the messages, for a template that knows none.
+    Args:
+        tokenizer: has the model's template.
+        messages: the conversation.
+        template: what the request has instead, which `templates` render.
+        templates: None where no request may have one.
+        told: puts tools, calls and results into the messages, for a template that knows none.
+        add_generation_prompt: and the others are arguments of templates.
 
     Raises:
         ApiError: there is no template, or it does not accept the conversation.
     """
-    template = tokenizer.chat_template
-    if template is None:
+    if template is not None and templates is None:
+        raise invalid(
+            "chat_template: the server runs without --trust-request-chat-template",
+            "chat_template",
+        )
+    own = tokenizer.chat_template
+    if template is None and own is None:
         raise invalid(
             "The model has no chat template: use /v1/completions, or start the server with "
             "--chat-template FILE.",
@@ -74,32 +91,49 @@ async def render_chat(
     if begins_turn is None:
         begins_turn = not continue_final_message
 
-    def render() -> str:
+    def attempts() -> list[Rendering]:
         _check_arguments(messages)
         turns = [_turn(message, index) for index, message in enumerate(messages)]
+        knows_tools = told is None or not tools or (template is not None and "tools" in template)
+        if knows_tools or told is None or not tools:
+            shown = [(turns, tools or None)]
+        else:  # many take no system message
+            shown = [(told(turns, tools), None), (told(turns, tools, in_system=False), None)]
+        return [
+            Rendering(
+                messages=each,
+                add_generation_prompt=begins_turn,
+                continue_final_message=continue_final_message,
+                tools=tools_shown,
+                documents=documents,
+                arguments=arguments,
+            )
+            for each, tools_shown in shown
+        ]
+
+    many = sum(map(_pieces, messages)) + len(documents or ()) > _INLINE_PIECES
+    try:
+        if template is not None and templates is not None:
+            prepared = await asyncio.to_thread(attempts) if many else attempts()
+            return await templates.render(template, prepared)
+        assert own is not None
+        if many:
+            return await asyncio.to_thread(lambda: _rendered(own, attempts()))
+        return _rendered(own, attempts())
+    except TemplateFailed as error:
+        field = "messages" if template is None else "chat_template"
+        raise invalid(f"{field}: {error}", field) from error
+
+
+def _rendered(template: ChatTemplate, attempts: Sequence[Rendering]) -> str:
+    """Return the text of the first attempt that the template accepts."""
+    *others, last = attempts
+    for attempt in others:
         try:
-            if told is None or not tools:
-                return written(turns, tools or None)
-            try:
-                return written(told(turns, tools), None)
-            except TemplateFailed:  # many take no system message
-                return written(told(turns, tools, in_system=False), None)
-        except TemplateFailed as error:
-            raise invalid(f"messages: {error}", "messages") from error
-
-    def written(turns: Sequence[JsonObject], shown: list[JsonObject] | None) -> str:
-        return template.render(
-            turns,
-            add_generation_prompt=begins_turn,
-            continue_final_message=continue_final_message,
-            tools=shown,
-            documents=documents,
-            arguments=arguments,
-        )
-
-    if sum(map(_pieces, messages)) + len(documents or ()) <= _INLINE_PIECES:
-        return render()
-    return await asyncio.to_thread(render)
+            return template.render(**msgspec.structs.asdict(attempt))
+        except TemplateFailed:
+            continue
+    return template.render(**msgspec.structs.asdict(last))
 
 
 def said_last(messages: Sequence[ChatMessage]) -> str:

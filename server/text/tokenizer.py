@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from tokenizers import Tokenizer
@@ -48,6 +49,7 @@ class ServedTokenizer:
         chat_template: ChatTemplate | None = None,
         sampling_defaults: SamplingDefaults = NO_DEFAULTS,
         family: str = "",
+        named_tokens: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Wrap a tokenizer; `vocab_size` is the model's, which may be padded beyond it."""
         self.backend = backend
@@ -55,6 +57,8 @@ class ServedTokenizer:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.chat_template = chat_template
         self.sampling_defaults = sampling_defaults
+        self.named_tokens = named_tokens
+        """Names such as `bos_token` to text, for templates."""
         self.family = family
         """The `model_type` of the model's configuration."""
         special = {
@@ -166,6 +170,7 @@ class ServedTokenizer:
             sampling_defaults=read_sampling_defaults(
                 directory, model.generation_config, model.override_generation_config
             ),
+            named_tokens=special_tokens,
             family=str(network.get("model_type") or ""),
         )
 
@@ -204,12 +209,12 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_source(
-    directory: Path, config: dict[str, Any], chat_template_file: str | None
-) -> str | None:
-    if chat_template_file is not None:
+def _template_source(directory: Path, config: dict[str, Any], given: str | None) -> str | None:
+    if given is not None:
+        if "{{" in given or "{%" in given or "\n" in given:
+            return given
         try:
-            return Path(chat_template_file).expanduser().read_text(encoding="utf-8")
+            return Path(given).expanduser().read_text(encoding="utf-8")
         except OSError as error:
             raise TokenizerError(f"--chat-template cannot be read: {error}") from error
     own_file = directory / "chat_template.jinja"

@@ -25,11 +25,11 @@ class CallListParser:
         self._separators = separators
         self._accepts = accepts
         self._arguments_required = arguments_required
-        self._skipped = ""
+        self._skipped: list[str] = []
         """Separators that came since the last call: content if none follows."""
         self._object: CallObject | None = None
-        self._pending = ""
-        """What the object has cost so far, should it be content."""
+        self._pending: list[str] = []
+        """What has been read of the object that may still be content."""
         self._begun = False
         self._count = 0
         self._over = False
@@ -47,38 +47,39 @@ class CallListParser:
         """End: return what was held back as the content that it is."""
         left = ""
         if self._object is not None:
-            left = "" if self._begun else self._skipped + self._pending
+            left = "" if self._begun else "".join([*self._skipped, *self._pending])
         elif not self._count:
-            left = self._skipped
+            left = "".join(self._skipped)
         return [ContentText(left)] if left and not self._over else []
 
     def _between(self, text: str) -> str:
         rest = text.lstrip(self._separators)
-        self._skipped += text[: len(text) - len(rest)]
+        self._skipped.append(text[: len(text) - len(rest)])
         if rest.startswith("{"):
             self._object = CallObject(arguments_required=self._arguments_required)
-            self._begun, self._pending = False, ""
+            self._begun, self._pending = False, []
         elif rest:
             self._over = True
-            return ("" if self._count else self._skipped) + rest
+            return rest if self._count else "".join([*self._skipped, rest])
         return rest
 
     def _in_call(self, text: str, parts: list[Part]) -> str:
         call = self._object
         assert call is not None
         rest = call.push(text)
-        self._pending += text[: len(text) - len(rest)]
+        if not self._begun:
+            self._pending.append(text[: len(text) - len(rest)])
         known = call.name is not None and self._accepts(call.name)
         if known and call.name is not None:
             if not self._begun:
                 self._begun = True
-                self._skipped = ""
+                self._skipped = []
                 parts.append(CallBegin(self._count, call.name))
             if arguments := call.take_arguments():
                 parts.append(CallArguments(self._count, arguments))
         elif call.name is not None or call.state != "open":
             self._over = True
-            return self._skipped + self._pending + rest
+            return "".join([*self._skipped, *self._pending, rest])
         if call.state != "open":
             self._object = None
             self._count += 1

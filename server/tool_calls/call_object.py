@@ -33,9 +33,14 @@ class CallObject:
         self._arguments: list[str] = []
         """What has come of the arguments and has not been taken."""
         self._has_arguments = False
-        self.raw = ""
+        self._raw: list[str] = []
         self.name: str | None = None
         self.state: Literal["open", "done", "broken"] = "open"
+
+    @property
+    def raw(self) -> str:
+        """What was read before the call was known."""
+        return "".join(self._raw)
 
     def push(self, text: str) -> str:
         """Add text; return what comes behind the object, or behind what could be one."""
@@ -43,7 +48,7 @@ class CallObject:
         while position < len(text) and self.state == "open":
             position = self._expect(text, position)
         if self.name is None:
-            self.raw += text[:position]
+            self._raw.append(text[:position])
         if self.state == "done" and self._candidate is not None:
             self._end_without_arguments()
         return text[position:]

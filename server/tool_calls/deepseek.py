@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import find_first, split_at
+from server.text.markers import MAX_HEAD, find_first, split_at
 from server.tool_calls.json_value import JsonValue
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -75,7 +75,7 @@ class DeepSeekParser:
             return True
         begun = self._held.find("{")
         ended = find_first(self._held, _MARKS)
-        if begun < 0 and ended is None:
+        if begun < 0 and ended is None and len(self._held) <= MAX_HEAD:
             return False
         parts.append(ContentText(CALL_BEGIN))
         self._state = self._content

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import certain_length, find_first, split_at
+from server.text.markers import MAX_HEAD, Until, certain_length, find_first, split_at
 from server.tool_calls.parameters import Parameters
 
 START, END = "<tool_call>", "</tool_call>"
@@ -32,7 +32,8 @@ class Glm45Parser:
         self._parameters = Parameters(functions, "")
         self._held = ""
         self._state = self._content
-        self._key = ""
+        self._tag, self._key = "", ""
+        self._text = Until([KEY_END])
         self._count = 0
 
     def push(self, text: str) -> list[Part]:
@@ -63,6 +64,7 @@ class Glm45Parser:
 
     def _name(self, parts: list[Part]) -> bool:
         named = _NAME.match(self._held)
+        may_be = len(self._held) <= MAX_HEAD
         if named is not None:
             behind = self._held[named.end() :]
             if any(behind.startswith(tag) for tag in (KEY, END)):
@@ -70,9 +72,9 @@ class Glm45Parser:
                 parts += [CallBegin(self._count, named[1]), CallArguments(self._count, "{")]
                 self._held, self._state = behind, self._in_call
                 return True
-            if any(tag.startswith(behind) for tag in (KEY, END)):
+            if may_be and any(tag.startswith(behind) for tag in (KEY, END)):
                 return False
-        elif _MAY_BE_NAME.fullmatch(self._held):
+        elif may_be and _MAY_BE_NAME.fullmatch(self._held):
             return False
         self._state = self._content
         parts.append(ContentText(START))
@@ -90,13 +92,19 @@ class Glm45Parser:
             self._count += 1
             self._held, self._state = self._held[start + len(tag) :], self._content
             return True
-        end = KEY_END if tag == KEY else VALUE_END
-        text, closed, behind = self._held[start + len(tag) :].partition(end)
-        if not closed:
-            self._held = self._held[start:]
+        self._tag, self._text = tag, Until([KEY_END if tag == KEY else VALUE_END])
+        self._held, self._state = self._held[start + len(tag) :], self._in_text
+        return True
+
+    def _in_text(self, parts: list[Part]) -> bool:
+        """In a key or a value."""
+        found = self._text.push(self._held)
+        self._held = ""
+        if found is None:
             return False
-        self._held = behind
-        if tag == KEY:
+        text, _, self._held = found
+        self._state = self._in_call
+        if self._tag == KEY:
             self._key = text.strip()
         else:
             parts.append(CallArguments(self._count, self._parameters.add(self._key, text)))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from server.answer.reasoning import ReasoningTags
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import certain_length, find_first
+from server.text.markers import MAX_HEAD, certain_length, find_first
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
@@ -65,7 +65,8 @@ class HarmonyParser:
 
     def _begin(self, parts: list[Part]) -> bool:
         begin = self._held.lstrip()
-        if any(mark.startswith(begin) and mark != begin for mark in (CHANNEL, START)):
+        may_be = len(self._held) <= MAX_HEAD
+        if may_be and any(mark.startswith(begin) and mark != begin for mark in (CHANNEL, START)):
             return False
         is_header = begin.startswith((CHANNEL, START))
         self._state = self._header if is_header else self._message
@@ -73,9 +74,14 @@ class HarmonyParser:
 
     def _header(self, parts: list[Part]) -> bool:
         header, mark, behind = self._held.partition(MESSAGE)
-        if not mark:
+        if not mark and len(header) <= MAX_HEAD:
             return False
-        self._held, self._state = behind, self._message
+        self._state = self._message
+        if not mark:  # no header is as long: what seemed to begin one is text
+            parts.append(self._part(header[0]))
+            self._held = header[1:]
+            return True
+        self._held = behind
         function, channel = _FUNCTION.search(header), _CHANNEL.search(header)
         if function is not None:
             self._kind = CallArguments

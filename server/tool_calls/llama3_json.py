@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import Part
 from server.api.shared.tools import FunctionDefinition
+from server.text.markers import MAX_HEAD
 from server.tool_calls.call_list import CallListParser
 
 PYTHON_TAG = "<|python_tag|>"
@@ -34,7 +35,8 @@ class Llama3JsonParser:
             return self._calls.push(text)
         self._held += text
         begin = self._held.lstrip()
-        if len(begin) < len(PYTHON_TAG) and PYTHON_TAG.startswith(begin):
+        is_short = len(begin) < len(PYTHON_TAG) and len(self._held) <= MAX_HEAD
+        if is_short and PYTHON_TAG.startswith(begin):
             return []
         text, self._held = self._held, None
         if begin.startswith(PYTHON_TAG):

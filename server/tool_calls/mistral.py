@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import split_at
+from server.text.markers import MAX_HEAD, split_at
 from server.tool_calls.call_list import CallListParser
 from server.tool_calls.json_value import JsonValue
 
@@ -73,7 +73,7 @@ class MistralParser:
             held, self._held = self._held, ""
             parts += self._list.push(held)
             return False
-        elif _MAY_BE_NAMED.fullmatch(self._held):
+        elif len(self._held) <= MAX_HEAD and _MAY_BE_NAMED.fullmatch(self._held):
             return False
         else:
             parts.append(ContentText(MARKER))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
+from server.text.markers import MAX_HEAD
 from server.tool_calls.json_value import json_text
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -54,6 +55,8 @@ class PythonicParser:
     # Each state takes the next piece off the held text and returns whether there may be another.
 
     def _begin(self, parts: list[Part]) -> bool:
+        if len(self._held) > MAX_HEAD and not self._held.strip():
+            return self._not_a_call()
         begin = self._held.lstrip()
         opened = begin.removeprefix(START)
         if opened is begin and START.startswith(begin):
@@ -77,7 +80,7 @@ class PythonicParser:
             position = self._held.index("[") + 1
         else:
             rest = self._held.lstrip()
-            if not rest:
+            if not rest and len(self._held) <= MAX_HEAD:
                 return False
             if rest.startswith("]"):
                 return self._end(rest[1:])
@@ -86,7 +89,9 @@ class PythonicParser:
             position = len(self._held) - len(rest) + 1
         named = _BEGIN.match(self._held, position)
         if named is None:
-            return False if _MAY_BEGIN.fullmatch(self._held, position) else self._not_a_call()
+            short = len(self._held) - position <= MAX_HEAD
+            may_be = short and _MAY_BEGIN.fullmatch(self._held, position)
+            return False if may_be else self._not_a_call()
         if named[1] not in self._names:
             return self._not_a_call()
         self._scan, self._name = _Scan(named.end() - 1), named[1]
@@ -107,7 +112,7 @@ class PythonicParser:
 
     def _end(self, rest: str) -> bool:
         end = rest.lstrip()
-        if END.startswith(end) and end != END:
+        if len(rest) <= MAX_HEAD and END.startswith(end) and end != END:
             return False
         self._held = end.removeprefix(END) if end.startswith(END) else rest
         self._state = self._content

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part
 from server.api.shared.tools import FunctionDefinition
-from server.text.markers import certain_length, find_first, split_at
+from server.text.markers import MAX_HEAD, Until, certain_length, find_first, split_at
 from server.tool_calls.parameters import Parameters
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
+_VALUE_ENDS = (PARAMETER_END, FUNCTION_END, END)
 _TAGS_IN_CALL = (PARAMETER, FUNCTION_END, END)
 
 
@@ -37,6 +38,7 @@ class Qwen3CoderParser:
         self._state = self._content
         self._parameters = Parameters(functions, "")
         self._key = ""
+        self._value = Until(_VALUE_ENDS)
         self._count = 0
 
     def push(self, text: str) -> list[Part]:
@@ -67,15 +69,16 @@ class Qwen3CoderParser:
 
     def _name(self, parts: list[Part]) -> bool:
         begin = self._held.lstrip()
+        may_be = len(self._held) <= MAX_HEAD
         if begin.startswith(FUNCTION):
             match = re.match(r"([^<>\n]*)(>|[<\n])", begin[len(FUNCTION) :])
-            if match is None:
+            if match is None and may_be:
                 return False
-            if match[2] == ">" and match[1].strip():
+            if match is not None and match[2] == ">" and match[1].strip():
                 self._begin_call(match[1].strip(), parts)
                 self._held = begin[len(FUNCTION) + match.end() :]
                 return True
-        elif FUNCTION.startswith(begin):
+        elif may_be and FUNCTION.startswith(begin):
             return False
         self._state = self._content
         parts.append(ContentText(START))
@@ -96,10 +99,14 @@ class Qwen3CoderParser:
         behind = start + len(tag)
         if tag == PARAMETER:
             key, bracket, rest = self._held[behind:].partition(">")
-            if not bracket:
+            if not bracket and len(key) <= MAX_HEAD:
                 self._held = self._held[start:]
                 return False
+            if not bracket:  # no parameter: like all else between tags
+                self._held = key
+                return True
             self._key, self._held, self._state = key.strip(), rest, self._in_value
+            self._value = Until(_VALUE_ENDS)
             return True
         parts.append(CallArguments(self._count, "}"))
         self._count += 1
@@ -108,13 +115,13 @@ class Qwen3CoderParser:
         return True
 
     def _in_value(self, parts: list[Part]) -> bool:
-        found = find_first(self._held, (PARAMETER_END, FUNCTION_END, END))
+        found = self._value.push(self._held)
+        self._held = ""
         if found is None:
             return False
-        start, tag = found
-        text = self._held[:start].removeprefix("\n").removesuffix("\n")
-        self._held = self._held[start + (len(tag) if tag == PARAMETER_END else 0) :]
-        pair = self._parameters.add(self._key, text)
+        text, tag, behind = found
+        self._held = behind if tag == PARAMETER_END else tag + behind
+        pair = self._parameters.add(self._key, text.removeprefix("\n").removesuffix("\n"))
         parts.append(CallArguments(self._count, pair))
         self._state = self._in_call
         return True

@@ -79,7 +79,7 @@ def test_results_that_cannot_be_written_are_no_reason_to_work(
 
 def test_a_batch_makes_the_folder_of_its_output(tmp_path: Path) -> None:
     with OutputFile(tmp_path / "new" / "out.jsonl") as output:
-        assert output.answered == set()
+        assert not output.answered
     assert (tmp_path / "new" / "out.jsonl").is_file()
 
 

@@ -40,6 +40,8 @@ from benchmarks.simulation.workload import (
 )
 from engine.shared.config import SchedulerConfig
 
+pytestmark = pytest.mark.slow
+
 # -- workloads -----------------------------------------------------------------------------------
 
 

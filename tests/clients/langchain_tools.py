@@ -12,7 +12,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 
-@tool
+@tool  # type: ignore[untyped-decorator]
 def get_weather(city: Literal["Verona", "Rome"]) -> str:
     """Tell the weather in a city."""
     return f"It is sunny in {city}."

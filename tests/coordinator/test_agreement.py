@@ -1,5 +1,7 @@
 """Who may be in one cluster, and who is sent away."""
 
+from pathlib import Path
+
 import pytest
 
 from coordinator.events import Action, FromMember, PublishOrder, Reply
@@ -18,7 +20,13 @@ from engine.shared.messages import (
 )
 from engine.shared.version import PROTOCOL_VERSION
 
-MODEL = {"model": "m", "revision": "default", "tokenizer": "aaaa"}
+MODEL = {
+    "model": "m",
+    "revision": "default",
+    "tokenizer": "aaaa",
+    "runner": "generate",
+    "pooler_config": "{}",
+}
 ENGINE = {**MODEL, "dtype": "float32"}
 
 
@@ -41,10 +49,14 @@ class Cluster:
         replies = [action.message for action in actions if isinstance(action, Reply)]
         return replies[0] if replies else None
 
-    def engine(self, rank: int, settings: dict[str, str], protocol: int = PROTOCOL_VERSION):
+    def engine(
+        self, rank: int, settings: dict[str, str], protocol: int = PROTOCOL_VERSION
+    ) -> object:
         return self.send(Hello("engine", rank, rank + 10, "h", 1, settings, protocol=protocol))
 
-    def front_end(self, index: int, settings: dict[str, str], protocol: int = PROTOCOL_VERSION):
+    def front_end(
+        self, index: int, settings: dict[str, str], protocol: int = PROTOCOL_VERSION
+    ) -> object:
         addresses = FrontEndAddresses("r", "o")
         return self.send(
             Hello(
@@ -80,11 +92,13 @@ def test_a_front_end_that_does_not_say_what_it_serves_is_refused(cluster: Cluste
 def test_a_process_of_another_protocol_is_refused_with_both_versions(
     cluster: Cluster, protocol: int
 ) -> None:
+    reasons = []
     for refused in (cluster.engine(0, ENGINE, protocol), cluster.front_end(0, MODEL, protocol)):
         assert isinstance(refused, Refused)
         assert refused.field == "protocol"
         assert f"but {PROTOCOL_VERSION} at the coordinator" in refused.reason
-    assert "Swell 9.9" in refused.reason
+        reasons.append(refused.reason)
+    assert "Swell 9.9" in reasons[-1]
     assert isinstance(cluster.engine(0, ENGINE), Welcome)
 
 
@@ -119,7 +133,7 @@ def test_a_front_end_that_was_sent_away_is_let_in_when_engines_of_its_model_are_
     assert cluster.listed == [0]
 
 
-def test_engines_and_front_ends_read_the_same_tokenizer_file(tmp_path) -> None:
+def test_engines_and_front_ends_read_the_same_tokenizer_file(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -133,3 +147,16 @@ def test_engines_and_front_ends_read_the_same_tokenizer_file(tmp_path) -> None:
     revised = ModelConfig(model=f"{model}/", revision="v2")
     assert model_identity(revised)["model"] == "model"
     assert model_identity(revised)["revision"] == "v2"
+
+
+def test_what_a_model_is_for_is_told_however_that_was_said(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"architectures": ["Qwen3Model"], "hidden_size": 8}')
+    found, said = (
+        ModelConfig(model=str(tmp_path)),
+        ModelConfig(model=str(tmp_path), runner="pooling"),
+    )
+    assert model_identity(found) == model_identity(said)
+    config.write_text('{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8}')
+    assert model_identity(found)["runner"] == "generate"
+    assert model_identity(said)["runner"] == "pooling"

@@ -49,7 +49,7 @@ class Group:
         self.restart_coordinator()
 
     def restart_coordinator(self) -> None:
-        self.formation = GroupFormation(self.size, self.regroup, GRACE)  # type: ignore[arg-type]
+        self.formation = GroupFormation(self.size, self.regroup, GRACE)
 
     def add(self, *ranks: int, incarnation: int = 1) -> None:
         for rank in ranks:

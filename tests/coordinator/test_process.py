@@ -77,7 +77,7 @@ def test_a_member_joins_and_everybody_hears_of_it(peer: Peer) -> None:
     empty = receive(front, ClusterView)
     assert isinstance(empty, ClusterView)
     assert empty.engines == []
-    welcome = peer.ask(Hello("engine", -1, 10, "h", 1, protocol=PROTOCOL_VERSION))
+    welcome = peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
     assert peer.ask(Ready("engine", welcome.index, 10)) == HeartbeatAck(welcome.epoch, known=True)
     while True:

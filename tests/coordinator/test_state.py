@@ -5,6 +5,7 @@ import pytest
 from coordinator.events import (
     Action,
     FromMember,
+    Notice,
     PublishOrder,
     PublishView,
     Reply,
@@ -121,6 +122,8 @@ def test_an_engine_is_welcomed_with_the_addresses_and_all_front_ends(cluster: Cl
 
 
 def test_an_engine_without_a_rank_gets_the_lowest_free_one_and_keeps_it(cluster: Cluster) -> None:
+    cluster.send(Tick())
+    cluster.now += 5.0
     cluster.hello(0, 10)
     cluster.hello(2, 12)
     assert reply(cluster.hello(-1, 11)).index == 1  # type: ignore[attr-defined]
@@ -157,6 +160,29 @@ def test_a_rank_that_is_held_is_refused_until_its_holder_is_gone(cluster: Cluste
     assert cluster.state.view().engines[0].restarts == 1
 
 
+@pytest.mark.parametrize("kind", ["engine", "front_end"])
+def test_after_a_restart_a_newcomer_does_not_get_the_number_of_one_that_lives(
+    cluster: Cluster, kind: str
+) -> None:
+    cluster.send(Tick())
+    assert isinstance(reply(cluster.hello(-1, 11, kind=kind)), Refused)
+    cluster.now += 2.0
+    assert reply(cluster.hello(0, 10, kind=kind, given=True)).index == 0  # type: ignore[attr-defined]
+    cluster.now += 3.0
+    assert reply(cluster.hello(-1, 11, kind=kind)).index == 1  # type: ignore[attr-defined]
+
+
+def test_a_member_whose_number_was_given_to_another_is_told_to_end(cluster: Cluster) -> None:
+    cluster.send(Tick())
+    cluster.hello(0, 10)
+    for _ in range(6):  # it is silent for too long
+        cluster.send(Tick(), after=1.0)
+    assert reply(cluster.hello(-1, 11)).index == 0  # type: ignore[attr-defined]
+    refused = reply(cluster.hello(0, 10, given=True))
+    assert isinstance(refused, Refused)
+    assert (refused.final, refused.field) == (True, "index")
+
+
 def test_a_late_goodbye_of_a_predecessor_does_not_remove_its_successor(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.send(FromMember(b"s", Goodbye("engine", 0, 10)))
@@ -178,9 +204,22 @@ def test_a_silent_member_is_dropped_and_published_at_once(cluster: Cluster) -> N
     assert published.view.engines == []
 
 
+def test_a_coordinator_that_was_held_up_itself_takes_nobody_for_silent(cluster: Cluster) -> None:
+    cluster.engine(0, 10)
+    cluster.send(Tick(), after=1.0)
+    assert not only(cluster.send(Tick(), after=60.0), Notice)
+    assert cluster.state.view().engines
+    for _ in range(4):
+        cluster.send(Tick(), after=1.2)
+    assert cluster.state.view().engines
+    assert only(cluster.send(Tick(), after=1.2), Notice)
+    assert not cluster.state.view().engines
+
+
 def test_an_engine_that_was_only_silent_does_not_count_as_restarted(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.send(Tick(), after=6)
+    assert not cluster.state.view().engines
     cluster.engine(0, 10)
     assert cluster.state.view().engines[0].restarts == 0
 

@@ -1,13 +1,9 @@
 """One running compose project for all tests of containers."""
 
 import os
-import socket
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,34 +19,15 @@ from tests.deploy.docker_engine import (
     make_base_image,
     make_prometheus_image,
 )
+from tests.support.http import ADMIN_KEY, fetch
+from tests.support.metrics import metric, scrape
+from tests.support.ports import free_ports
+from tests.support.waiting import until
 
 PROJECT = "swelltest"
 API_KEY = "secret-of-clients"
 METRICS_KEY = "secret-of-prometheus"
 SERVICES = ("coordinator", "engine", "api", "prometheus")
-
-
-def wait_until(condition: Callable[[], bool], what: str, within: float) -> float:
-    """Wait for a condition and return how many seconds it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < within, f"not within {within} s: {what}"
-        time.sleep(0.1)
-    return time.monotonic() - began
-
-
-def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> tuple[int, str]:
-    """Return (status, body) of a GET; status 0 when nobody answers."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    try:
-        request = urllib.request.Request(url, headers=headers)
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-    except OSError as error:
-        return 0, str(error)
 
 
 class Compose:
@@ -60,11 +37,7 @@ class Compose:
         self.docker = docker
         self.checkout = checkout
         self.file = checkout / "docker" / "compose.yaml"
-        with ExitStack() as held:
-            listeners = [held.enter_context(socket.socket()) for _ in range(2)]
-            for listener in listeners:
-                listener.bind(("127.0.0.1", 0))
-            api, prometheus = (listener.getsockname()[1] for listener in listeners)
+        api, prometheus = free_ports(2)
         self.url = f"http://127.0.0.1:{api}"
         self.prometheus = f"http://127.0.0.1:{prometheus}"
         self.timings: dict[str, float] = {}
@@ -80,7 +53,7 @@ class Compose:
             "TAG": "test",
             "KV_CACHE_MEMORY_BYTES": str(256 * 2**20),
             "API_KEY": API_KEY,
-            "ADMIN_KEY": "admin-secret",
+            "ADMIN_KEY": ADMIN_KEY,
             "METRICS_KEY": METRICS_KEY,
         }
 
@@ -102,16 +75,15 @@ class Compose:
 
     def metrics(self) -> str:
         """Return what Prometheus reads, with its key."""
-        return fetch(f"{self.url}/metrics", key=METRICS_KEY)[1]
+        return scrape(self.url, METRICS_KEY)
 
-    def metric_engines(self, metric: str) -> set[str]:
-        """Return the engines for which /metrics has a series of a name, with a value over 0."""
-        lines = self.metrics().splitlines()
-        return {
-            line.split('engine="')[1].split('"')[0]
-            for line in lines
-            if line.startswith(f"{metric}{{") and float(line.rsplit(" ", 1)[1]) > 0
-        }
+    def engines_up(self) -> set[str]:
+        """Return the engines that run, as /metrics says; none while nobody answers."""
+        try:
+            values = metric(self.url, "engine_up", key=METRICS_KEY)
+        except ConnectionError:
+            return set()
+        return {engine for engine, value in values.items() if value > 0}
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +127,9 @@ def compose(docker: Docker, checkout: Path) -> Iterator[Compose]:
     try:
         project("up", "-d", *SERVICES, timeout=200)
         project.timings["up"] = time.monotonic() - began
-        wait_until(lambda: fetch(f"{project.url}/ready")[0] == 200, "ready", within=120)
+        until(lambda: fetch(f"{project.url}/ready").status == 200, "ready", within=120)
         project.timings["ready"] = time.monotonic() - began
-        wait_until(
-            lambda: len(project.metric_engines("swell_engine_up")) == 2, "two engines", within=120
-        )
+        until(lambda: len(project.engines_up()) == 2, "two engines", within=120)
         project.timings["both engines"] = time.monotonic() - began
         yield project
     except BaseException:

@@ -20,9 +20,10 @@ EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 VALUES = [CHART / "values.yaml", *EXAMPLES]
 KUBERNETES = ("1.27", "1.30", "1.33")
 CUSTOM = {
-    "ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject", "TriggerAuthentication"
+    "ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject", "TriggerAuthentication",
+    "InferencePool",
 }  # fmt: skip
-WORKLOADS = ("Deployment", "StatefulSet", "Pod")
+WORKLOADS = ("Deployment", "StatefulSet", "Pod", "Job")
 
 Manifest = dict[str, Any]
 
@@ -62,12 +63,13 @@ def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
     return found
 
 
-def environment(manifest: Manifest) -> dict[str, Any]:
-    (container,) = manifest["spec"]["template"]["spec"]["containers"]
-    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+def environment(manifest: Manifest, container: int = 0) -> dict[str, Any]:
+    """Return the variables of one of a workload's containers."""
+    entries = manifest["spec"]["template"]["spec"]["containers"][container]["env"]
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
 
 
-def named(paths: list[Path]) -> Any:
+def named(paths: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("values", paths, ids=lambda path: path.stem)
 
 
@@ -130,6 +132,12 @@ def test_dashboard_and_alerts_are_those_that_compose_uses() -> None:
     own = 'namespace="llm", service="demo-swell"'
     groups = text[text.index("groups:") :].replace('job=~".+"', own)
     assert rules == yaml.safe_load(groups)
+    published = "metrics.prometheusRule.runbookUrl=https://docs.example/runbook.html"
+    moved = find(
+        render(CHART / "examples" / "gateway.yaml", published), "PrometheusRule", "demo-swell"
+    )
+    assert "https://docs.example/runbook.html#swellnoengine" in str(moved)
+    assert "docs/runbook.md" not in str(moved)
     dashboard = find(manifests, "ConfigMap", "demo-swell-dashboard")
     assert dashboard["data"]["swell.json"] == (
         CHART / "files" / "dashboard.json"
@@ -200,7 +208,7 @@ def test_containers_have_requests_limits_and_a_fixed_version(values: Path) -> No
 @named(VALUES)
 def test_whatever_serves_is_probed_on_ports_it_has(values: Path) -> None:
     for name, pod in pods(render(values)):
-        if name.endswith("-test"):
+        if name.endswith(("-test", "-fetch")):
             continue
         for container in pod["containers"]:
             ports = {port["name"] for port in container["ports"]}
@@ -217,13 +225,14 @@ def test_pods_get_the_time_that_draining_takes(values: Path) -> None:
         if manifest["kind"] not in ("Deployment", "StatefulSet"):
             continue
         spec = manifest["spec"]["template"]["spec"]
-        variables = environment(manifest)
-        needed = float(variables.get("SWELL_DRAIN_TIMEOUT", 0))
-        if "SWELL_SHUTDOWN_TIMEOUT" in variables:
-            hook = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-            assert hook[0] == "sleep"
-            needed = float(variables["SWELL_SHUTDOWN_TIMEOUT"]) + float(hook[1])
-        assert spec["terminationGracePeriodSeconds"] > needed
+        for number, container in enumerate(spec["containers"]):
+            variables = environment(manifest, number)
+            needed = float(variables.get("SWELL_DRAIN_TIMEOUT", 0))
+            if "SWELL_SHUTDOWN_TIMEOUT" in variables:
+                hook = container["lifecycle"]["preStop"]["exec"]["command"]
+                assert hook[0] == "sleep"
+                needed = float(variables["SWELL_SHUTDOWN_TIMEOUT"]) + float(hook[1])
+            assert spec["terminationGracePeriodSeconds"] > needed
 
 
 @named(VALUES)
@@ -247,17 +256,19 @@ def test_selectors_find_the_pods_they_are_meant_for(values: Path) -> None:
                 wanted = spec["podSelector"]["matchLabels"]
             case _:
                 continue
-        found = [name for name, has in labels.items() if wanted.items() <= has.items()]
-        assert len(found) == 1, manifest["metadata"]["name"]
+        found = [has for has in labels.values() if wanted.items() <= has.items()]
+        groups = {has.get("engine_group") for has in found}
+        assert len({has["app.kubernetes.io/component"] for has in found}) == 1
+        assert len(found) == (1 if manifest["kind"] in WORKLOADS else len(groups))
 
 
 @named(VALUES)
 def test_mounts_have_volumes_and_secrets_are_no_variables_in_clear(values: Path) -> None:
     for name, pod in pods(render(values)):
         volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        mounts = [mount for each in pod["containers"] for mount in each.get("volumeMounts", ())]
+        assert {mount["name"] for mount in mounts} == volumes, name
         for container in pod["containers"]:
-            mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
-            assert mounted == volumes, name
             for entry in container["env"]:
                 if entry["name"].endswith(("_KEY", "_KEYS", "_TOKEN")):
                     assert "secretKeyRef" in entry["valueFrom"], name
@@ -320,9 +331,11 @@ def differing(before: list[Manifest], after: list[Manifest]) -> dict[str, tuple[
     }
 
 
-def test_scaling_changes_nothing_but_the_number_of_replicas() -> None:
+def test_scaling_changes_nothing_but_the_number_of_replicas_and_what_is_expected() -> None:
     changed = differing(render(), render(None, "engine.replicas=5", "api.replicas=4"))
+    expected = "spec.template.spec.containers[coordinator].env[SWELL_EXPECTED_ENGINES].value"
     assert changed == {
+        f"Deployment/demo-swell-coordinator.{expected}": ("2", "5"),
         "StatefulSet/demo-swell-engine.spec.replicas": (2, 5),
         "Deployment/demo-swell-api.spec.replicas": (2, 4),
     }
@@ -331,6 +344,8 @@ def test_scaling_changes_nothing_but_the_number_of_replicas() -> None:
 def test_a_new_model_changes_the_variables_of_engines_and_api_only() -> None:
     changed = differing(render(), render(None, "model.name=Qwen/Qwen3-0.6B"))
     template = ".spec.template.spec.containers"
+    agreed = "StatefulSet/demo-swell-engine.metadata.annotations.swell/agreed"
+    assert changed.pop(agreed) == ("bundled", "Qwen/Qwen3-0.6B")
     assert {path: after for path, (_, after) in changed.items()} == {
         f"{kind}{template}[{name}].env[SWELL_MODEL].{key}": value
         for kind, name in (("StatefulSet/demo-swell-engine", "engine"),
@@ -345,6 +360,22 @@ def test_a_new_image_changes_the_images_only() -> None:
     assert {after for _, after in changed.values()} == {
         "swell-coordinator:0.2.0", "swell-server:0.2.0", "swell-engine:0.2.0"
     }  # fmt: skip
+
+
+def test_another_key_changes_the_secret_only_so_that_no_pod_starts_anew() -> None:
+    kinds = ("apiKeys", "adminKey", "metricsKey", "clusterKey")
+    before, after = (
+        render(None, *(f"{kind}.value={text}" for kind in kinds)) for text in ("old", "new")
+    )
+    changed = {path.partition(".")[0] for path in differing(before, after)}
+    assert changed == {"Secret/demo-swell"}
+
+
+def test_gpus_change_the_engines_only() -> None:
+    changed = differing(render(None, "engine.gpus=1"), render(None, "engine.gpus=4"))
+    assert {path.partition(".")[0] for path in changed} == {"StatefulSet/demo-swell-engine"}
+    variables = {path for path in changed if "env[" in path}
+    assert all("SWELL_TENSOR_PARALLEL_SIZE" in path for path in variables)
 
 
 def test_autoscalers_own_the_number_of_replicas() -> None:
@@ -387,7 +418,7 @@ def prometheus_answer(tmp_path: Path, query: str, series: dict[str, float], expe
 
 def test_full_engines_without_a_queue_are_not_taken_for_idle_ones(tmp_path: Path) -> None:
     query = scaled_object("engine.env.SWELL_MAX_NUM_SEQS=64")["triggers"][0]["metadata"]["query"]
-    full = {
+    full: dict[str, float] = {
         f'swell_num_requests_{state}{{namespace="llm", service="{service}", pod="{pod}", '
         f'engine="{rank}"}}': number
         for state, number in (("running", 64), ("waiting", 0))
@@ -435,15 +466,20 @@ def test_a_prometheus_with_authentication_gets_it_from_a_secret() -> None:
     assert "authenticationRef" not in trigger
 
 
+def install(config: Path, *sets: str) -> "subprocess.CompletedProcess[str]":
+    """Install or upgrade the release `demo` in a cluster."""
+    chosen = [part for each in sets for part in ("--set", each)]
+    return helm(
+        "upgrade", "--install", "demo", str(CHART), "--namespace", "llm",
+        "--kubeconfig", str(config), "--disable-openapi-validation", *chosen,
+    )  # fmt: skip
+
+
 def test_switching_autoscaling_on_and_off_ends_no_replica_that_runs(tmp_path: Path) -> None:
     with fake_kubernetes(tmp_path) as (cluster, config):
 
         def release(*sets: str) -> None:
-            chosen = [part for each in sets for part in ("--set", each)]
-            done = helm(
-                "upgrade", "--install", "demo", str(CHART), "--namespace", "llm",
-                "--kubeconfig", str(config), "--disable-openapi-validation", *chosen,
-            )  # fmt: skip
+            done = install(config, *sets)
             assert done.returncode == 0, done.stdout + done.stderr
 
         many = ("engine.replicas=64", "api.replicas=6", "engine.autoscaling.maxReplicas=64")
@@ -459,6 +495,16 @@ def test_switching_autoscaling_on_and_off_ends_no_replica_that_runs(tmp_path: Pa
         assert cluster.objects[path]["spec"]["replicas"] == 40
         scaler = "/apis/keda.sh/v1alpha1/namespaces/llm/scaledobjects/demo-swell-engine"
         assert cluster.objects[scaler]["spec"]["fallback"]["replicas"] == 40
+        off = ("engine.replicas=8", "api.replicas=6")
+        refused = install(config, *off)
+        assert "--set engine.replicas=40" in refused.stderr
+        refused = install(config, "engine.replicas=40", "api.replicas=2")
+        assert "--set api.replicas=6" in refused.stderr
+        release("engine.replicas=40", "api.replicas=6")
+        assert cluster.objects[path]["spec"]["replicas"] == 40
+        assert scaler not in cluster.objects
+        release(*off)
+        assert cluster.objects[path]["spec"]["replicas"] == 8, "without an autoscaler as one says"
 
 
 def test_gpu_engines_ask_for_gpus_and_cpu_engines_use_the_cores_they_have() -> None:
@@ -485,8 +531,10 @@ def test_every_variable_that_the_chart_sets_is_a_setting() -> None:
     known = (ROOT / "docs" / "settings.md").read_text()
     for values in VALUES:
         for manifest in render(values):
-            if manifest["kind"] in ("Deployment", "StatefulSet"):
-                for name in environment(manifest):
+            if manifest["kind"] not in ("Deployment", "StatefulSet"):
+                continue
+            for number, _ in enumerate(manifest["spec"]["template"]["spec"]["containers"]):
+                for name in environment(manifest, number):
                     assert f"`{name}`" in known or name == "HF_TOKEN", name
 
 
@@ -501,6 +549,28 @@ def test_keys_are_kept_in_secrets_and_reach_the_processes_as_files() -> None:
     assert variables["SWELL_ADMIN_KEY_FILE"] == "/run/secrets/swell-api/admin-key"
     existing = render(CHART / "examples" / "gpu-64.yaml")
     assert not [m for m in existing if m["kind"] == "Secret"]
+
+
+def test_all_processes_see_a_second_cluster_key_when_the_secret_has_one() -> None:
+    manifests = render(None, "clusterKey.acceptedValue=other")
+    data = find(manifests, "Secret", "demo-swell")["data"]
+    assert base64.b64decode(data["accepted-cluster-key"]) == b"other"
+    assert "accepted-cluster-key" not in find(render(), "Secret", "demo-swell")["data"]
+    for manifest in manifests:
+        if manifest["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        (volume,) = (
+            volume["projected"]["sources"]
+            for volume in manifest["spec"]["template"]["spec"]["volumes"]
+            if volume["name"] == "cluster-key"
+        )
+        first, second = (each["secret"] for each in volume)
+        assert not first.get("optional")
+        assert second["optional"], "pods start without it"
+        variables = environment(manifest)
+        for secret, name in ((first, "CLUSTER_KEY"), (second, "ACCEPTED_CLUSTER_KEY")):
+            (item,) = secret["items"]
+            assert variables[f"SWELL_{name}_FILE"] == f"/run/secrets/swell/{item['path']}"
 
 
 def test_a_generated_cluster_key_is_long_and_random() -> None:

@@ -176,6 +176,27 @@ def test_a_coordinator_leaves_a_lost_node_within_seconds_and_finds_room() -> Non
     assert not [m for m in other if m["kind"] == "PriorityClass"]
 
 
+def test_engines_are_replaced_as_the_update_strategy_says() -> None:
+    import kubernetes_validate  # in the extra deploy-test only
+
+    chosen = "engine.updateStrategy"
+    for sets, expected in (
+        ((), {"type": "RollingUpdate"}),
+        ((f"{chosen}.type=OnDelete",), {"type": "OnDelete"}),
+        (
+            (f"{chosen}.maxUnavailable=25%", f"{chosen}.partition=60"),
+            {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxUnavailable": "25%", "partition": 60},
+            },
+        ),
+    ):
+        engine = workload(render(None, *sets), "engine")
+        assert engine["spec"]["updateStrategy"] == expected
+        kubernetes_validate.validate(engine, "1.30", strict=True)
+    assert "updateStrategy" in refused(f"{chosen}.type=Recreate")
+
+
 def test_models_that_load_slowly_do_not_fail_a_rollout() -> None:
     manifests = render(None, "engine.startupSeconds=3600", "api.startupSeconds=300")
     probe = pod_of(manifests, "engine")["containers"][0]["startupProbe"]
@@ -216,7 +237,7 @@ def test_a_component_takes_what_charts_usually_take(tmp_path: Path, component: s
         assert [c["name"] for c in pod.get("initContainers", ())] == ["fetch"] * changed
         assert [c["name"] for c in pod["containers"]] == [each, "logs"][: 1 + changed]
         assert (whole["metadata"]["labels"].get("team") == "llm") is changed
-        assert (whole["metadata"].get("annotations") == {"owner": "llm"}) is changed
+        assert (whole["metadata"].get("annotations", {}).get("owner") == "llm") is changed
         inside = whole["spec"]["template"]["metadata"]
         assert (inside["labels"].get("cost") == "7") is changed
         assert (inside.get("annotations") == {"inject": "no"}) is changed
@@ -295,3 +316,107 @@ def test_alerts_of_two_releases_neither_hide_nor_double_each_other(tmp_path: Pat
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_pool_has_an_api_server_beside_each_engine_for_the_endpoint_picker() -> None:
+    manifests = render(CHART / "examples" / "inference-pool.yaml", "apiKeys.value=key")
+    pool = find(manifests, "InferencePool", "demo-swell")["spec"]
+    template = workload(manifests, "engine")["spec"]["template"]
+    assert pool["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert pool["endpointPickerRef"] == {
+        "name": "swell-epp", "port": {"number": 9002}, "failureMode": "FailClose"
+    }  # fmt: skip
+    engine, api = template["spec"]["containers"]
+    assert pool["targetPorts"] == [{"number": api["ports"][0]["containerPort"]}]
+    of_engine, of_api = (environment(workload(manifests, "engine"), each) for each in (0, 1))
+    assert of_api["SWELL_DATA_PARALLEL_LB"] == "external"
+    assert of_api["SWELL_DATA_PARALLEL_RANK"] == of_engine["SWELL_DATA_PARALLEL_RANK"]
+    # What the reference picker asks for, which sends no key.
+    assert of_api["SWELL_METRICS_PREFIX"] == "vllm:"
+    assert of_api["SWELL_OPEN_METRICS"] == "true"
+    assert of_api["SWELL_API_KEY_FILE"]
+    volumes = [volume["name"] for volume in template["spec"]["volumes"]]
+    assert len(set(volumes)) == len(volumes)
+    for mount in (*engine["volumeMounts"], *api["volumeMounts"]):
+        assert mount["name"] in volumes
+    (backend,) = find(manifests, "HTTPRoute", "demo-swell")["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", "demo-swell")
+    ports = [
+        (rule.get("ports"), rule.get("from"))
+        for rule in find(manifests, "NetworkPolicy", "demo-swell-engine")["spec"]["ingress"]
+    ]
+    assert ports[-1][0] == [{"protocol": "TCP", "port": 8000}]
+    assert len(ports[-1][1]) == 2
+
+
+def test_a_pool_that_cannot_work_is_refused_with_the_reason() -> None:
+    assert "endpointPicker.name" in refused("inferencePool.enabled=true")
+    assert "previous.model" not in refused("inferencePool.enabled=true")
+    picked = "inferencePool.endpointPicker.name=epp"
+    enabled = ("inferencePool.enabled=true", picked)
+    assert "ranksFromOrdinals" in refused(*enabled, "engine.ranksFromOrdinals=false")
+    replaced = ("model.group=b", "previous.model.group=a", "previous.model.name=A")
+    assert "second release" in refused(*enabled, *replaced)
+    assert "failureMode" in refused(*enabled, "inferencePool.endpointPicker.failureMode=Fail")
+
+
+def test_a_picker_of_its_own_chart_makes_the_pool() -> None:
+    settings = ("inferencePool.enabled=true", "inferencePool.create=false", "inferencePool.name=p")
+    manifests = render(None, *settings, "api.route.enabled=true", "api.route.parentRefs[0].name=g")
+    assert "InferencePool" not in {manifest["kind"] for manifest in manifests}
+    (backend,) = find(manifests, "HTTPRoute", "demo-swell")["spec"]["rules"][0]["backendRefs"]
+    assert backend["name"] == "p"
+
+
+HUB_MODEL = (
+    "model.name=org/name",
+    "model.revision=main",
+    "model.volume.persistentVolumeClaim.claimName=models",
+    "model.hubSecret.name=hub",
+)
+
+
+def test_a_hub_model_is_fetched_before_anything_is_changed() -> None:
+    manifests = render(None, *HUB_MODEL, "model.prefetch.enabled=true")
+    job = find(manifests, "Job", "demo-swell-fetch")
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    spec = job["spec"]["template"]["spec"]
+    assert "serviceAccountName" not in spec, "there is none before the release"
+    (container,) = spec["containers"]
+    assert container["args"] == ["fetch"]
+    env = environment(job)
+    assert (env["SWELL_MODEL"], env["SWELL_REVISION"]) == ("org/name", "main")
+    assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    models = {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
+    assert models in spec["volumes"]
+    assert models in pod_of(manifests, "engine")["volumes"]
+    assert "hub id" in refused("model.prefetch.enabled=true", "model.name=/models/own")
+    assert "claim" in refused("model.prefetch.enabled=true", "model.name=org/name")
+
+
+def test_nobody_asks_the_hub_where_all_is_in_the_volume() -> None:
+    manifests = render(None, *HUB_MODEL, "model.offline=true")
+    for component in ("api", "engine"):
+        assert environment(workload(manifests, component))["HF_HUB_OFFLINE"] == "1"
+
+
+def test_each_engine_may_have_a_volume_of_its_own() -> None:
+    claim = "engine.modelClaim.resources.requests.storage=200Gi"
+    engine = workload(render(None, claim, "engine.modelClaim.accessModes[0]=A"), "engine")["spec"]
+    (template,) = engine["volumeClaimTemplates"]
+    assert template["metadata"]["name"] == "models"
+    assert template["spec"]["resources"]["requests"]["storage"] == "200Gi"
+    assert "models" not in [each["name"] for each in engine["template"]["spec"]["volumes"]]
+
+
+def test_a_model_may_come_as_an_image() -> None:
+    import kubernetes_validate  # in the extra deploy-test only
+
+    image = "model.volume.image.reference=r.example/model:1"
+    manifests = render(None, image, "model.readOnly=true", version="1.33")
+    for component in ("api", "engine"):
+        kubernetes_validate.validate(workload(manifests, component), "1.33", strict=True)
+        (volume,) = (
+            each for each in pod_of(manifests, component)["volumes"] if each["name"] == "models"
+        )
+        assert volume["image"] == {"reference": "r.example/model:1"}

@@ -8,36 +8,32 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
-from tests.deploy.conftest import API_KEY, METRICS_KEY, Compose, fetch, wait_until
+from scripts.write_dashboard import TARGET
+from tests.deploy.conftest import API_KEY, METRICS_KEY, Compose
 from tests.deploy.docker_engine import Docker
 from tests.deploy.test_chart import render
-from tests.deploy.test_dashboards import ALERTS, TARGET
+from tests.deploy.test_dashboards import ALERTS
+from tests.support.http import MODEL, fetch
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1500)]
 
-MODEL = "swell-shakespeare"
 MEGABYTE = 1e6
 
 
 def post(compose: Compose, path: str, body: dict[str, object], timeout: float = 60.0) -> str:
-    request = urllib.request.Request(
-        f"{compose.url}{path}",
-        json.dumps({"model": MODEL, **body}).encode(),
-        {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"},
-    )
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
-        text: str = answer.read().decode()
-        return text
+    answer = fetch(f"{compose.url}{path}", {"model": MODEL, **body}, key=API_KEY, timeout=timeout)
+    assert answer.status == 200, answer
+    return answer.text
 
 
 def query(compose: Compose, expression: str) -> list[dict[str, object]]:
-    status, text = fetch(f"{compose.prometheus}/api/v1/query?query={quote(expression)}")
+    status, text, _ = fetch(f"{compose.prometheus}/api/v1/query?query={quote(expression)}")
     return json.loads(text)["data"]["result"] if status == 200 else []
 
 
@@ -126,10 +122,10 @@ def test_an_image_alone_is_healthy_or_not_and_ends_at_sigterm(
         f"swelltest-{kind}:test",
     )  # fmt: skip
     try:
-        wait_until(lambda: said in docker.output("docker", "logs", name), said, within=60)
+        until(lambda: said in docker.output("docker", "logs", name), said, within=60)
         health = "{{.State.Health.Status}}"
         expected = "healthy" if kind == "coordinator" else "starting"
-        wait_until(lambda: docker.inspect(name, health) == expected, expected, within=30)
+        until(lambda: docker.inspect(name, health) == expected, expected, within=30)
         began = time.monotonic()
         docker.output("docker", "stop", "-t", "30", name)
         assert time.monotonic() - began < 15
@@ -152,7 +148,7 @@ def test_processes_have_no_rights_they_do_not_need(compose: Compose, service: st
 def test_containers_become_healthy(compose: Compose) -> None:
     for service in ("coordinator", "engine", "api"):
         for container in compose.containers(service):
-            wait_until(
+            until(
                 lambda which=container: (  # type: ignore[misc]
                     compose.docker.inspect(which, "{{.State.Health.Status}}") == "healthy"
                 ),
@@ -166,18 +162,18 @@ def test_prometheus_has_the_series_of_both_engines_and_the_wave(compose: Compose
         series = query(compose, "swell_num_requests_running")
         return {entry["metric"]["engine"] for entry in series}  # type: ignore[index]
 
-    wait_until(lambda: engines() >= {"0", "1"}, "series of both engines", within=60)
+    until(lambda: engines() >= {"0", "1"}, "series of both engines", within=60)
     assert query(compose, "swell_wave")
 
 
 def test_prometheus_has_loaded_the_alert_rules(compose: Compose) -> None:
-    wait_until(lambda: bool(query(compose, "swell_wave")), "a scrape", within=60)
+    until(lambda: bool(query(compose, "swell_wave")), "a scrape", within=60)
 
     def health() -> set[str]:
         groups = json.loads(fetch(f"{compose.prometheus}/api/v1/rules")[1])["data"]["groups"]
         return {rule["health"] for group in groups for rule in group["rules"]}
 
-    wait_until(lambda: health() == {"ok"}, "all rules are evaluated", within=60)
+    until(lambda: health() == {"ok"}, "all rules are evaluated", within=60)
 
 
 def own_names(text: str) -> set[str]:
@@ -198,7 +194,7 @@ def unanswered(compose: Compose, expressions: list[str]) -> list[str]:
     for expression in expressions:
         asked = expression.replace("$job", ".*").replace("$model", ".*")
         asked = quote(asked.replace("$__rate_interval", "1m"))
-        status, text = fetch(f"{compose.prometheus}/api/v1/query?query={asked}")
+        status, text, _ = fetch(f"{compose.prometheus}/api/v1/query?query={asked}")
         assert status == 200, text
         if not json.loads(text)["data"]["result"]:
             empty.append(expression)
@@ -217,7 +213,7 @@ def test_prometheus_understands_every_expression_of_the_dashboard(compose: Compo
         return len(empty) <= len(expressions) // 4
 
     try:
-        wait_until(most_have_values, "values for the dashboard", within=120)
+        until(most_have_values, "values for the dashboard", within=120)
     finally:
         print("without a value:", *empty, sep="\n  ")
 
@@ -271,22 +267,20 @@ class Load:
 
 def test_a_third_engine_is_picked_up_within_ten_seconds(compose: Compose) -> None:
     compose("up", "-d", "--no-recreate", "--scale", "engine=3", "engine")
-    took = wait_until(
-        lambda: len(compose.metric_engines("swell_engine_up")) == 3, "three engines", within=10
-    )
+    took = until(lambda: len(compose.engines_up()) == 3, "three engines", within=10)
     print(f"third engine after {took:.1f} s")
 
 
 def test_killing_an_engine_under_load_loses_no_request(compose: Compose) -> None:
     with Load(compose, clients=8) as load:
-        wait_until(lambda: len(load.answers) >= 8, "the load runs", within=90)
+        until(lambda: len(load.answers) >= 8, "the load runs", within=90)
         victim = compose.containers("engine")[0]
         started = compose.docker.inspect(victim, "{{.State.StartedAt}}")
         # Not `docker kill`, after which the restart policy would leave it stopped.
         os.kill(int(compose.docker.inspect(victim, "{{.State.Pid}}")), signal.SIGKILL)
         before = len(load.answers)
-        wait_until(lambda: len(load.answers) >= before + 24, "the load goes on", within=120)
-        wait_until(
+        until(lambda: len(load.answers) >= before + 24, "the load goes on", within=120)
+        until(
             lambda: (
                 compose.docker.inspect(victim, "{{.State.StartedAt}}") != started
                 and compose.docker.inspect(victim, "{{.State.Running}}") == "true"
@@ -304,20 +298,16 @@ def test_killing_an_engine_under_load_loses_no_request(compose: Compose) -> None
 def test_replacing_every_engine_under_load_loses_no_request(compose: Compose) -> None:
     old = compose.containers("engine")
     with Load(compose, clients=4) as load:
-        wait_until(lambda: len(load.answers) >= 4, "the load runs", within=90)
+        until(lambda: len(load.answers) >= 4, "the load runs", within=90)
         size = len(old) + 2
         compose("up", "-d", "--no-deps", "--no-recreate", "--scale", f"engine={size}", "engine")
-        wait_until(
-            lambda: len(compose.metric_engines("swell_engine_up")) == size, "new ones", within=60
-        )
+        until(lambda: len(compose.engines_up()) == size, "new ones", within=60)
         compose.docker.output("docker", "stop", "-t", "40", *old)
         codes = {compose.docker.inspect(each, "{{.State.ExitCode}}") for each in old}
         compose.docker.output("docker", "rm", *old)
-        wait_until(
-            lambda: len(compose.metric_engines("swell_engine_up")) == 2, "two left", within=30
-        )
+        until(lambda: len(compose.engines_up()) == 2, "two left", within=30)
         before = len(load.answers)
-        wait_until(lambda: len(load.answers) >= before + 8, "the load goes on", within=120)
+        until(lambda: len(load.answers) >= before + 8, "the load goes on", within=120)
     assert codes == {"0"}
     assert not load.failures
     assert all('"completion_tokens":150' in answer.replace(" ", "") for answer in load.answers)
@@ -331,7 +321,7 @@ def test_a_stopped_container_ends_in_order_and_soon(compose: Compose, service: s
     began = compose.docker.inspect(container, "{{.State.FinishedAt}}")
     assert began
     compose.docker.output("docker", "start", container)
-    wait_until(
+    until(
         lambda: compose.docker.inspect(container, "{{.State.Health.Status}}") == "healthy",
         f"{service} is healthy again",
         within=60,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.namespaces import Network, NoNamespaces
-from tests.deploy.test_several_nodes import SIMULATED, Cluster, wait_until
+from tests.deploy.test_several_nodes import SIMULATED, Cluster
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.deploy
 
@@ -64,19 +65,19 @@ def test_a_coordinator_at_another_address_takes_over_within_seconds_under_load(
         cluster.engine(FAR, 1, *SIMULATED)
         cluster.wait_for_engines(0, 1)
         with load(cluster, 8) as answers:
-            wait_until(lambda: len(answers) > 20, "answers come")
+            until(lambda: len(answers) > 20, "answers come")
             network.cut(LOST)
             network.name(NAME, NEXT)
             successor = cluster.coordinate(NEXT)
             began = time.monotonic()
             for member in ("engine 0", "engine 1", "front end 0", "front end 1"):
-                wait_until(lambda: successor.said(f"{member} is ready"), f"{member} is back")  # noqa: B023
+                until(lambda: successor.said(f"{member} is ready"), f"{member} is back")  # noqa: B023
             took = time.monotonic() - began
             before = len(answers)
             cluster.engine(NEAR, 2, *SIMULATED)
             cluster.wait_for_engines(0, 1, 2)
-            wait_until(lambda: cluster.running_on(2) > 0, "the new engine gets requests")
-            wait_until(lambda: len(answers) > before + 20, "answers come")
+            until(lambda: cluster.running_on(2) > 0, "the new engine gets requests")
+            until(lambda: len(answers) > before + 20, "answers come")
         network.restore(LOST)
     assert took < 10, "seconds until everybody had found it"
     print(f"{len(answers)} answers, none failed; everybody was back after {took:.1f} s")

@@ -104,3 +104,25 @@ def test_prometheus_of_the_compose_file_reads_its_configuration(tmp_path: Path) 
         source = source.replace(there, str(here))
     configured.write_text(source, encoding="utf-8")
     assert "SUCCESS" in promtool("check", "config", str(configured))
+
+
+def test_every_alert_is_tested_to_fire_and_to_be_silent_and_is_in_the_runbook() -> None:
+    rules = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))
+    alerts = {
+        rule["alert"]: rule
+        for group in rules["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    source = Path(__file__).with_name("alerts_test.yaml").read_text(encoding="utf-8")
+    fires: set[str] = set()
+    silent: set[str] = set()
+    for each in yaml.safe_load(source.replace("[RULES]", "[]"))["tests"]:
+        for test in each.get("alert_rule_test", ()):
+            (fires if test["exp_alerts"] else silent).add(test["alertname"])
+    assert fires == silent == set(alerts)
+    runbook = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+    sections = {line[3:] for line in runbook.splitlines() if line.startswith("## ")}
+    assert set(alerts) <= sections
+    for name, rule in alerts.items():
+        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"

@@ -2,31 +2,23 @@
 
 import json
 import subprocess
-import sys
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.deploy.namespaces import Network, NoNamespaces
+from tests.support.commands import SWELL
+from tests.support.http import call, complete, fetch
+from tests.support.metrics import metric, total
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.deploy
 
-SWELL = str(Path(sys.executable).with_name("swell"))
-MODEL = "swell-shakespeare"
 HEAD, NEAR, FAR = range(3)
 ENGINE_TIMEOUT = 2.0
-
-
-def wait_until(condition: Callable[[], bool], what: str, within: float = 30.0) -> None:
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within} s: {what}"
-        time.sleep(0.05)
 
 
 class Process:
@@ -119,31 +111,15 @@ class Cluster:
 
     def ready_engines(self) -> dict[int, str]:
         """Return the node of each engine that is ready; none while nobody answers."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/status.json", timeout=5) as answer:
-                engines = json.load(answer)["engines"]
-        except OSError:
-            return {}
+        answer = fetch(f"{self.url}/status.json", timeout=5)
+        engines = json.loads(answer.text)["engines"] if answer.status == 200 else []
         return {each["rank"]: each["host"] for each in engines if each["ready"]}
 
     def wait_for_engines(self, *ranks: int) -> None:
-        wait_until(lambda: set(self.ready_engines()) == set(ranks), f"engines {ranks} are ready")
+        until(lambda: set(self.ready_engines()) == set(ranks), f"engines {ranks} are ready")
 
     def complete(self, seed: int, max_tokens: int = 40) -> str:
-        body = {
-            "model": MODEL, "prompt": f"Scene {seed}", "max_tokens": max_tokens, "seed": seed,
-            "ignore_eos": True,
-        }  # fmt: skip
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            content = json.load(answer)
-        assert content["usage"]["completion_tokens"] == max_tokens
-        text: str = content["choices"][0]["text"]
-        return text
+        return complete(self.url, f"Scene {seed}", max_tokens, seed=seed, temperature=1.0)
 
     def complete_all(self, count: int, max_tokens: int) -> list[str]:
         """Answer so many requests at the same time."""
@@ -160,21 +136,13 @@ class Cluster:
         assert sorted(answers) == list(range(count)), "requests were lost"
         return [answers[seed] for seed in range(count)]
 
-    def metric(self, start: str) -> float:
-        """Return the sum of all samples whose line begins so."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
-
     def running_on(self, rank: int) -> float:
         """Return how many requests an engine runs."""
-        return self.metric(f'swell_num_requests_running{{engine="{rank}"')
+        return metric(self.url, "num_requests_running").get(str(rank), 0.0)
 
     def runs(self) -> bool:
         """Whether a wave is under way."""
-        with urllib.request.urlopen(f"{self.url}/status.json", timeout=5) as answer:
-            running: bool = json.load(answer)["running"]
-        return running
+        return bool(call(f"{self.url}/status.json")["running"])
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +180,8 @@ def test_a_wrong_cluster_key_is_refused_and_named_on_both_sides(
     wrong = tmp_path / "wrong.key"
     wrong.write_text("another secret, long enough")
     stranger = cluster.start(FAR, "engine", *cluster.flags_with(wrong), *SIMULATED)
-    wait_until(lambda: stranger.said("--cluster-key-file holds another key"), "the engine says it")
-    wait_until(lambda: cluster.coordinator.said("its cluster key is not ours"), "and its peer")
+    until(lambda: stranger.said("--cluster-key-file holds another key"), "the engine says it")
+    until(lambda: cluster.coordinator.said("its cluster key is not ours"), "and its peer")
     cluster.complete_all(8, 20)
     assert set(cluster.ready_engines()) == {0}
 
@@ -226,7 +194,7 @@ def test_cutting_and_restoring_a_link_under_load_loses_nothing(cluster: Cluster)
     disturbed: list[list[str]] = []
     load = threading.Thread(target=lambda: disturbed.append(cluster.complete_all(16, 300)))
     load.start()
-    wait_until(lambda: cluster.running_on(1) > 0, "the far engine has requests")
+    until(lambda: cluster.running_on(1) > 0, "the far engine has requests")
     cluster.network.cut(FAR)
     cluster.wait_for_engines(0)
     cluster.network.restore(FAR)
@@ -234,7 +202,7 @@ def test_cutting_and_restoring_a_link_under_load_loses_nothing(cluster: Cluster)
     assert disturbed == [undisturbed]
     cluster.wait_for_engines(0, 1)
     assert cluster.complete_all(16, 300) == undisturbed
-    wait_until(lambda: cluster.running_on(0) + cluster.running_on(1) == 0, "everything ended")
+    until(lambda: cluster.running_on(0) + cluster.running_on(1) == 0, "everything ended")
 
 
 EXPERTS_APART = ("--data-parallel-size", "2", "--enable-expert-parallel", "--dtype", "float32")
@@ -245,10 +213,8 @@ def test_engines_of_two_nodes_share_the_experts_of_a_model(cluster: Cluster) -> 
     cluster.engine(FAR, 1, *EXPERTS_APART, "--threads", "1")
     cluster.wait_for_engines(0, 1)
     together = cluster.complete_all(4, 30)
-    wait_until(lambda: not cluster.runs(), "the group pauses")
-    before = cluster.metric("swell_dummy_steps_total")
+    until(lambda: not cluster.runs(), "the group pauses")
+    before = total(cluster.url, "dummy_steps_total")
     assert cluster.complete(0, 30) == together[0]
-    wait_until(
-        lambda: cluster.metric("swell_dummy_steps_total") > before, "the idle engine stepped along"
-    )
-    wait_until(lambda: not cluster.runs(), "the group pauses again")
+    until(lambda: total(cluster.url, "dummy_steps_total") > before, "the idle engine stepped along")
+    until(lambda: not cluster.runs(), "the group pauses again")

@@ -8,13 +8,8 @@ vllm_* ones, as far as they apply).
 import asyncio
 import json
 import shutil
-import socket
-import subprocess
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +19,13 @@ from benchmarks.running_stack import RunningStack
 from scripts.check_dashboard import Finding, Query, ask, queries_of, substitute, table
 from scripts.write_dashboard import TARGET
 from server.bench.client import stream_many
+from tests.deploy.prometheus import Prometheus
+from tests.support.http import MODEL
+from tests.support.metrics import total
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.deploy
 
-MODEL = "swell-shakespeare"
 VARIABLES = {
     "__rate_interval": "10s", "__range": "1m", "model_name": MODEL, "Deployment_id": ".*",
     "job": ".*", "instance": ".+", "engine": ".+", "model": ".*",
@@ -161,12 +159,6 @@ QUERIES = [
 ]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 class Load:
     """More clients than the engines have slots, for as long as it is entered."""
 
@@ -194,47 +186,6 @@ class Load:
     def __exit__(self, *failure: object) -> None:
         self._stop.set()
         self._thread.join(60)
-
-
-class Prometheus:
-    """A real one that scrapes a stack every second."""
-
-    def __init__(self, folder: Path, target: str) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
-        configuration = folder / "prometheus.yml"
-        scrape = {"job_name": "swell", "static_configs": [{"targets": [target]}]}
-        settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}
-        configuration.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
-        self._process = subprocess.Popen(
-            [
-                "prometheus", f"--config.file={configuration}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={self.url.removeprefix('http://')}",
-            ],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def value(self, expression: str) -> float:
-        """Return the only value of an expression; nan if it has none."""
-        finding = ask(self.url, Query("", expression), VARIABLES)
-        assert finding.error is None, finding.error
-        return finding.values[0] if finding.values else float("nan")
-
-    def wait(self, expression: str, within: float = 40.0) -> None:
-        """Wait until an expression has a value above zero."""
-        deadline = time.monotonic() + within
-        while True:
-            try:
-                if self.value(expression) > 0:
-                    return
-            except OSError:
-                pass  # it starts
-            assert time.monotonic() < deadline, f"not within {within} s: {expression}"
-            time.sleep(0.2)
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(20)
 
 
 class Monitored:
@@ -265,9 +216,7 @@ class Monitored:
 
     def total(self, metric: str) -> float:
         """Return the sum of a counter over all engines, from the stack itself."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric + "{"))
+        return total(self.url, metric, prefix="vllm:")
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +227,7 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
     flags += ["--api-server-count", "2", "--max-num-seqs", str(SLOTS)]
     with RunningStack(*flags) as stack:
         target = stack.url.removeprefix("http://")
-        prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), target)
+        prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), target, variables=VARIABLES)
         try:
             yield Monitored(stack.url, prometheus)
         finally:
@@ -307,21 +256,18 @@ def test_an_overload_shows_as_queue_time_and_not_as_inference(monitored: Monitor
 
 
 def test_what_engines_and_front_ends_count_agrees_at_rest(monitored: Monitored) -> None:
-    deadline = time.monotonic() + 20
-    while monitored.total("vllm:num_requests_running") > 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    generated = monitored.total("vllm:generation_tokens_total")
-    prompts = monitored.total("vllm:prompt_tokens_total")
-    assert generated == monitored.total("vllm:engine_generation_tokens_total")
-    assert prompts == monitored.total("vllm:engine_prompt_tokens_total")
-    cached = monitored.total("vllm:prefix_cache_hits_total")
-    steps = monitored.total("vllm:iteration_tokens_total_sum")
+    until(lambda: monitored.total("num_requests_running") == 0, "the engines rest")
+    generated = monitored.total("generation_tokens_total")
+    prompts = monitored.total("prompt_tokens_total")
+    assert generated == monitored.total("engine_generation_tokens_total")
+    assert prompts == monitored.total("engine_prompt_tokens_total")
+    cached = monitored.total("prefix_cache_hits_total")
+    steps = monitored.total("iteration_tokens_total_sum")
     assert steps == generated + prompts - cached
-    assert generated == monitored.total("vllm:request_generation_tokens_sum")
-    assert prompts == monitored.total("vllm:request_prompt_tokens_sum")
-    assert prompts == monitored.total("vllm:prompt_tokens_by_source_total")
-    assert cached == monitored.total("vllm:prompt_tokens_cached_total")
+    assert generated == monitored.total("request_generation_tokens_sum")
+    assert prompts == monitored.total("request_prompt_tokens_sum")
+    assert prompts == monitored.total("prompt_tokens_by_source_total")
+    assert cached == monitored.total("prompt_tokens_cached_total")
 
 
 def test_the_check_reads_panels_in_rows_and_says_what_lacks(monitored: Monitored) -> None:

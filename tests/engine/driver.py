@@ -4,10 +4,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.models.hf_config import read_spec
-from engine.models.loader import DecoderLoader
+from engine.models.loader import AdapterRoom, DecoderLoader
 from engine.models.settings import compute_types, model_length, open_checkpoint
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks, SlotStart
@@ -23,16 +24,19 @@ GREEDY = SamplingParams(max_tokens=1000, seed=0, temperature=0.0)
 class Driver:
     """Hands out blocks in random order, builds plans, and keeps what each slot should hold."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, num_blocks: int = NUM_BLOCKS) -> None:
         self.runner = runner
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.blocks: dict[int, list[int]] = {}
-        self._free = list(range(NUM_BLOCKS))
+        self._free = list(range(num_blocks))
         random.Random(7).shuffle(self._free)
         self._starting: list[SlotStart] = []
         self._new_blocks: list[SlotBlocks] = []
         self._step = 0
+        self._adapter_of: dict[int, int] = {}
+        self.adapters: dict[int, str] = {}
+        """What the next plan puts into slots of adapters."""
 
     def start(
         self,
@@ -41,11 +45,13 @@ class Driver:
         sampling: SamplingParams = GREEDY,
         *,
         num_prompt_tokens: int | None = None,
+        adapter: int = -1,
         cached_blocks: list[int] | None = None,
     ) -> None:
         """Let a sequence take a slot, with its first tokens in blocks that are filled already."""
         prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-        self._starting.append(SlotStart(slot, list(token_ids), prompt, sampling))
+        self._starting.append(SlotStart(slot, list(token_ids), prompt, sampling, adapter=adapter))
+        self._adapter_of[slot] = adapter
         self.tokens[slot] = list(token_ids)
         self.blocks[slot] = list(cached_blocks or [])
         self.computed[slot] = len(self.blocks[slot]) * BLOCK_SIZE
@@ -71,7 +77,9 @@ class Driver:
             starts=starts,
             counts=list(rows.values()),
             samples=[self.computed[slot] == len(self.tokens[slot]) for slot in rows],
+            adapters=self.adapters,
         )
+        self.adapters = {}
         self._step += 1
         self._starting, self._new_blocks = [], []
         return plan
@@ -101,11 +109,23 @@ class Driver:
     def logits(self, rows: dict[int, int]) -> torch.Tensor:
         """Return the logits of every token of a step."""
         hidden = self.runner.hidden_states(self.plan(rows))
+        model, slots = self.runner.model, self._adapter_of
+        adapters = np.repeat([slots[slot] for slot in rows], list(rows.values()))
+        bank = model.adapters
         with torch.inference_mode():
-            return self.runner.model.logits(hidden)
+            logits: torch.Tensor = model.logits(
+                hidden, None if bank is None else bank.rows(adapters)
+            )
+        return logits
 
 
-def load_driver(directory: Path, *, batch_invariant: bool = False, **settings: Any) -> Driver:
+def load_driver(
+    directory: Path,
+    *,
+    batch_invariant: bool = False,
+    adapters: AdapterRoom | None = None,
+    **settings: Any,
+) -> Driver:
     """Load a model directory, or a GGUF file, into a fresh runner."""
     config = ModelConfig(model=str(directory), **settings)
     device = torch.device("cpu")
@@ -120,6 +140,7 @@ def load_driver(directory: Path, *, batch_invariant: bool = False, **settings: A
         max_model_len=model_length(spec, config),
         quantization=config.quantization,
         batch_invariant=batch_invariant,
+        adapters=adapters,
     )
     with torch.inference_mode():
         model = loader.load()

@@ -63,15 +63,16 @@ class Process:
 class World:
     """Several processes; those killed are replaced when they are needed again."""
 
-    def __init__(self, script: Path) -> None:
+    def __init__(self, script: Path, *arguments: str) -> None:
         self._script = script
+        self._arguments = arguments
         self._topology = 0
         self.processes: list[Process] = []
 
     def take(self, count: int) -> list[Process]:
         """Return so many processes that have no group."""
         while len(self.processes) < count:
-            self.processes.append(Process(self._script))
+            self.processes.append(Process(self._script, *self._arguments))
         return self.processes[:count]
 
     def kill(self, process: Process) -> None:

@@ -31,7 +31,7 @@ def serve(
     directory: Path,
     requests: list[AddRequest],
     *,
-    dtype: str,
+    dtype: Literal["bfloat16", "float16", "float32"],
     num_blocks: int = 200,
     block_size: int = 8,
     device: Literal["cpu", "cuda"] = "cpu",

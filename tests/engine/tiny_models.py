@@ -47,6 +47,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 300}),
+    "llama-deep": ("Llama", {"num_hidden_layers": 5}),
     "llama-yarn": ("Llama", {"rope_parameters": _YARN_ROPE, "head_dim": 32}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
     "mistral-window": ("Mistral", {"sliding_window": 20}),
@@ -62,6 +63,16 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-some-dense": (
         "Qwen3Moe",
         {**_MOE, "mlp_only_layers": [1], "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "qwen3-moe-deep": (
+        "Qwen3Moe",
+        {
+            **_MOE,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [2],
+            "tie_word_embeddings": True,
+            "norm_topk_prob": True,
+        },
     ),
     "gemma2": (
         "Gemma2",
@@ -168,7 +179,8 @@ class Checkpoint:
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Return [tokens, vocab] from one pass over the whole sequence."""
-        return self.reference(torch.tensor([token_ids])).logits[0]
+        logits: torch.Tensor = self.reference(torch.tensor([token_ids])).logits[0]
+        return logits
 
     @torch.inference_mode()
     def greedy(self, token_ids: list[int], count: int) -> list[int]:
@@ -184,8 +196,8 @@ class Checkpoint:
 
 def save_tiny_model(name: str, directory: Path, seed: int, **options: Any) -> Checkpoint:
     """Write a named model; keywords go to `save_pretrained`."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     family, settings = _MODELS[name]
     config_class = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
     config = getattr(transformers, config_class)(**{**_SIZES, **settings})

@@ -170,7 +170,9 @@ class Engine(Process):
         front, line = self.links[index]
         self._send(front, "hellos", front.greeting_arrived, self.identity, line, hello)
 
-    def _send(self, target: Process, channel: str, function: object, *arguments: object) -> None:
+    def _send(
+        self, target: Process, channel: str, function: Callable[..., None], *arguments: object
+    ) -> None:
         self._world.network.send(self, target, channel, function, *arguments, control=False)
 
     # -- the loop's thread -----------------------------------------------------------------------

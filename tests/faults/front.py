@@ -137,7 +137,15 @@ class Front(Process):
 
     def view_arrived(self, view: ClusterView) -> None:
         """A cluster view of the coordinator."""
+        before = self.open_routes
         self.shell.handle(view)
+        self._world.view_taken(self, before)
+
+    @property
+    def open_routes(self) -> set[tuple[int, int]]:
+        """The engines that take requests of this front end."""
+        routes = self.router.members.routes.values()
+        return {route.engine for route in routes if route.is_open}
 
     def greeting_arrived(self, identity: bytes, line: Line, hello: RouteHello) -> None:
         """An engine's hello, the first message on each of its connections."""

@@ -17,7 +17,7 @@ from tests.faults.engine import Engine
 from tests.faults.front import Front
 from tests.faults.hub import Hub
 from tests.faults.network import Clock, Network, Process
-from tests.faults.parts import Parts
+from tests.faults.parts import TIMEOUT, Parts
 from tests.faults.plan import LONG_CUT, Fault, Plan
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,10 @@ class World:
         self._died_alone: set[str] = set()
         """Requests that ran alone on an engine when it ended."""
         self._poisoned = 0
-        self._listed: set[int] = set()
+        self._struck: set[int] = set()
+        """Incarnations of engines to which something happened, or that were given up for that,
+        and of front ends that were out of reach for so long that they may have been given up."""
+        self._view: ClusterView | None = None
         self.hub = Hub(self, self._new_incarnation())
         for index in range(plan.front_ends):
             self._start_front(index)
@@ -153,10 +156,34 @@ class World:
             self.network.send(engine, hub, "stats", hub.handle, stats)
 
     def published(self, view: ClusterView) -> None:
-        """Note whom the coordinator has given up."""
-        listed = {entry.incarnation for entry in view.engines}
-        self.troubled |= self._listed - listed
-        self._listed = listed
+        """Note whom the coordinator has given up: nobody to whom nothing happened."""
+        before, self._view = self._view, view
+        if before is None:
+            return
+        left = {each.incarnation for each in before.engines}
+        left -= {each.incarnation for each in view.engines}
+        if before.epoch == view.epoch:
+            for engine in self._untouched():
+                assert engine.incarnation not in left, f"the coordinator gives up {engine.name}"
+            self._struck |= left
+        self.troubled |= left
+
+    def view_taken(self, front: Front, before: set[tuple[int, int]]) -> None:
+        """A front end that routed to the engines `before` took a view: nobody is forgotten."""
+        lost = before - front.open_routes if front.incarnation not in self._struck else set()
+        for engine in self._untouched() if lost else ():
+            known = (engine.rank, engine.incarnation) not in lost
+            assert known, f"{front.name} does not know {engine.name} any more"
+
+    def _untouched(self) -> list[Engine]:
+        """Return the engines that nobody may take for gone, not even for a moment."""
+        if any(fault.kind == "lose control messages" for fault in self.plan.faults):
+            return []
+        return [
+            each
+            for each in self.engines.values()
+            if each.incarnation not in self._struck and not each.is_draining
+        ]
 
     # -- deaths ----------------------------------------------------------------------------------
 
@@ -203,9 +230,12 @@ class World:
         self.hub.kill()
         self.clock.at(self.clock.now + 0.7, self._restart_hub)
 
+    def _members(self) -> "tuple[Engine | Front, ...]":
+        return (*self.engines.values(), *self.fronts.values())
+
     def _restart_hub(self) -> None:
         self.hub = Hub(self, self._new_incarnation())
-        for each in (*self.engines.values(), *self.fronts.values()):
+        for each in self._members():
             if each.is_subscribed:
                 kind = "engine" if isinstance(each, Engine) else "front_end"
                 self.network.send(
@@ -249,6 +279,8 @@ class World:
                     self._strike_engine(engine, front, fault)
 
     def _strike_front(self, front: Front, fault: Fault) -> None:
+        if fault.seconds > TIMEOUT / 2:
+            self._struck.add(front.incarnation)
         match fault.kind:
             case "kill front end":
                 self._kill_front(front)
@@ -260,6 +292,7 @@ class World:
                 raise ValueError(fault.kind)
 
     def _strike_engine(self, engine: Engine, front: Front | None, fault: Fault) -> None:
+        self._struck.add(engine.incarnation)
         if fault.kind not in HARMLESS:
             self.troubled.add(engine.incarnation)
         match fault.kind:
@@ -299,7 +332,7 @@ class World:
             self.clock.at(self.clock.now + fault.seconds + 0.1, self._subscribe_again, one)
 
     def _subscribe_again(self, name: str) -> None:
-        for each in (*self.engines.values(), *self.fronts.values()):
+        for each in self._members():
             if each.name == name and each.is_subscribed and self.hub.alive:
                 kind = "engine" if isinstance(each, Engine) else "front_end"
                 self.network.send(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hostile.gaps import slowdown
+from benchmarks.hostile.inputs import RIGHT_INPUTS
 from benchmarks.hostile.trial import GAP_BOUND, Row, Trial
 from benchmarks.running_stack import RunningStack
 
@@ -31,7 +32,12 @@ def rows(trial: Trial, attacks: Callable[[], Iterator[str]]) -> list[Row]:
 
 def test_requests_of_anybody_cost_no_more_than_their_share() -> None:
     trial = Trial(bystanders=0)
-    rows(trial, lambda: chain(trial.costly(), trial.fields(0.01)))
+    rows(trial, lambda: chain(trial.costly(), trial.fields(0.005)))
+
+
+def test_inputs_of_anybody_cost_no_more_than_their_share() -> None:
+    trial = Trial(*SIMULATED, "--runner", "pooling", bystanders=0)
+    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.05, paths=RIGHT_INPUTS)))
 
 
 def test_connections_of_anybody_cost_no_more_than_their_share() -> None:
@@ -41,7 +47,7 @@ def test_connections_of_anybody_cost_no_more_than_their_share() -> None:
 
 def test_requests_with_a_key_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, key=KEY, bystanders=0)
-    rows(trial, lambda: chain(trial.large(), trial.shown()))
+    rows(trial, lambda: chain(trial.large(), trial.kept(), trial.shown()))
 
 
 def test_of_a_stranger_nothing_is_read() -> None:

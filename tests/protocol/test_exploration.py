@@ -12,8 +12,12 @@ from tests.protocol.explorer import Label, State, Violation, explore
 from tests.protocol.situation import Setup
 from tests.protocol.world import World
 
+QUICK = {"3 engines, 1 request", "a gather in every 2nd step", "held and resumed without requests"}
 
-@pytest.mark.parametrize("name", SMALL)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SMALL]
+)
 def test_every_interleaving_ends_well(name: str) -> None:
     result = check(SMALL[name])
     print(f"{name}: {result}")

@@ -342,6 +342,9 @@ def named(value: object) -> str:
     return value.__name__ if isinstance(value, type) else ""
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_unbroken_protocol_passes_where_the_mutants_fail(name: str) -> None:
     result = explore(World(CONFIGURATIONS[name]))

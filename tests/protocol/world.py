@@ -342,9 +342,9 @@ class World:
         self, state: State, number: int, order: tuple[int, ...]
     ) -> Iterator[tuple[Label, State]]:
         before = state[0][number]
-        rank, _ = self._apply(
-            before, ("order", order), lambda e: e.start_ordered(StartDpWave(*order))
-        )
+        wave, excluded, hold_epoch, topology = order
+        told = StartDpWave(wave, excluded, hold_epoch, topology)
+        rank, _ = self._apply(before, ("order", order), lambda e: e.start_ordered(told))
         taken = rank._replace(orders=without(before.orders, order))
         yield ("take order", number, order), with_rank(state, number, taken)
         if state[3].duplicates and rank != before:

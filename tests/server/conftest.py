@@ -7,7 +7,9 @@ import random
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,23 +18,39 @@ import pytest
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from engine.shared.config import ModelConfig
 from engine.shared.messages import (
+    AdapterOutcome,
     ClusterView,
+    PoolingParams,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
     UtilityResult,
 )
+from engine.shared.pooling import PoolingSpec
 from server.app import build_app
-from server.config import FrontEndConfig, HttpConfig
+from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.observe.metrics import FrontEndMetrics
+from server.router.adapters import Adapters
 from server.router.engine_times import EngineTimes
 from server.router.generation_client import NoEngineAvailable
+from server.store.service import ResponseStore
+from server.store.sqlite import sqlite_backend
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
+from tests.server.endpoints import ADMIN_KEY
+from tests.server.tokens import id_of
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
@@ -62,9 +80,9 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def logprob_of(token_id: int, alternatives: int) -> TokenLogprob:
+def logprob_of(token_id: int, alternatives: int, named: Sequence[int] = ()) -> TokenLogprob:
     """Return made-up scores that depend on the token only."""
-    ids = [(token_id + step) % 330 for step in range(alternatives)]
+    ids = list(named) or [(token_id + step) % 330 for step in range(alternatives)]
     return TokenLogprob(-0.25 - token_id / 1000, 1, ids, [-0.25 - i / 1000 for i in ids])
 
 
@@ -81,7 +99,9 @@ class FakeStream:
         self.pinned_rank: int | None = None
         self.tenant = 0
         self.cache_root = b""
+        self.pooling: PoolingParams | None = None
         self.id = self.group = 0
+        self.adapter = ""
         self.times = EngineTimes()
         self.times.sent(0, time.monotonic())
         self.closed = asyncio.Event()
@@ -118,7 +138,11 @@ class FakeGenerationClient:
         self.context = 512
         self.view: ClusterView | None = None
         self.stats_age: dict[int, float] = {}
+        self.view_age: float | None = None
         self.num_slots = 4
+        self.adapters = Adapters(0, 1)
+        self.changes: list[tuple[str, str | None, bool]] = []
+        self.outcome = AdapterOutcome(1, 200)
         self.utilities: list[tuple[int | None, str, dict[str, Any]]] = []
         self.streams: list[FakeStream] = []
         self.submitted = asyncio.Event()
@@ -130,6 +154,12 @@ class FakeGenerationClient:
         if not self.ready:
             raise NoEngineAvailable
         return self.context
+
+    async def change_adapter(
+        self, name: str, path: str | None = None, in_place: bool = False
+    ) -> AdapterOutcome:
+        self.changes.append((name, path, in_place))
+        return self.outcome
 
     async def call_utility(
         self, rank: int | None, name: str, arguments: dict[str, Any]
@@ -155,6 +185,8 @@ class FakeGenerationClient:
         tenant: int = 0,
         cache_root: bytes = b"",
         group: int = 0,
+        pooling: PoolingParams | None = None,
+        adapter: str = "",
     ) -> FakeStream:
         if len(self.streams) >= self.refuse_from:
             raise NoEngineAvailable
@@ -162,6 +194,8 @@ class FakeGenerationClient:
         stream.priority, stream.pinned_rank = priority, pinned_rank
         stream.tenant, stream.cache_root = tenant, cache_root
         stream.id, stream.group = len(self.streams) + 1, group
+        stream.pooling = pooling
+        stream.adapter = adapter
         self.streams.append(stream)
         stream.feed(*self.script(stream))
         self.submitted.set()
@@ -193,7 +227,10 @@ class FakeGenerationClient:
                         stop_token_id=end if not wanted and reason == "stop" else None,
                         logprobs=None
                         if sampling.logprobs is None
-                        else [logprob_of(token_id, sampling.logprobs) for token_id in part],
+                        else [
+                            logprob_of(each, sampling.logprobs, sampling.logprob_token_ids)
+                            for each in part
+                        ],
                         prompt_logprobs=None
                         if sampling.prompt_logprobs is None or not first
                         else [
@@ -219,7 +256,7 @@ def tokenizer_with(backend: Tokenizer, template: str, *added: AddedToken) -> Ser
     own.add_tokens(list(added))
     return ServedTokenizer(
         own,
-        eos_token_ids=[own.token_to_id("<|eos|>")],
+        eos_token_ids=[id_of(own, "<|eos|>")],
         chat_template=ChatTemplate(template, {}),
     )
 
@@ -233,7 +270,7 @@ def backend() -> Tokenizer:
 def tokenizer(backend: Tokenizer) -> ServedTokenizer:
     return ServedTokenizer(
         backend,
-        eos_token_ids=[backend.token_to_id("<|eos|>")],
+        eos_token_ids=[id_of(backend, "<|eos|>")],
         chat_template=ChatTemplate(TEMPLATE, {"eos_token": "<|eos|>"}),
     )
 
@@ -266,6 +303,24 @@ def app(
     return build_app(config, engines, tokenizer, front_end_metrics)
 
 
+@pytest.fixture
+def whole_app(
+    config: FrontEndConfig,
+    engines: FakeGenerationClient,
+    tokenizer: ServedTokenizer,
+    tmp_path: Path,
+) -> Iterator[FastAPI]:
+    """An app with all endpoints that there are, those for administrators included."""
+    settings = msgspec.structs.replace(
+        config,
+        guards=GuardConfig(admin_key=ADMIN_KEY),
+        http=msgspec.structs.replace(config.http, enable_tokenizer_info_endpoint=True),
+    )
+    store = ResponseStore(sqlite_backend(tmp_path / "whole.sqlite", 1 << 24, 3600.0))
+    yield build_app(settings, engines, tokenizer, FrontEndMetrics(settings), store=store)
+    store.close()
+
+
 class Http:
     """A synchronous client of an app: every call runs its own event loop."""
 
@@ -290,7 +345,8 @@ class Http:
         """Return the body of a successful completion."""
         response = self.post("/v1/completions", {"model": "tiny", "prompt": "hello", **fields})
         assert response.status_code == 200, response.text
-        return response.json()
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def chat(self, **fields: Any) -> dict[str, Any]:
         """Return the body of a successful chat completion."""
@@ -299,7 +355,8 @@ class Http:
             "/v1/chat/completions", {"model": "tiny", "messages": messages, **fields}
         )
         assert response.status_code == 200, response.text
-        return response.json()
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the events of a stream that ends as it should."""
@@ -328,6 +385,57 @@ def http_of(
 ) -> Callable[[FrontEndConfig], Http]:
     """Return what makes a client of an app with other settings."""
     return lambda config: Http(build_app(config, engines, tokenizer, FrontEndMetrics(config)))
+
+
+VECTOR_SIZE = 8
+
+
+def vector_of(token_ids: Sequence[int], size: int = VECTOR_SIZE) -> list[float]:
+    """Return the vector that scripted engines make of a sequence; longer ones have larger ones."""
+    return [float(len(token_ids)), *map(float, token_ids[: size - 1])] + [0.0] * (
+        size - 1 - len(token_ids[: size - 1])
+    )
+
+
+def vectors(size: int) -> Script:
+    """Return a script that answers each sequence with its vector."""
+
+    def script(stream: FakeStream) -> list[RequestOutput]:
+        pooled = array("f", vector_of(stream.prompt_token_ids, size)).tobytes()
+        return [RequestOutput(stream.id, [], "stop", pooled=pooled)]
+
+    return script
+
+
+def framed(backend: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that puts special tokens around texts, as those of BERT do."""
+    own = Tokenizer.from_str(backend.to_str())
+    first, last = ("<|user|>", own.token_to_id("<|user|>")), ("<|end|>", own.token_to_id("<|end|>"))
+    own.post_processor = processors.TemplateProcessing(
+        single="<|user|> $A <|end|>",
+        pair="<|user|> $A <|end|> $B:1 <|end|>:1",
+        special_tokens=[first, last],
+    )
+    return own
+
+
+@pytest.fixture
+def pooling_http(
+    config: FrontEndConfig, engines: FakeGenerationClient, backend: Tokenizer
+) -> Callable[..., Http]:
+    """Return what makes a client of an app over a model that makes vectors."""
+
+    def make(config: FrontEndConfig = config, **fields: Any) -> Http:
+        given: dict[str, Any] = {"task": "embed", "pooling": "mean", "size": VECTOR_SIZE} | fields
+        if given["task"] == "classify":
+            given.setdefault("labels", tuple(f"LABEL_{i}" for i in range(given["size"])))
+        spec = PoolingSpec(**given)
+        engines.script = vectors(spec.size)
+        tokenizer = ServedTokenizer(framed(backend), eos_token_ids=[0])
+        metrics = FrontEndMetrics(config)
+        return Http(build_app(config, engines, tokenizer, metrics, pooling=spec))
+
+    return make
 
 
 Served = Callable[[FastAPI], contextlib.AbstractContextManager[str]]

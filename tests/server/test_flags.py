@@ -20,7 +20,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("serve --max_num_seqs=5", "did you mean --max-num-seqs?"),
         ("serve m --no-enable-prefix-cachin", "did you mean --no-enable-prefix-caching?"),
         ("engine --conf x.yaml", "did you mean --config?"),
-        ("engine --api-server-count 2", "it is a flag of `swell serve`, `swell api-server` and"),
+        ("engine --api-server-count 2", "it is a flag of `swell serve`, `swell api-server`,"),
         ("serve --frobnicate", "unknown flag --frobnicate (`swell serve --help` lists all)"),
         ("engine model another", "swell engine: unexpected argument another"),
         ("srve", "swell: unknown command srve: did you mean serve?"),

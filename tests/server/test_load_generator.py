@@ -4,8 +4,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ from typing import Any
 import pytest
 
 from server import cli
+from tests.support.commands import SWELL
+from tests.support.waiting import until
 
 GUARD_SECONDS = 30
 TIMER_SECONDS = 0.002
@@ -101,7 +101,8 @@ def test_what_never_ends_is_cut_off(bench: Bench, engines: Any) -> None:
     endless, begun = engines.tokens([65]), len(engines.streams)
 
     def script(stream: Any) -> list[Any]:
-        return endless(stream)[: 0 if len(engines.streams) > begun + 1 else None]
+        outputs: list[Any] = endless(stream)
+        return outputs[: 0 if len(engines.streams) > begun + 1 else None]
 
     engines.script = script
     code, result = bench(
@@ -121,16 +122,15 @@ def test_an_interrupted_run_shows_what_it_has(
     with served(app) as url:
         process = subprocess.Popen(
             [
-                str(Path(sys.executable).with_name("swell")), "bench", "--url", url,
+                SWELL, "bench", "--url", url,
                 "--num-prompts", "9", "--num-warmups", "1", "--max-concurrency", "2",
                 "--random-input-len", "3",
             ],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            # A shell has its background jobs ignore interrupts, and their children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
-        deadline = time.monotonic() + GUARD_SECONDS
-        while len(engines.streams) < answered + 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: len(engines.streams) >= answered + 2, "all that are sent", GUARD_SECONDS)
         process.send_signal(signum)
         printed, complained = process.communicate(timeout=GUARD_SECONDS)
     assert process.returncode == 0

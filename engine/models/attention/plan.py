@@ -15,15 +15,15 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 
 _SHORT_ROW = 64
-"""Rows of up to so many new tokens share groups; longer ones are worth a call of their own."""
+"""Rows of up to this many new tokens share groups; longer ones get a call of their own."""
 _FREE_PADDING = 4096
 """Padded key positions below which splitting a group costs more than it saves."""
 _TOKEN_KEYS = 64
 """Keys by which the products of single tokens grow, where each token attends by itself."""
 _TOKENS_AT_ONCE = 64
-"""Most tokens of one such call, which bounds its memory."""
+"""Maximum tokens of one such call, which bounds its memory."""
 _MAX_SCORES = 1 << 22
-"""Most padded scores per head group, which bounds the mask of a group of short rows."""
+"""Maximum padded scores per head group, which bounds the mask of a group of short rows."""
 
 
 class AttentionRows(msgspec.Struct, frozen=True):

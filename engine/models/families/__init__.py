@@ -1,1 +1,1 @@
-"""One file per family of models: what its config and its tensor names mean."""
+"""One file per model family: what its config and its tensor names mean."""

@@ -1,4 +1,4 @@
-"""What a family of models says of itself; see docs/models.md for how to add one."""
+"""The description of a model family; CONTRIBUTING.md shows how to add one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,14 @@ Config = dict[str, Any]
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """Models that are read alike; what differs in the decoder's block is data of their spec."""
+    """Models that are read alike; how their decoder blocks differ is data of their specs."""
 
     architectures: tuple[str, ...]
     """As in `architectures` of config.json."""
     spec: Callable[[Config], ModelSpec]
     """Raises UnsupportedModel, naming the setting that cannot be honoured."""
     weights: Callable[[ModelSpec], WeightMap]
-    text_prefixes: tuple[str, ...] = ("model.",)
-    """How names may begin, where the decoder's begin with "model."; the first is preferred."""
+    text_prefixes: tuple[str, ...] = ("model.", "")
+    """Prefixes that names may have where the decoder's have "model."; the first is preferred."""
     not_text: tuple[str, ...] = ()
-    """How names begin of what belongs to images and sound, which is not loaded."""
+    """Prefixes of the names of tensors for images and sound, which are not loaded."""

@@ -1,4 +1,4 @@
-"""Gemma 3, of its larger versions the part for text: one layer in six sees everything."""
+"""Gemma 3 (of its larger versions the text model): one layer in six sees everything."""
 
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ _DEFAULTS = {
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
-"""Which the configs of the larger versions leave out."""
+"""What the configs of the larger versions leave out."""
 
 
 def _spec(config: Config) -> ModelSpec:

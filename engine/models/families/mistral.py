@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window in some versions."""
+"""Mistral: Llama, in some versions with a sliding window."""
 
 from msgspec.structs import replace
 

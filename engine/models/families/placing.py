@@ -1,4 +1,4 @@
-"""Finds the decoder's tensors in checkpoints, for all families: by other names, in other parts."""
+"""Finds the decoder's tensors in checkpoints, for all families: renamed, or cut from others."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ LLAMA_NAMES: Mapping[str, str] = {
     "mlp_norm": "post_attention_layernorm",
     "router": "gate",
 }
-"""What Llama and most others call what the decoder calls otherwise."""
+"""Llama's names (and most others') of tensors that the decoder names differently."""
 
 
 def llama_weights(spec: ModelSpec) -> WeightMap:
@@ -19,7 +19,7 @@ def llama_weights(spec: ModelSpec) -> WeightMap:
 
 
 def named_weights(spec: ModelSpec, names: Mapping[str, str]) -> WeightMap:
-    """Return where each tensor is, where some parts of names are others than the decoder's."""
+    """Return where each tensor is if some parts of names differ from the decoder's."""
     return weight_map(spec, lambda name, shape: Source(name=stored_name(name, names), shape=shape))
 
 
@@ -31,11 +31,11 @@ def stored_name(name: str, names: Mapping[str, str]) -> str:
 def fused_weights(
     spec: ModelSpec, names: Mapping[str, str], *, qkv: str | None, gate_up: str | None
 ) -> WeightMap:
-    """Return where each tensor is, where some lie one below the other in a common one.
+    """Return where each tensor is if some are stacked in a common one.
 
     Args:
         names: as in `named_weights`.
-        qkv, gate_up: what the common ones are called, None if there is none.
+        qkv, gate_up: names of the common ones, None if there is none.
     """
     parts: dict[str, tuple[str, int, int]] = {}
     """By the decoder's name: the common one's, the first row, and how many rows that has."""

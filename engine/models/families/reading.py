@@ -24,10 +24,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 def llama_spec(
     config: Config, *, eps: float = 1e-6, tied: bool = False, rope: RopeSpec | None = None
 ) -> ModelSpec:
-    """Return the spec of a model that differs from Llama in nothing.
+    """Return the spec of a model that differs in nothing from Llama.
 
     Args:
-        eps, tied: what holds where the config has no word on it.
+        eps, tied: defaults where the config says nothing.
         rope: of all layers, if it is not to be read as Llama's.
 
     Raises:

@@ -61,8 +61,18 @@ def architecture_of(config: dict[str, Any]) -> str:
     """
     named = config.get("architectures") or []
     for name in named:
-        if name in FAMILIES:
-            return str(name)
+        for served in (name, *_generating(str(name))):
+            if served in FAMILIES:
+                return str(served)
     found = ", ".join(named) or f"none (model_type {config.get('model_type')!r})"
     supported = ", ".join(FAMILIES)
     raise UnsupportedModel(f"architecture {found} is not supported; supported are: {supported}")
+
+
+def _generating(name: str) -> list[str]:
+    """Return what the same model is called with an LM head, if it is a model without one."""
+    return [
+        name.removesuffix(suffix) + "ForCausalLM"
+        for suffix in ("ForSequenceClassification", "Model")
+        if name.endswith(suffix)
+    ]

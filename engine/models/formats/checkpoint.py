@@ -17,6 +17,17 @@ from torch import Tensor
 
 from engine.models.families.registry import family_of
 from engine.models.formats.fingerprint import weights_fingerprint
+from engine.models.formats.quantized.floats import FloatWeight
+from engine.models.formats.quantized.integers import BadQuantization, IntegerWeight
+from engine.models.formats.quantized.scheme import read_scheme
+from engine.models.formats.quantized.weights import (
+    CACHE_SCALES,
+    StoredWeight,
+    expanded,
+    open_weight,
+    quantized_weights,
+)
+from engine.models.products.int4 import Int4Weights
 from engine.models.spec import ModelSpec
 from engine.models.weights import Layout, Source, WeightMap, decoder_tensors, stored_tensors
 
@@ -41,6 +52,10 @@ class Checkpoint(Protocol):
         """Return one tensor; it may be a view of a mapped file, so copy what is kept."""
         ...
 
+    def int4(self, name: str) -> Int4Weights | None:
+        """Return a weight as it is stored in 4 bits; None if it is not, or not in plain groups."""
+        ...
+
     def fingerprint(self) -> str:
         """Return a digest that is equal for equal weights."""
         ...
@@ -62,22 +77,48 @@ class SafetensorsCheckpoint:
         self._files: dict[str, Any] = {}
         self._shapes: Layout = {}
         self._stored: dict[str, str] = {}
-        for path in _weight_files(directory):
+        for path in weight_files(directory):
             self._open(path)
+        self._scheme = read_scheme(msgspec.json.decode(self._config))
+        shapes = self._find_quantized(directory)
         family = family_of(spec.architecture)
-        self._weights = _with_prefix(family.weights(spec), family.text_prefixes, self._shapes)
+        self._weights = _with_prefix(family.weights(spec), family.text_prefixes, shapes)
         found = {
-            name: shape
-            for name, shape in self._shapes.items()
-            if not name.startswith(family.not_text)
+            name: shape for name, shape in shapes.items() if not name.startswith(family.not_text)
         }
-        redundant = ("lm_head.weight",) if spec.tie_word_embeddings else ()
-        compare(
-            directory,
-            stored_tensors(self._weights),
-            found,
-            redundant=(*redundant, ".rotary_emb.inv_freq"),
-        )
+        expected = stored_tensors(self._weights)
+        compare(directory, expected, found, redundant=self._redundant(spec, expected))
+
+    def _find_quantized(self, directory: Path) -> Layout:
+        """Find the weights that are stored in parts; return the shapes of all that are whole."""
+        self._quantized: dict[str, StoredWeight] = {}
+        if self._scheme is None:
+            return self._shapes
+        try:
+            self._quantized = quantized_weights(
+                self._scheme, self._shapes, self._stored, self._stored_tensor
+            )
+        except BadQuantization as error:
+            raise CheckpointError(f"the quantized weights in {directory}: {error}") from error
+        parts = {name for weight in self._quantized.values() for name in weight.names.values()}
+        shapes = {name: shape for name, shape in self._shapes.items() if name not in parts}
+        return shapes | {name: weight.shape for name, weight in self._quantized.items()}
+
+    def _redundant(self, spec: ModelSpec, expected: Layout) -> tuple[str, ...]:
+        """Return the endings of names of tensors that may be there and are not needed."""
+        redundant: tuple[str, ...] = (".rotary_emb.inv_freq",)
+        if spec.tie_word_embeddings or spec.num_outputs is not None:
+            redundant += ("lm_head.weight",)
+        if self._scheme is not None:
+            biases = [name.removesuffix("weight") + "bias" for name in self._quantized]
+            redundant += CACHE_SCALES + tuple(
+                name
+                for name in biases  # some tools add one of zeros to each
+                if name in self._shapes
+                and name not in expected
+                and not self._stored_tensor(name).any()
+            )
+        return redundant
 
     def _open(self, path: Path) -> None:
         try:
@@ -103,9 +144,41 @@ class SafetensorsCheckpoint:
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor backed by the mapped file, where it is stored as the decoder has it."""
+        """Return a tensor backed by the mapped file, where it is stored as the decoder has it.
+
+        Raises:
+            CheckpointError: the tensors of a quantized weight do not fit each other.
+        """
         source = self._weights[name]
-        return source.read(self._stored_tensor(source.name))
+        return source.read(self._whole(source.name))
+
+    def int4(self, name: str) -> Int4Weights | None:
+        """Return the stored codes, scales and zero points of a weight, if they have 4 bits.
+
+        Raises:
+            CheckpointError: its tensors do not fit each other.
+        """
+        source = self._weights[name]
+        if source.name not in self._quantized:
+            return None
+        weights = self._opened(source.name)
+        if isinstance(weights, FloatWeight) or weights.bits != 4 or weights.group_of is not None:
+            return None
+        parts = (weights.codes, weights.scales, weights.zeros)
+        codes, scales, zeros = (source.read(part) for part in parts)
+        return Int4Weights(codes, scales, zeros)
+
+    def _opened(self, name: str) -> IntegerWeight | FloatWeight:
+        assert self._scheme is not None
+        try:
+            return open_weight(self._quantized[name], self._scheme, self._stored_tensor)
+        except BadQuantization as error:
+            raise CheckpointError(f"{name}: {error}") from error
+
+    def _whole(self, name: str) -> Tensor:
+        if name not in self._quantized:
+            return self._stored_tensor(name)
+        return expanded(self._opened(name), self._quantized[name].shape, self.dtype)
 
     def _stored_tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
@@ -133,7 +206,7 @@ def _with_prefix(weights: WeightMap, prefixes: tuple[str, ...], found: Layout) -
     return {name: placed(source) for name, source in weights.items()}
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
@@ -142,7 +215,7 @@ def _weight_files(directory: Path) -> list[Path]:
         files = [directory / "model.safetensors"]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
-        raise CheckpointError(f"{directory} lacks {_some(missing)}")
+        raise CheckpointError(f"{directory} lacks {some(missing)}")
     return files
 
 
@@ -156,7 +229,7 @@ def compare(
     """Refuse weights that are not those of the model.
 
     Args:
-        redundant: how the names end of tensors that some tools store although they follow from
+        redundant: endings of names of tensors that some tools store although they follow from
             others.
 
     Raises:
@@ -175,11 +248,11 @@ def compare(
     ]
     if problems:
         raise CheckpointError(
-            f"the weights in {path} do not fit the model's config: {_some(problems)}"
+            f"the weights in {path} do not fit the model's config: {some(problems)}"
         )
 
 
-def _some(items: list[str]) -> str:
+def some(items: list[str]) -> str:
     more = len(items) - _MAX_PROBLEMS
     return "; ".join(items[:_MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 
@@ -206,6 +279,10 @@ class DummyCheckpoint:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         values = torch.empty(shape, dtype=self._dtype)
         return values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+
+    def int4(self, name: str) -> Int4Weights | None:
+        """None: weights are drawn as floats."""
+        return None
 
     def fingerprint(self) -> str:
         """Digest of the config and the seed."""

@@ -36,7 +36,7 @@ def weights_fingerprint(
 
 
 def computed_fingerprint(checkpoint: str, quantization: str | None) -> str:
-    """Return the digest of what is computed with: the same weights rounded to others are others."""
+    """Return the digest of the weights as computed with: rounded ones have another digest."""
     if quantization is None:
         return checkpoint
     return hashlib.sha256(f"{checkpoint} {quantization}".encode()).hexdigest()[:_LENGTH]

@@ -19,7 +19,7 @@ from engine.models.products.dense import Linear
 
 
 class SendingRule(NamedTuple):
-    """When all tokens go to all ranks in one message, rather than each to where it is needed."""
+    """When all tokens go to all ranks in one message, instead of each to where it is needed."""
 
     few_tokens: int = 256
     """Tokens per rank up to which a message less is worth more than a shorter one."""
@@ -44,6 +44,10 @@ class Exchange(Protocol):
         """Return every rank's number."""
         ...
 
+    def all_to_all_counts(self, counts: Sequence[int]) -> list[int]:
+        """Return the number that each rank sent to this one."""
+        ...
+
     def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows of all ranks."""
         ...
@@ -54,7 +58,7 @@ class Exchange(Protocol):
 
 
 class MirrorGroup:
-    """Stands for a group whose other ranks do the same as this one, to try what memory it takes.
+    """Stands for a group whose other ranks do the same as this one, to measure memory.
 
     What comes from them is made of what goes to them, and means nothing.
     """
@@ -65,6 +69,10 @@ class MirrorGroup:
     def all_gather_counts(self, count: int) -> list[int]:
         """Return this rank's number for every rank."""
         return [count] * self.size
+
+    def all_to_all_counts(self, counts: Sequence[int]) -> list[int]:
+        """Return what was sent: as much comes as goes."""
+        return list(counts)
 
     def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this rank's rows for every rank."""
@@ -104,7 +112,7 @@ class ExpertGroup:
         self.rank_of = ranks.to(self._device)
 
     def leave(self) -> None:
-        """Be in no group until `join`."""
+        """Leave the group until the next `join`."""
         self._group = None
 
     @property
@@ -201,10 +209,10 @@ class SpreadExperts:
         needed = torch.zeros(group.size, len(x), dtype=torch.bool, device=x.device)
         needed.T.scatter_(1, ranks, True)
         tokens = needed.nonzero()[:, 1]
-        sent = needed.sum(1)
-        received = group.all_to_all(sent, [1] * group.size, [1] * group.size).tolist()
+        sent: list[int] = needed.sum(1).tolist()
+        received = group.all_to_all_counts(sent)
         packed = _pack(x.index_select(0, tokens), chosen.index_select(0, tokens))
-        return _Arrived(*_unpack(group.all_to_all(packed, sent.tolist(), received), x), received)
+        return _Arrived(*_unpack(group.all_to_all(packed, sent, received), x), received)
 
 
 def _pack(x: Tensor, chosen: Tensor) -> Tensor:

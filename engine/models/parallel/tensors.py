@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.distributed.group import Group
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.layers import Rows
+from engine.models.products.int4 import Int4Weights
 from engine.models.spec import ModelSpec, UnsupportedModel
 
 
@@ -120,6 +121,10 @@ class CutCheckpoint:
     def tensor(self, name: str) -> Tensor:
         """Return this rank's part of a tensor."""
         return self._cut.part(name, self._checkpoint.tensor(name))
+
+    def int4(self, name: str) -> Int4Weights | None:
+        """None: a part is rounded again."""
+        return None
 
     def fingerprint(self) -> str:
         """Return the digest of the whole checkpoint."""

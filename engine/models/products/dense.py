@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ _PACKED_ROWS = 16
 _CONVERTED_ROWS = 192
 """Rows whose product is worth converting 16-bit weights, where float32 is faster."""
 _MAX_CONVERTED = 1 << 26
-"""Most weights that are converted at once, which bounds the memory that takes (256 MB)."""
+"""Maximum weights that are converted at once, which bounds the memory for it (256 MB)."""
 _UNPACKED_WEIGHTS = 1 << 18
 """Weights up to which float32 products are faster from the plain layout."""
 
@@ -82,10 +83,38 @@ class PackedLinear:
 
 
 def _float32_rows(weight: Tensor) -> int:
-    """Return from how many rows on it pays to convert these weights for one product, if ever."""
+    """Return the rows from which on converting these weights for one product pays, if ever."""
     if weight.dtype.itemsize != 2 or weight.numel() > _MAX_CONVERTED or not float32_is_faster():
         return sys.maxsize
     return _CONVERTED_ROWS
+
+
+def gelu_product(weight: Tensor, bias: Tensor) -> Linear | None:
+    """Return gelu(x @ weight.T + bias) as one operator, which spares a pass over the result.
+
+    None where there is no such operator, or its results differ. The weight is packed: it replaces
+    the original as that of `prepare_linear` does.
+    """
+    if weight.device.type != "cpu":
+        return None
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+        product = torch.ops.mkldnn._linear_pointwise.default
+        fused = partial(_gelu_of, product=product, weight=packed, bias=bias)
+        probe = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        x = probe.to(weight.dtype)
+        tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
+        plain = F.gelu(F.linear(x, weight, bias))
+        agrees = torch.allclose(fused(x), plain, rtol=tolerance, atol=tolerance)
+    except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type
+        logger.info("GELU of weights of type %s is computed apart: %s", weight.dtype, error)
+        return None
+    return fused if agrees else None
+
+
+def _gelu_of(x: Tensor, product: Any, weight: Tensor, bias: Tensor) -> Tensor:
+    result: Tensor = product(x, weight, bias, "gelu", [], "none")
+    return result
 
 
 _packable: dict[tuple[torch.dtype, int, int], bool] = {}

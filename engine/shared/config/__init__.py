@@ -6,6 +6,7 @@ Names are those that users of vLLM know, where it has the setting.
 from engine.shared.config.cluster import DEFAULT_COORDINATOR, ClusterConfig, ParallelConfig
 from engine.shared.config.engine import EngineConfig, EngineLaunch
 from engine.shared.config.execution import ExecutorConfig, SchedulerConfig
+from engine.shared.config.lora import MAX_NAME_SIZE, LoraConfig, LoraModule
 from engine.shared.config.model import BUNDLED_MODEL, BUNDLED_MODEL_NAME, CacheConfig, ModelConfig
 from engine.shared.config.process import HealthConfig, LogConfig
 from engine.shared.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -14,6 +15,7 @@ __all__ = [
     "BUNDLED_MODEL",
     "BUNDLED_MODEL_NAME",
     "DEFAULT_COORDINATOR",
+    "MAX_NAME_SIZE",
     "CacheConfig",
     "ClusterConfig",
     "EngineConfig",
@@ -21,6 +23,8 @@ __all__ = [
     "ExecutorConfig",
     "HealthConfig",
     "LogConfig",
+    "LoraConfig",
+    "LoraModule",
     "ModelConfig",
     "NonNegativeInt",
     "ParallelConfig",

@@ -7,6 +7,10 @@ from msgspec import Meta
 from engine.shared.addresses import split_host_port
 from engine.shared.config.section import NonNegativeInt, PositiveFloat, Section
 
+_MANY_LAYERS = 100_000
+_LONG_NUMBER = 10
+"""More digits than any model's number of layers has."""
+
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
     """Parallelism"""
@@ -44,6 +48,17 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         "Processes (on CUDA: devices) that compute each engine's model together, each with its "
         "part of every layer.",
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=256),
+        "Stages that each engine's layers are divided into, each with processes (on CUDA: devices) "
+        "of its own; as many batches are computed at once.",
+    ] = 1
+    pipeline_layer_partition: Annotated[
+        str | None,
+        "Layers of each stage, as in 10,14; default: equally many, the last stage fewer if need "
+        "be.",
+    ] = None
     enable_expert_parallel: Annotated[
         bool,
         "Spread the experts of a mixture-of-experts model over the engines, which then step "
@@ -56,8 +71,40 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     ] = "shrink"
     group_timeout: Annotated[
         PositiveFloat,
-        "Seconds that engines that step together wait for each other before they form a new group.",
+        "Seconds for which engines that step together wait for each other before they form a new "
+        "group.",
     ] = 30.0
+
+    def __post_init__(self) -> None:
+        if self.pipeline_layer_partition is not None:
+            self._check_partition(self.pipeline_layer_partition)
+
+    def _check_partition(self, text: str) -> None:
+        layers = self.layers_of_stages
+        assert layers is not None
+        if not all(0 < count < _MANY_LAYERS for count in layers):
+            raise ValueError(
+                f"pipeline_layer_partition is {text[:80]}: give each stage's number of layers, at "
+                "least 1, as in 10,14"
+            )
+        if len(layers) != self.pipeline_parallel_size:
+            raise ValueError(
+                f"pipeline_layer_partition has {len(layers)} numbers for "
+                f"--pipeline-parallel-size {self.pipeline_parallel_size}: give one for each stage"
+            )
+
+    @property
+    def layers_of_stages(self) -> tuple[int, ...] | None:
+        """Layers of each pipeline stage, 0 for text that is not a number; None if not set."""
+        if self.pipeline_layer_partition is None:
+            return None
+        parts = [part.strip() for part in self.pipeline_layer_partition.split(",")]
+        return tuple(int(part) if _is_number(part) else 0 for part in parts)
+
+    @property
+    def processes(self) -> int:
+        """How many processes (on CUDA: devices) compute one engine's model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def engines_on_node(self) -> int:
@@ -81,6 +128,10 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         return None if first is None else first + number
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < _LONG_NUMBER
+
+
 DEFAULT_COORDINATOR = "127.0.0.1:7550"
 
 
@@ -89,10 +140,17 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
 
     coordinator: Annotated[
         str | None,
-        "Coordinator's HOST:PORT, [IPV6]:PORT or ipc://PATH; one listens with * on all "
-        "interfaces; default: `swell serve` makes its own, all others look at 127.0.0.1:7550.",
+        "Address of the coordinator: HOST:PORT, [IPV6]:PORT or ipc://PATH; with * as the host it "
+        "listens on all interfaces; default: `swell serve` runs its own, everything else connects "
+        "to 127.0.0.1:7550.",
     ] = None
     node: Annotated[str | None, "Name of this node; default: its host name."] = None
+    engine_group: Annotated[
+        str,
+        Meta(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$"),
+        "Engine group of this process: front ends use engines of their own group only, so that two "
+        "models can be served side by side while one replaces the other.",
+    ] = ""
     advertise_host: Annotated[
         str | None,
         "Name or address under which other nodes reach this one; default: the address of the "
@@ -100,13 +158,18 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     ] = None
     socket_dir: Annotated[
         str | None,
-        "Private directory in which this node creates one for its local sockets; default: the "
+        "Directory in which this node creates a private one for its local sockets; default: the "
         "system's temporary directory.",
     ] = None
     cluster_key_file: Annotated[
         str | None,
         "File with the shared secret (at least 16 bytes) that encrypts and authenticates TCP "
         "connections between nodes.",
+    ] = None
+    accepted_cluster_key_file: Annotated[
+        str | None,
+        "File with a second shared secret that is also accepted, so that the secret can be changed "
+        "while all runs; it may be missing, and both files are read again when they change.",
     ] = None
     insecure_cluster: Annotated[bool, "Allow plain TCP between nodes (trusted networks only)."] = (
         False

@@ -4,6 +4,7 @@ import msgspec
 
 from engine.shared.config.cluster import ClusterConfig, ParallelConfig
 from engine.shared.config.execution import ExecutorConfig, SchedulerConfig
+from engine.shared.config.lora import LoraConfig
 from engine.shared.config.model import CacheConfig, ModelConfig
 from engine.shared.config.process import HealthConfig, LogConfig
 from engine.shared.config.section import Section
@@ -16,6 +17,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     cluster: ClusterConfig = ClusterConfig()
     health: HealthConfig = HealthConfig()

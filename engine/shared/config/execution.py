@@ -31,9 +31,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_slowdown: Annotated[
         float,
         Meta(ge=0),
-        "How many times as long one request of several sequences, or one tenant, may make steps "
-        "while others decode: more of its sequences take turns then. Less keeps others' tokens "
-        "flowing, more computes large requests faster; 0: no limit.",
+        "Factor by which one request with several sequences, or one tenant, may lengthen steps "
+        "while others decode; to stay below it, its sequences take turns. Lower values keep the "
+        "others' tokens flowing, higher ones finish large requests sooner; 0: no limit.",
     ] = 1.25
     async_scheduling: Annotated[bool, "Plan the next step while the current one runs."] = False
     speculative_ngram: Annotated[
@@ -74,11 +74,11 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         if shortest is not None and longest is not None and shortest > longest:
             raise ValueError(f"prompt_lookup_min is {shortest}: more than prompt_lookup_max")
         if 0 < self.max_slowdown < 1:
-            raise ValueError(f"max_slowdown is {self.max_slowdown}: nobody makes steps shorter")
+            raise ValueError(f"max_slowdown is {self.max_slowdown}: it has to be 0 or at least 1")
 
     @property
     def max_tenant_prefill(self) -> int:
-        """Most prompt tokens of a tenant in a step while others use the engine."""
+        """Maximum prompt tokens of one tenant per step while other tenants use the engine."""
         return self.max_tenant_prefill_tokens or max(1, self.max_num_batched_tokens // 4)
 
     @property

@@ -28,9 +28,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         "on a CPU that multiplies float32 faster.",
     ] = "auto"
     quantization: Annotated[
-        Literal["int8"] | None,
-        "int8: round the weights and activations of linear layers to 8 bits (CPU only); "
-        "default: as loaded.",
+        Literal["int8", "int4"] | None,
+        "Quantization of linear layers on the CPU. int8: weights and activations in 8 bits; int4: "
+        "weights in 4 bits, the least memory; default: checkpoints in few bits are expanded to "
+        "--dtype.",
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"], "auto: read the checkpoint; dummy: random weights from --seed."
@@ -38,6 +39,16 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     max_model_len: Annotated[
         PositiveInt | None, "Longest sequence in tokens; default: the model's own limit."
     ] = None
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        "What the model is for; pooling: embeddings and scores; auto: pooling for encoders, "
+        "classifiers and models with the files of sentence-transformers, else generate.",
+    ] = "auto"
+    pooler_config: Annotated[
+        str,
+        "JSON object that overrides how the model's files pool: `pooling_type` (CLS, MEAN, LAST, "
+        "MAX), `normalize`, `use_activation`, `activation`, `max_embed_len`, `dimensions`.",
+    ] = "{}"
     seed: Annotated[int, "Seed of dummy weights."] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], "Where the model runs."] = "auto"
     generation_config: Annotated[
@@ -51,9 +62,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         "JSON object of sampling defaults that override those of the file, e.g. "
         '`{"temperature": 0.2}`.',
     ] = "{}"
-    chat_template: Annotated[str | None, "Jinja file that replaces the model's chat template."] = (
-        None
-    )
+    chat_template: Annotated[
+        str | None,
+        "Jinja file that replaces the model's chat template, or the template itself.",
+    ] = None
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):

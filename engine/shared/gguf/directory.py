@@ -15,7 +15,7 @@ from engine.shared.gguf.reader import Gguf, read_gguf
 from engine.shared.gguf.vocabulary import special_tokens, tokenizer_of
 
 _FORM = 1
-"""Raised when the files are written otherwise than before."""
+"""Increased whenever these files are written in another form."""
 
 
 def is_gguf(model: str) -> bool:

@@ -96,7 +96,7 @@ def read_gguf(path: Path) -> Gguf:
 
 
 class _Cursor:
-    """Reads values one after the other, and no further than it may."""
+    """Reads values one after another, up to a limit."""
 
     def __init__(self, file: BinaryIO, limit: int, path: Path) -> None:
         self._file = file

@@ -1,7 +1,15 @@
 """What the coordinator publishes, to engines and to front ends, and what they report to it."""
 
+from typing import Literal
+
 import msgspec
 
+from engine.shared.messages.adapters import (
+    AdapterSheet,
+    AdaptersInUse,
+    AdaptersView,
+    AdapterWish,
+)
 from engine.shared.messages.membership import EngineSetup, FrontEndEntry, GroupMember
 from engine.shared.messages.outputs import EngineStats
 from engine.shared.messages.wire import Message
@@ -14,6 +22,8 @@ class FrontEnds(Message, frozen=True):
 
     epoch: int
     front_ends: list[FrontEndEntry]
+    group: str = ""
+    """The engine group that this is for; the same in the other orders."""
 
 
 class StartDpWave(Message, frozen=True):
@@ -27,6 +37,7 @@ class StartDpWave(Message, frozen=True):
     excluded_rank: int
     hold_epoch: int = 0
     topology: int = 0
+    group: str = ""
 
 
 class FormGroup(Message, frozen=True):
@@ -40,9 +51,18 @@ class FormGroup(Message, frozen=True):
     members: list[GroupMember]
     """By position in the group, the leader first."""
     address: str = ""
+    group: str = ""
 
 
-GroupOrder = FrontEnds | StartDpWave | FormGroup
+class HoldAdapters(Message, frozen=True):
+    """The adapters that engines have from now on; one that knows a newer sheet ignores it."""
+
+    epoch: int
+    sheet: AdapterSheet
+    group: str = ""
+
+
+GroupOrder = FrontEnds | StartDpWave | FormGroup | HoldAdapters
 
 
 # -- back output: engines -> coordinator ---------------------------------------------------------
@@ -92,6 +112,24 @@ class EngineEntry(msgspec.Struct, frozen=True, array_like=True):
     """How many earlier incarnations of this rank the coordinator has seen."""
     setup: EngineSetup | None
     stats: EngineStats | None
+    draining: bool = False
+    """Whether it drains; an engine that is neither ready nor draining is starting."""
+    adapters: list[str] = []
+    """Versions of the adapters that it has."""
+
+
+AbsenceReason = Literal["not_joined", "died", "silent", "drained", "refused"]
+"""Why an engine is missing: it never joined; its supervisor saw it die; it was silent for too
+long; it was drained; its weights differed from the others'."""
+
+
+class MissingEngine(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that is expected and not there; see `coordinator.expected`."""
+
+    rank: int
+    reason: AbsenceReason
+    age: float
+    """Seconds for which the coordinator has missed it."""
 
 
 class ClusterView(Message, frozen=True):
@@ -108,6 +146,13 @@ class ClusterView(Message, frozen=True):
     num_front_ends: int
     wakeups_total: dict[str, int] = {}
     """How often the engines were woken, by source: "front_end" or "engine"."""
+    group: str = ""
+    """The engine group that this shows; front ends of others ignore it."""
+    expected: int = 0
+    """How many engines are expected; if nothing says so, those that are there or were lost."""
+    missing: list[MissingEngine] = []
+    adapters: AdaptersView | None = None
+    """None if no engine has any, or the coordinator does not know yet."""
 
 
 class WakeUp(Message, frozen=True):
@@ -116,6 +161,7 @@ class WakeUp(Message, frozen=True):
     front_end: int
     rank: int
     wave: int
+    group: str = ""
 
 
-FrontEndNotice = WakeUp
+FrontEndNotice = WakeUp | AdapterWish | AdaptersInUse

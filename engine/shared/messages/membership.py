@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.shared.messages.adapters import AdapterSheet, HeldAdapter
 from engine.shared.messages.wire import Message
 from engine.shared.scope import EVERYTHING, Scope
 
@@ -19,9 +20,9 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     model_fingerprint: str
     """Equal on all engines that hold the same weights."""
     max_num_seqs: int = 0
-    """Most sequences that the engine runs at once; 0 if it does not say."""
+    """Maximum sequences that the engine runs at once; 0 if it does not say."""
     enable_prefix_caching: bool | None = None
-    """This and the following are its settings of the KV cache, as far as it says them."""
+    """This and the following are its KV cache settings, as far as it reports them."""
     gpu_memory_utilization: float | None = None
     num_kv_blocks_set: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -42,7 +43,7 @@ class GroupMember(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class GroupStatus(msgspec.Struct, frozen=True, array_like=True):
-    """Where an engine stands with its lockstep group, as it says itself.
+    """An engine's state in its lockstep group, by its own account.
 
     See `engine.lockstep.group_membership`.
     """
@@ -53,7 +54,7 @@ class GroupStatus(msgspec.Struct, frozen=True, array_like=True):
     address: str
     """HOST:PORT where it would host the meeting point of a group that it leads."""
     members: list[GroupMember] = []
-    """Whom it is in a group with, itself included; empty unless joined."""
+    """The members of its group, itself included; empty unless joined."""
 
 
 class Hello(Message, frozen=True):
@@ -85,6 +86,12 @@ class Hello(Message, frozen=True):
     """See `engine.shared.version`; 0 in processes that are older than the field."""
     version: str = ""
     """Version of Swell, for people."""
+    group: str = ""
+    """The engine group that the process belongs to (`--engine-group`)."""
+    given: bool = False
+    """Whether a coordinator gave the member its `index`, earlier in its life."""
+    adapters: AdapterSheet | None = None
+    """The newest sheet of adapters that the process knows, for a coordinator that knows none."""
 
 
 class Ready(Message, frozen=True):
@@ -95,6 +102,8 @@ class Ready(Message, frozen=True):
     incarnation: int
     setup: EngineSetup | None = None
     group_status: GroupStatus | None = None
+    adapters: list[HeldAdapter] = []
+    """What became of the adapters of the sheet that it knows, in an engine that has some."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -104,6 +113,7 @@ class Heartbeat(Message, frozen=True):
     index: int
     incarnation: int
     group_status: GroupStatus | None = None
+    adapters: list[HeldAdapter] = []
 
 
 class Goodbye(Message, frozen=True):
@@ -118,12 +128,13 @@ class Goodbye(Message, frozen=True):
 
 
 class Draining(Message, frozen=True):
-    """The member finishes what it has and wants nothing new; its heartbeat until the goodbye."""
+    """The member finishes what it has and takes nothing new; its heartbeat until the goodbye."""
 
     kind: MemberKind
     index: int
     incarnation: int
     group_status: GroupStatus | None = None
+    adapters: list[HeldAdapter] = []
 
 
 MemberMessage = Hello | Ready | Heartbeat | Draining | Goodbye
@@ -154,13 +165,16 @@ class Welcome(Message, frozen=True):
     """See `engine.shared.version`; 0 from coordinators that are older than the field."""
     version: str = ""
     """Version of Swell, for people."""
+    adapters: AdapterSheet | None = None
+    """What engines have to have before they take requests."""
 
 
 class Refused(Message, frozen=True):
     """The member may not join; `field` names the setting that differs, if that is why.
 
     A refusal that is not final may be lifted soon (the rank's last holder is not known to be
-    dead yet): the member keeps asking.
+    dead yet): the member keeps asking. A final one with the field "index" says that the member was
+    silent for so long that its number was given to another: its process has to end.
     """
 
     reason: str

@@ -64,3 +64,5 @@ class ControlStatus(Message, frozen=True):
     """Why the last change was not carried out."""
     nodes: list[NodeEngines] = []
     """Every node; empty where no other can join."""
+    hosts: dict[str, str] = {}
+    """The node of each engine that runs on another than the supervisor's; keys as in `engines`."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from engine.shared.messages.adapters import AdapterLoad
 from engine.shared.messages.requests import UtilityValue
 from engine.shared.messages.wire import Message
 
@@ -37,6 +38,8 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
     decode: float = 0.0
     """From its first token to its last; preemptions included. 0 on an output that is not the last.
     """
+    preemptions: int = 0
+    """How often it was preempted there."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -61,10 +64,14 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """It went wrong because of what the request asks for: another engine would not do better."""
     error_param: str | None = None
     """The field that asks for it, if it is known."""
+    pooled: bytes | None = None
+    """The vector of a request with `pooling`, as float32 numbers; its only output has it."""
+    no_room: bool = False
+    """It went wrong because this engine has no room for it now: it may be sent again later."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine had received from one front-end process, and made for it, as of its stats.
+    """What an engine had received from one front-end process, and sent to it, as of its stats.
 
     `front_end_incarnation` tells a restarted front end from its predecessor. The counts only grow.
     `prompt_tokens` counts whatever has to be computed first: for a request that another engine
@@ -80,7 +87,7 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCounters(msgspec.Struct, array_like=True):
-    """What an engine has counted since it started; whoever counts something adds to its field.
+    """An engine's counters since it started; whoever counts something adds to its field.
 
     A field with a title is a counter of /metrics: the title is its name there, the description
     its help.
@@ -153,6 +160,19 @@ class EngineCounters(msgspec.Struct, array_like=True):
     )
     """Steps by these tokens: as many as each of `STEP_TOKENS_BOUNDS` at most (and more than the
     one before), and more than all of them."""
+    spec_accepted_at: list[int] = []
+    """Draft tokens that were accepted, by their positions in their drafts."""
+    pooled_sequences: Annotated[
+        int,
+        Meta(title="engine_pooled_sequences", description="Sequences made into vectors."),
+    ] = 0
+
+    def count_accepted(self, tokens: int) -> None:
+        """Count a draft whose first tokens, this many, were accepted."""
+        self.spec_accepted_tokens += tokens
+        self.spec_accepted_at += [0] * (tokens - len(self.spec_accepted_at))
+        for place in range(tokens):
+            self.spec_accepted_at[place] += 1
 
     def count_step(self, tokens: int) -> None:
         """Count a step that computed or drew so many tokens."""
@@ -160,9 +180,10 @@ class EngineCounters(msgspec.Struct, array_like=True):
         self.step_tokens_buckets[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
 
     def snapshot(self) -> "EngineCounters":
-        """Return a copy that does not count on."""
+        """Return a copy that stays as it is."""
         taken = copy(self)
         taken.step_tokens_buckets = self.step_tokens_buckets.copy()
+        taken.spec_accepted_at = self.spec_accepted_at.copy()
         return taken
 
 
@@ -171,7 +192,7 @@ class EngineStats(Message, frozen=True):
 
     Gauges are the state after `step`. `version` grows with every stats an engine takes, so that
     of two stats with the same incarnation the larger version is the newer, also while no step is
-    taken.
+    taken. More than 15 attributes: one for each thing that is reported.
     """
 
     rank: int
@@ -196,12 +217,16 @@ class EngineStats(Message, frozen=True):
     halted: bool = False
     """Paused or asleep by an operator's order: requests wait, and no progress is due."""
     deferred: int = 0
-    """Those of the waiting requests that wait for their grammar to be compiled, not for a slot."""
+    """Waiting requests that wait for their grammar to be compiled, not for a slot."""
     alone: int = 0
     """Id of the request that runs alone from the next step on (see `AddRequest.alone`): what
     happens to the engine now is its doing and nobody else's. 0: all run together."""
     hands_over: bool = False
-    """Halted, and what it holds is to go to engines that are not."""
+    """Halted, and its requests have to move to engines that are not."""
+    adapters: AdapterLoad | None = None
+    """What its steps are computed with; None for an engine without adapters."""
+    sleep_level: int = 0
+    """1 or 2 while the engine is asleep; 0 while it is awake, though it may be paused."""
 
 
 class StepOutputs(Message, frozen=True):
@@ -225,7 +250,7 @@ class UtilityResult(Message, frozen=True):
 
 
 class EngineDead(Message, frozen=True):
-    """Last words of an engine that cannot go on."""
+    """Last message of an engine that cannot go on."""
 
     rank: int
     incarnation: int

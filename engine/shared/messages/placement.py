@@ -46,6 +46,8 @@ class NodeReport(Message, frozen=True):
     leaving: bool = False
     protocol: int = 0
     version: str = ""
+    group: str = ""
+    """The engine group of the node's engines."""
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
@@ -63,14 +65,14 @@ class NodeOrder(Message, frozen=True):
     """The coordinator's answer to a report."""
 
     nodes: list[NodeEngines]
-    """All nodes, the one that came first first."""
+    """All nodes, in the order in which they came."""
     you: int
-    """Which of them is asked."""
+    """Index of the node that this is sent to."""
     busy: bool
     """Whether a node has not yet done what it was assigned."""
     assignment: Assignment | None = None
-    """What this node has not taken yet."""
+    """What this node has not confirmed yet."""
     heard: int = 0
-    """Number of this node's newest wish that all nodes have taken, or that cannot be."""
+    """Number of this node's newest wish that all nodes have carried out, or that is impossible."""
     error: str | None = None
-    """Why that wish cannot be."""
+    """Why that wish is impossible."""

@@ -5,7 +5,7 @@ import msgspec
 from engine.shared.messages.wire import Message
 
 ROOT_SIZE = 16
-"""Bytes of a root of the prefix cache."""
+"""Length in bytes of a root of the prefix cache (see `AddRequest.cache_root`)."""
 
 UtilityValue = str | int | float | bool | None
 
@@ -53,7 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """How the tokens of one request are drawn, after validation and defaults by the front end.
 
     `seed` is always set: a request that names none gets one at admission, because draws are a
-    pure function of (seed, position) and must be repeatable on another engine.
+    pure function of (seed, position) and must be repeatable on another engine. More than 15
+    attributes: one for each parameter.
     """
 
     max_tokens: int
@@ -90,6 +91,22 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     any other is in the grammar from its first token on. Empty: every output does."""
     grammar_budget: int = 0
     """With `grammar_after`: most tokens before that text, which is written then; 0: any number."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """With `logprobs`: the tokens that are reported beside each sampled one instead of the most
+    likely, as many as `logprobs` says."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a request wants that gets a vector instead of tokens."""
+
+    types_from: int = 0
+    """Where in the prompt the second text of a pair begins, for models that tell them apart by
+    token types; 0: there is one text, or they are not told apart."""
+    dimensions: int = 0
+    """Numbers of an embedding that are wanted, from the first on; 0: all."""
+    activate: bool = True
+    """Whether embeddings are normalized, or outputs become scores, as the model's files say.
+    """
 
 
 class AddRequest(Message, frozen=True):
@@ -110,7 +127,7 @@ class AddRequest(Message, frozen=True):
     output_token_ids: list[int] = []
     priority: int = 0
     tenant: int = 0
-    """Whose request it is: tenants share an engine fairly. 0 where nobody is told apart."""
+    """Whose request it is: tenants share an engine fairly. 0 without tenants."""
     cache_root: bytes = b""
     """Where the chain of its KV blocks' names begins (`ROOT_SIZE` bytes): only requests with the
     same one find each other's prefixes. Empty: the common one."""
@@ -120,6 +137,10 @@ class AddRequest(Message, frozen=True):
     group: int = 0
     """Id of the first sequence of the client's request that this one is of: together they have one
     share of a step. 0: it is the first, or the only one."""
+    pooling: PoolingParams | None = None
+    """Nothing is generated: one vector is made of the prompt. None: tokens are drawn."""
+    adapter: str = ""
+    """Version of the adapter that it is computed with; empty: none."""
 
     @property
     def num_tokens(self) -> int:

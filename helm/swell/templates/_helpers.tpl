@@ -12,6 +12,122 @@
 {{- end -}}
 {{- end }}
 
+{{- /* Name of a component's pods in an engine group: list ROOT COMPONENT GROUP. */}}
+{{- define "swell.workload" -}}
+{{- include "swell.fullname" (index . 0) }}-{{ index . 1 }}{{ with (index . 2).name }}-{{ . }}{{ end }}
+{{- end }}
+
+{{- /* The engine groups, as YAML: the model that is served and, while it is replaced, the one before. */}}
+{{- define "swell.groups" -}}
+{{- $values := .Values }}
+groups:
+  - name: {{ $values.model.group | quote }}
+    current: true
+    model: {{- toYaml $values.model | nindent 6 }}
+    engineReplicas: {{ $values.engine.replicas }}
+    apiReplicas: {{ $values.api.replicas }}
+    engineEnv: {}
+    {{- $minimum := default 0 $values.api.minReadyEngines | int }}
+    {{- if and $values.previous.model (not $minimum) }}
+    {{- $minimum = div (add1 $values.engine.replicas) 2 }}
+    {{- end }}
+    minReadyEngines: {{ $minimum }}
+{{- with $values.previous }}
+{{- if .model }}
+  - name: {{ default "" .model.group | quote }}
+    current: false
+    {{- $model := omit $values.model "name" "group" "revision" "maxLength" }}
+    {{- range $name, $value := .model }}{{ $_ := set $model $name $value }}{{ end }}
+    model: {{- toYaml $model | nindent 6 }}
+    engineReplicas: {{ if kindIs "invalid" .engineReplicas }}{{ $values.engine.replicas }}{{ else }}{{ .engineReplicas }}{{ end }}
+    apiReplicas: {{ if kindIs "invalid" .apiReplicas }}{{ $values.api.replicas }}{{ else }}{{ .apiReplicas }}{{ end }}
+    engineEnv: {{- toYaml .engineEnv | nindent 6 }}
+    minReadyEngines: 0
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* How many engines each group shall have, but for one whose number an autoscaler chooses. */}}
+{{- define "swell.expected" -}}
+{{- $expected := list }}
+{{- range $group := (include "swell.groups" . | fromYaml).groups }}
+{{- if not (and $group.current $.Values.engine.autoscaling.enabled) }}
+{{- $name := ternary (printf "%s=" $group.name) "" (ne $group.name "") }}
+{{- $expected = append $expected (printf "%s%d" $name (int $group.engineReplicas)) }}
+{{- end }}
+{{- end }}
+{{- join "," $expected }}
+{{- end }}
+
+{{- /* What the engines of a group have to agree on: list ROOT GROUP. */}}
+{{- define "swell.agreed" -}}
+{{- $root := index . 0 }}{{- $group := index . 1 }}
+{{- $model := $group.model }}
+{{- $env := merge (deepCopy $group.engineEnv) $root.Values.engine.env }}
+{{- $agreed := list (default "bundled" $model.name) }}
+{{- with $model.revision }}{{ $agreed = append $agreed . }}{{ end }}
+{{- with $model.maxLength }}{{ $agreed = append $agreed (printf "max length %d" (int .)) }}{{ end }}
+{{- range $name := list "DTYPE" "QUANTIZATION" "BATCH_INVARIANT" "MAX_MODEL_LEN" "BLOCK_SIZE" "LOAD_FORMAT" "REVISION" }}
+{{- with index $env (printf "SWELL_%s" $name) }}{{ $agreed = append $agreed (printf "%s %v" (lower $name) .) }}{{ end }}
+{{- end }}
+{{- join ", " $agreed }}
+{{- end }}
+
+{{- /* Stops an upgrade that switches an autoscaler off and ends replicas with it: list ROOT COMPONENT KIND GROUP. */}}
+{{- define "swell.keepsReplicas" -}}
+{{- $name := index . 1 }}
+{{- $live := int (include "swell.liveReplicas" .) }}
+{{- if gt $live (int (index (index . 0).Values $name).replicas) }}
+{{- fail (printf "%s.replicas: %d run, as the autoscaler chose that is switched off here: keep them with --set %s.replicas=%d, and take fewer afterwards" $name $live $name $live) }}
+{{- end }}
+{{- end }}
+
+{{- /* Stops an upgrade that would take engines of a model away before those of another can serve. Asks
+the cluster, so `helm template` says nothing. */}}
+{{- define "swell.guard" -}}
+{{- $current := dict "name" .Values.model.group "current" true }}
+{{- if and (not .Values.engine.autoscaling.enabled) (.Capabilities.APIVersions.Has "keda.sh/v1alpha1") }}
+{{- if lookup "keda.sh/v1alpha1" "ScaledObject" .Release.Namespace (include "swell.workload" (list . "engine" $current)) }}
+{{- include "swell.keepsReplicas" (list . "engine" "StatefulSet" $current) }}
+{{- end }}
+{{- end }}
+{{- if not .Values.api.autoscaling.enabled }}
+{{- if lookup "autoscaling/v2" "HorizontalPodAutoscaler" .Release.Namespace (include "swell.workload" (list . "api" $current)) }}
+{{- include "swell.keepsReplicas" (list . "api" "Deployment" $current) }}
+{{- end }}
+{{- end }}
+{{- $names := list }}
+{{- range $group := (include "swell.groups" . | fromYaml).groups }}
+{{- if has $group.name $names }}
+{{- fail "previous.model.group: the same as model.group: two models need names of two groups" }}
+{{- end }}
+{{- $names = append $names $group.name }}
+{{- $workload := include "swell.workload" (list $ "engine" $group) }}
+{{- with lookup "apps/v1" "StatefulSet" $.Release.Namespace $workload }}
+{{- $live := default "" (index (default dict .metadata.annotations) "swell/agreed") }}
+{{- $wanted := include "swell.agreed" (list $ $group) }}
+{{- if and $live (ne $live $wanted) (gt (int (default 0 (default dict .status).readyReplicas)) 0) (not $.Values.allowPause) }}
+{{- fail (printf "model: the engines of %s serve %q, and engines of %q cannot join them. Give the new model a group of its own beside theirs: --set model.group=NAME,previous.model.group=%s,previous.model.name=... (docs/deploy.md), or end them first with --set allowPause=true" $workload $live $wanted $group.name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if not .Values.allowPause }}
+{{- $current := include "swell.workload" (list . "api" (dict "name" .Values.model.group)) }}
+{{- $able := false }}
+{{- with lookup "apps/v1" "Deployment" .Release.Namespace $current }}
+{{- $able = gt (int (default 0 (default dict .status).availableReplicas)) 0 }}
+{{- end }}
+{{- range (default (dict "items" list) (lookup "apps/v1" "StatefulSet" .Release.Namespace "")).items }}
+{{- $labels := default dict .metadata.labels }}
+{{- if and (eq (default "" (index $labels "app.kubernetes.io/instance")) $.Release.Name) (eq (default "" (index $labels "app.kubernetes.io/component")) "engine") (hasKey $labels "engine_group") }}
+{{- if and (not (has $labels.engine_group $names)) (gt (int (default 0 (default dict .status).readyReplicas)) 0) (not $able) }}
+{{- fail (printf "previous.model: %s serves, and no API pod of %s is ready: keep it with --set previous.model.group=%s,previous.model.name=... until then, or set allowPause=true" .metadata.name $current $labels.engine_group) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "swell.selector" -}}
 app.kubernetes.io/name: {{ include "swell.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -73,20 +189,24 @@ httpGet: {path: {{ index . 1 }}, port: http{{ if include "swell.https" $root }},
 {{- if or .Values.api.tls.secret .Values.api.env.SWELL_SSL_CERTFILE }}true{{ end }}
 {{- end }}
 
-{{- /* Labels and annotations of a component's pods: list ROOT COMPONENT. No versions, so that a new
-chart alone starts no pod anew. */}}
+{{- /* Labels and annotations of a component's pods: list ROOT COMPONENT GROUP, without a group for the
+coordinator's. No versions, so that a new chart alone starts no pod anew. */}}
 {{- define "swell.podMetadata" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) -}}
 labels:
   {{- include "swell.selector" $root | nindent 2 }}
   app.kubernetes.io/component: {{ index . 1 }}
+  {{- if gt (len .) 2 }}
+  engine_group: {{ (index . 2).name | quote }}
+  {{- end }}
   {{- with $component.podLabels }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- with $component.podAnnotations }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{- /* Where a component's pods may run: list ROOT COMPONENT. Without wishes they spread over nodes. */}}
+{{- /* Where a component's pods may run: list ROOT COMPONENT. Without wishes they spread over nodes,
+the groups of a component together. */}}
 {{- define "swell.scheduling" -}}
 {{- $root := index . 0 }}{{- $name := index . 1 }}{{- $component := index $root.Values $name }}
 {{- with $root.Values.image.pullSecrets }}
@@ -123,23 +243,42 @@ topologySpreadConstraints:
 {{- /* Variables that all processes have. */}}
 {{- define "swell.clusterEnv" -}}
 - {name: SWELL_CLUSTER_KEY_FILE, value: /run/secrets/swell/cluster-key}
+- {name: SWELL_ACCEPTED_CLUSTER_KEY_FILE, value: /run/secrets/swell/accepted-cluster-key}
 - {name: SWELL_LOG_FORMAT, value: json}
 - {name: SWELL_NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
 {{- end }}
 
+{{- /* The model of a group: list ROOT GROUP. */}}
 {{- define "swell.modelEnv" -}}
-{{- with .Values.model.name }}
+{{- $group := index . 1 }}
+{{- with $group.name }}
+- {name: SWELL_ENGINE_GROUP, value: {{ . | quote }}}
+{{- end }}
+{{- with $group.model }}
+{{- with .name }}
 - {name: SWELL_MODEL, value: {{ . | quote }}}
 {{- end }}
-{{- with .Values.model.servedName }}
+{{- with .revision }}
+- {name: SWELL_REVISION, value: {{ . | quote }}}
+{{- end }}
+{{- with .servedName }}
 - {name: SWELL_SERVED_MODEL_NAME, value: {{ . | quote }}}
 {{- end }}
-{{- with .Values.model.maxLength }}
+{{- with .maxLength }}
 - {name: SWELL_MAX_MODEL_LEN, value: {{ . | int | quote }}}
 {{- end }}
-{{- with .Values.model.hubSecret.name }}
+{{- include "swell.hubEnv" . }}
+{{- if .offline }}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* The token for the hub: a model's values. */}}
+{{- define "swell.hubEnv" -}}
+{{- if .hubSecret.name }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.model.hubSecret.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .hubSecret.name }}, key: {{ .hubSecret.key }}}}
 {{- end }}
 {{- end }}
 
@@ -154,10 +293,17 @@ topologySpreadConstraints:
 {{- define "swell.clusterKeyVolume" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) -}}
 - name: cluster-key
-  secret:
-    secretName: {{ include "swell.secret" (list $root "clusterKey") }}
+  projected:
     defaultMode: 0440
-    items: [{key: {{ $root.Values.clusterKey.key }}, path: cluster-key}]
+    sources:
+      - secret:
+          name: {{ include "swell.secret" (list $root "clusterKey") }}
+          items: [{key: {{ $root.Values.clusterKey.key }}, path: cluster-key}]
+      # There only while keys are exchanged.
+      - secret:
+          name: {{ include "swell.secret" (list $root "clusterKey") }}
+          optional: true
+          items: [{key: {{ $root.Values.clusterKey.acceptedKey }}, path: accepted-cluster-key}]
 - name: tmp
   emptyDir: {medium: Memory, sizeLimit: {{ $component.tmpSize }}}
 {{- end }}
@@ -187,18 +333,19 @@ topologySpreadConstraints:
 - {name: models, mountPath: /models, readOnly: {{ .Values.model.readOnly }}}
 {{- end }}
 
-{{- /* How many replicas a component has now, empty where no cluster is asked: list ROOT COMPONENT KIND. */}}
+{{- /* How many replicas a component of a group has now, empty where no cluster is asked: list ROOT
+COMPONENT KIND GROUP. */}}
 {{- define "swell.liveReplicas" -}}
-{{- $root := index . 0 }}{{- $name := printf "%s-%s" (include "swell.fullname" $root) (index . 1) }}
+{{- $root := index . 0 }}{{- $name := include "swell.workload" (list $root (index . 1) (index . 3)) }}
 {{- with lookup "apps/v1" (index . 2) $root.Release.Namespace $name }}{{ .spec.replicas }}{{ end }}
 {{- end }}
 
-{{- /* The field replicas: list ROOT COMPONENT KIND. Where an autoscaler owns it, it is what it is now:
-taken out of the manifest, it would become 1. */}}
+{{- /* The field replicas: list ROOT COMPONENT KIND GROUP. Where an autoscaler owns it, it is what it is
+now: taken out of the manifest, it would become 1. */}}
 {{- define "swell.replicas" -}}
-{{- $component := index (index . 0).Values (index . 1) }}
-{{- if not $component.autoscaling.enabled -}}
-replicas: {{ $component.replicas }}
+{{- $name := index . 1 }}{{- $group := index . 3 }}
+{{- if not (and $group.current (index (index . 0).Values $name).autoscaling.enabled) -}}
+replicas: {{ index $group (printf "%sReplicas" $name) }}
 {{- else -}}
 {{- with include "swell.liveReplicas" . }}replicas: {{ . }}{{ end }}
 {{- end }}

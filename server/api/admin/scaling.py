@@ -54,7 +54,9 @@ def _answer(status: ControlStatus) -> ScaleStatus:
         node.name: NodeScale(node.target, node.capacity, node.phases, node.busy, node.error)
         for node in status.nodes
     }
-    return ScaleStatus(status.data_parallel_size, status.engines, status.busy, status.error, nodes)
+    return ScaleStatus(
+        status.data_parallel_size, status.engines, status.busy, status.error, nodes, status.hosts
+    )
 
 
 def _json(status: ControlStatus) -> Response:

@@ -104,3 +104,5 @@ class ScaleStatus(msgspec.Struct):
     """Why the last change was not carried out."""
     nodes: dict[str, NodeScale] = {}
     """Each node by name; empty where no other can join."""
+    hosts: dict[str, str] = {}
+    """The node of each engine that runs on another than the supervisor's; keys as in `engines`."""

@@ -20,9 +20,9 @@ from server.api.chat.schema import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
-    ChatCompletionRequest,
     ChatCompletionResponse,
     ChatDelta,
+    ChatFields,
     ChatFinishReason,
 )
 from server.api.chat.scores import chat_logprobs, whole_logprobs
@@ -38,7 +38,7 @@ from server.http.encoded import encoded_each
 from server.http.errors import ApiError
 
 
-def renderer(request: ChatCompletionRequest, answering: Answering) -> Renderer:
+def renderer(request: ChatFields, answering: Answering) -> Renderer:
     """Return what shows the answers to a request."""
     shows = ChatChunks if request.stream else ChatBody
     return shows(request, answering)
@@ -53,11 +53,12 @@ class ChatBody:
 
     streams = False
 
-    def __init__(self, request: ChatCompletionRequest, answering: Answering) -> None:
+    def __init__(self, request: ChatFields, answering: Answering) -> None:
         self._answering = answering
         self._show_ids = bool(request.return_token_ids)
-        self._whole = WholeAnswers(answering.spec.n)
-        self._readers = [answering.spec.plan.reader() for _ in range(answering.spec.n)]
+        spec = answering.spec
+        self._whole = WholeAnswers(spec.n * len(spec.prompts))
+        self._readers = [spec.plan.reader() for _ in range(spec.n * len(spec.prompts))]
         self.push, self.error = self._whole.add, ApiError.body
 
     @property
@@ -76,7 +77,7 @@ class ChatBody:
         )
         if scores is not None:
             made.prompt_logprobs = prompt_scores(prompt, scores, answering.table)
-        if self._show_ids:
+        if self._show_ids and len(answering.spec.prompts) == 1:
             made.prompt_token_ids = prompt
         return encode(made)
 
@@ -142,7 +143,7 @@ class ChatChunks:
 
     streams, large = True, False
 
-    def __init__(self, request: ChatCompletionRequest, answering: Answering) -> None:
+    def __init__(self, request: ChatFields, answering: Answering) -> None:
         self._frames = ChunkFrames("chat.completion.chunk", _id(answering), answering, request)
         self._answering = answering
         self._plan = answering.spec.plan

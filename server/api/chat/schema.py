@@ -6,7 +6,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from server.access.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOKENS, MAX_TOOLS
+from server.access.limits import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_SEQUENCES,
+    MAX_TEMPLATE,
+    MAX_TOKENS,
+    MAX_TOOLS,
+)
 from server.api.shared.answer import OptionalTokenIds, PromptLogprobs, StopReasonField, Usage
 from server.api.shared.body import JsonObject
 from server.api.shared.fields import ReasoningEffort, SamplingFields
@@ -21,10 +28,13 @@ from server.api.shared.tools import (
 ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
-class ChatCompletionRequest(SamplingFields):
-    """Write the next turn of a conversation."""
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+# More than 15 attributes: the fields are OpenAI's and vLLM's.
+class ChatFields(SamplingFields):
+    """Fields of chat completions of one conversation and of several."""
+
     max_tokens: int | None = Field(
         None,
         ge=1,
@@ -57,6 +67,9 @@ class ChatCompletionRequest(SamplingFields):
     parallel_tool_calls: bool | None = Field(
         True, description="Whether an answer may hold more than one call."
     )
+    chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] | None = Field(
+        None, description="Instead of the model's, where the operator allows it."
+    )
     include_reasoning: bool | None = Field(
         True, description="Whether the answer shows the reasoning; it is generated in any case."
     )
@@ -73,6 +86,18 @@ class ChatCompletionRequest(SamplingFields):
         None, description="Refused; use tools."
     )
     function_call: str | JsonObject | None = Field(None, description="Refused; use tool_choice.")
+
+
+class ChatCompletionRequest(ChatFields):
+    """Write the next turn of a conversation."""
+
+    messages: Messages
+
+
+class BatchChatRequest(ChatFields):
+    """Write the next turn of each of several conversations."""
+
+    messages: Annotated[list[Messages], Field(min_length=1, max_length=MAX_SEQUENCES)]
 
 
 class TopLogprob(msgspec.Struct):

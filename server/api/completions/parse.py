@@ -19,9 +19,9 @@ def parse(request: CompletionRequest, limits: Limits) -> GenerationRequest:
         ApiError: the request is wrong, or asks for too much; `param` names the field.
     """
     stop = check_fields(request, limits)
-    logprobs = request.logprobs
-    if logprobs is not None:
-        logprobs = limits.alternatives(logprobs, "logprobs")
+    logprobs = limits.scored(request.logprob_token_ids, request.logprobs, "logprobs")
+    if request.logprob_token_ids and request.echo:
+        raise invalid("logprob_token_ids: not together with echo", "logprob_token_ids")
     max_tokens = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
     n = request.n or 1
     if request.suffix:
@@ -75,6 +75,6 @@ def _size(
         scores=0 if request.stream else scores,
         prompt_scores=(0 if of_prompt is None else 1 + of_prompt) + (scores if request.echo else 0),
         tokens_field="max_tokens",
-        scores_field="logprobs",
+        scores_field="logprob_token_ids" if request.logprob_token_ids else "logprobs",
         prompt_scores_field="logprobs" if of_prompt is None else "prompt_logprobs",
     )

@@ -20,7 +20,7 @@ async def create_message(call: Call, context: Context) -> None:
 async def count_tokens(call: Call, context: Context) -> None:
     """Count the tokens of a conversation as the model would read it."""
     request = read_body(CountTokensRequest, call.body)
-    context.model_name(request.model)
+    context.asked_model(request.model)
     source, blame = parse_count(request)
     try:
         count = await count_tokens_of(source, context, "messages")

@@ -120,7 +120,7 @@ def _check(request: MessagesRequest | CountTokensRequest) -> None:
 
 def _template(request: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
     """Return the fields that tell the chat template whether, and how much, the model thinks."""
-    arguments = dict(getattr(request, "chat_template_kwargs", None) or {})
+    arguments = dict(request.chat_template_kwargs or {})
     thinking = request.thinking
     if thinking is not None:
         thinks = thinking.type != "disabled"

@@ -151,6 +151,7 @@ class _Conversation(RequestBody):
     context_management: JsonObject | None = Field(
         None, description="Refused: conversations are read as they are sent."
     )
+    chat_template_kwargs: JsonObject | None = None
 
 
 class CountTokensRequest(_Conversation):
@@ -181,7 +182,6 @@ class MessagesRequest(_Conversation):
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     priority: int | None = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: CacheSalt | None = None
-    chat_template_kwargs: JsonObject | None = None
 
     @property
     def request_id(self) -> str | None:

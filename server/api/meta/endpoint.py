@@ -34,13 +34,19 @@ class MetaRoutes:
 
     async def list_models(self) -> Response:
         """List the names by which the model may be called."""
-        return _json(ModelList([self._model(name) for name in self._context.names]))
+        names = self._context.names
+        served = self._context.client.adapters.served
+        adapters = [self._model(name, path) for name, path in served.items() if name not in names]
+        return _json(ModelList([self._model(name) for name in names] + adapters))
 
     async def retrieve_model(self, model_id: str) -> Response:
         """Show one served name."""
-        if model_id not in self._context.names:
+        if model_id in self._context.names:
+            return _json(self._model(model_id))
+        path = self._context.client.adapters.served.get(model_id)
+        if path is None:
             raise model_not_found(model_id)
-        return _json(self._model(model_id))
+        return _json(self._model(model_id, path))
 
     async def health(self) -> Response:
         """Say that this process lives."""
@@ -95,13 +101,15 @@ class MetaRoutes:
             raise ApiError(404, f"There is no engine {rank}.", param="rank", code="not_found")
         return Response(text, media_type=CONTENT_TYPE)
 
-    def _model(self, name: str) -> Model:
+    def _model(self, name: str, path: str | None = None) -> Model:
+        """Return what is shown of the model, or of an adapter at this path."""
         context = self._context
         return Model(
             id=name,
             created=context.created,
             owned_by="swell",
-            root=context.names[0],
+            root=context.names[0] if path is None else path,
+            parent=None if path is None else context.names[0],
             max_model_len=known_max_model_len(context),
         )
 
@@ -109,8 +117,13 @@ class MetaRoutes:
 _SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$")
 """Names of settings whose values are not shown; paths of files that hold them are."""
 
+_URL_SECRET = re.compile(r"://[^/?#@]*@")
+"""Who logs in, in a URL."""
+
 
 def _without_secrets(settings: Any) -> Any:
+    if isinstance(settings, str):
+        return _URL_SECRET.sub("://(hidden)@", settings)
     if not isinstance(settings, dict):
         return settings
     return {

@@ -37,7 +37,7 @@ async def create_response(call: Call, context: Context) -> None:
 async def count_input_tokens(call: Call, context: Context) -> None:
     """Count the tokens that a response's input would have."""
     request, earlier = read_body(ResponsesRequest, call.body), 0
-    context.model_name(request.model)
+    context.asked_model(request.model)
     if context.store is None:
         _refuse_kept(request)
     else:

@@ -119,6 +119,18 @@ class ArgumentsDone(_ItemEvent, tag="response.function_call_arguments.done", kw_
     arguments: str
 
 
+class CustomInputDelta(_ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
+    """More of the text for a custom tool."""
+
+    delta: str
+
+
+class CustomInputDone(_ItemEvent, tag="response.custom_tool_call_input.done", kw_only=True):
+    """The whole text for a custom tool."""
+
+    input: str
+
+
 class ErrorEvent(_Event, tag="error", kw_only=True):
     """What went wrong after the stream had begun; the last event."""
 
@@ -131,5 +143,5 @@ ResponseEvent = (
     ResponseCreated | ResponseInProgress | ResponseCompleted | ResponseIncomplete
     | ResponseFailed | OutputItemAdded | OutputItemDone | ContentPartAdded | ContentPartDone
     | TextDelta | TextDone | ReasoningTextDelta | ReasoningTextDone | ArgumentsDelta
-    | ArgumentsDone | ErrorEvent
+    | ArgumentsDone | CustomInputDelta | CustomInputDone | ErrorEvent
 )  # fmt: skip

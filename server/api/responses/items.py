@@ -54,7 +54,17 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
+class OutputCustomToolCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    """A call of a tool whose input is a text; `call_id` is the name for its output."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomToolCall
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -98,6 +108,7 @@ class ConversationId(msgspec.Struct):
     id: str
 
 
+# More than 15 attributes: the fields are OpenAI's.
 class Response(msgspec.Struct, kw_only=True):
     """The model's answer, with what was asked for."""
 
@@ -126,7 +137,7 @@ class Response(msgspec.Struct, kw_only=True):
     previous_response_id: str | None = None
     conversation: ConversationId | None = None
     store: bool = False
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
 
 
 class InputTokens(msgspec.Struct):

@@ -4,14 +4,15 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 from pydantic import TypeAdapter
 
-from server.access.limits import MAX_KEPT_LENGTH
+from server.access.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
 from server.api.responses.items import Response
+from server.api.responses.journal import Journal, told
 from server.api.responses.render import ResponseBody, ResponseEvents, renderer
 from server.api.responses.schema import (
     ConversationName,
@@ -30,7 +31,11 @@ from server.store.service import ResponseStore, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 ITEMS = TypeAdapter(list[InputItem])
-_OUTPUT_ITEM = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})_\d+")
+_OUTPUT_ITEM = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{32})_\d+")
+
+_ID_PREFIXES = {
+    "message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs",
+}  # fmt: skip
 
 
 class KeptOutput(msgspec.Struct):
@@ -55,6 +60,8 @@ class Keeping:
         self._sent = request
         self.keeps = request.store is not False
         self.name = uuid.uuid4().hex
+        self.ended = False
+        """Whether the response has been kept as it is at its end."""
         self._renderer: ResponseBody | ResponseEvents | None = None
         self._own: list[dict[str, Any]] = []
         """The items that the request added, references replaced by what they refer to."""
@@ -106,6 +113,7 @@ class Keeping:
                 raise unavailable("The response cannot be kept now; try again.") from error
             logger.warning("response %s is not kept: %s", response.id, error)
             response.store = False
+        self.ended = True
 
     async def put(self, response: Response, lease: float | None = None) -> None:
         """Write down a response as it is now."""
@@ -124,9 +132,18 @@ class Keeping:
                 response=msgspec.json.encode(response),
                 lease=lease,
             )
-            await self._store.put(record, items)
+            begun_before = self._sent.background is True and lease is None
+            await self._store.put(record, items, only_known=begun_before)
         elif self._conversation is not None and items:
             await self._store.add_items(self.owner, self._conversation, items)
+
+    def journal(self, id_: str) -> Journal:
+        """Return what keeps the events of the response."""
+        return Journal(self._store, self.owner, id_)
+
+    def told(self, id_: str) -> AsyncIterator[bytes]:
+        """Yield the frames of the response's events as they come."""
+        return told(self._store, self.owner, id_)
 
     async def _earlier(self) -> list[Any]:
         """Return the items that come before those of the request."""
@@ -152,11 +169,19 @@ class Keeping:
         chain = await kept(self._store.chain(self.owner, previous), too_long)
         if chain is None:
             raise _gone(previous, field)
-        return [item for record in chain for item in _items_of(record)]
+        items: list[Any] = []
+        for record in chain:
+            items += _items_of(record)
+            if len(items) > MAX_KEPT_ITEMS:  # before anything dear is made of them
+                raise invalid(
+                    f"{field}: what it goes on with has more than {MAX_KEPT_ITEMS} items", field
+                )
+        return items
 
     async def _resolved(self, items: Sequence[Any]) -> list[Any]:
         """Return items with what references refer to in their place."""
-        outputs: dict[str, dict[str, Any]] = {}
+        outputs: dict[str, Any] = {}
+        sizes: dict[str, int] = {}
         resolved: list[Any] = []
         size = 0
         for index, item in enumerate(items):
@@ -172,13 +197,17 @@ class Keeping:
                 if record is None:
                     raise _gone(item.id, field)
                 size += record.size
-                if size > MAX_KEPT_LENGTH:
-                    raise invalid(f"input: it refers to more than {MAX_KEPT_LENGTH} bytes", "input")
-                outputs |= {each["id"]: each for each in _output(record)}
+                for each in _output(record):
+                    [outputs[each["id"]]] = ITEMS.validate_python([each])
+                    sizes[each["id"]] = len(msgspec.json.encode(each))
             found = outputs.get(item.id)
             if found is None:
                 raise _gone(item.id, field)
-            resolved += ITEMS.validate_python([found])
+            # Each time it is referred to: the prompt has it as often.
+            size += sizes[item.id]
+            if size > MAX_KEPT_LENGTH:
+                raise invalid(f"input: it refers to more than {MAX_KEPT_LENGTH} bytes", "input")
+            resolved.append(found)
         return resolved
 
 
@@ -201,7 +230,7 @@ def _item(item: Any) -> dict[str, Any]:
     if isinstance(shown.get("content"), str):
         text = "output_text" if shown["role"] == "assistant" else "input_text"
         shown["content"] = [{"type": text, "text": shown["content"]}]
-    prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(kind, "item")
+    prefix = _ID_PREFIXES.get(kind, "item")
     shown.setdefault("id", f"{prefix}_{uuid.uuid4().hex}")
     return shown
 

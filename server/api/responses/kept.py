@@ -1,16 +1,22 @@
 """GET and DELETE /v1/responses/ID, POST /v1/responses/ID/cancel: what was kept."""
 
+import re
+
 import msgspec
 from fastapi import Request
 from fastapi import Response as HttpResponse
+from fastapi.responses import StreamingResponse
 
 from server.access.limits import MAX_LISTED
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.api.responses.items import Deleted, ItemList
+from server.api.responses.journal import told
 from server.api.responses.store_errors import kept
 from server.http.errors import ApiError, invalid
 from server.store.records import UNFINISHED, Status, StoredResponse
 from server.store.service import ResponseStore, is_abandoned
+
+_NUMBER = re.compile(r"-1|[0-9]{1,9}")
 
 
 def owner_of(request: Request) -> str:
@@ -26,10 +32,23 @@ class KeptRoutes:
         self._store = store
 
     async def retrieve(self, response_id: str, request: Request) -> HttpResponse:
-        """Show a response."""
-        if request.query_params.get("stream") in ("true", "1"):
-            raise invalid("stream: kept responses are shown whole", "stream")
-        return _json((await self._found(request, response_id)).response)
+        """Show a response, or tell its events with `stream`, behind number `starting_after`."""
+        record, query = await self._found(request, response_id), request.query_params
+        if query.get("stream", "false") in ("false", "0"):
+            if "starting_after" in query:
+                raise invalid("starting_after: needs stream", "starting_after")
+            return _json(record.response)
+        if query["stream"] not in ("true", "1"):
+            raise invalid("stream: must be true or false", "stream")
+        if not msgspec.json.decode(record.response, type=_Made).background:
+            raise invalid("stream: only for responses that were begun in the background", "stream")
+        after = query.get("starting_after", "-1")
+        if not _NUMBER.fullmatch(after):
+            raise invalid("starting_after: must be the number of an event", "starting_after")
+        frames = told(self._store, record.tenant, record.id, int(after))
+        return StreamingResponse(
+            frames, media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
 
     async def delete(self, response_id: str, request: Request) -> HttpResponse:
         """Forget a response."""
@@ -70,7 +89,7 @@ class KeptRoutes:
             why = "The process that made the response ended."
             shown["error"] = {"code": "server_error", "message": why}
         ended = msgspec.structs.replace(record, status=status, response=msgspec.json.encode(shown))
-        await kept(self._store.put(ended))
+        await kept(self._store.put(ended, only_known=True))
         return await kept(self._store.get(record.tenant, record.id)) or ended
 
 

@@ -1,6 +1,6 @@
 """From the parts of an answer to output items, and to the events that tell how they grow."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypedDict
 
 import msgspec
@@ -11,6 +11,7 @@ from server.api.responses import events
 from server.api.responses.events import ResponseEvent
 from server.api.responses.items import (
     ItemStatus,
+    OutputCustomToolCall,
     OutputFunctionCall,
     OutputItem,
     OutputMessage,
@@ -25,15 +26,31 @@ class _Place(TypedDict):
     output_index: int
 
 
+ScoredPart = tuple[Part, list[ChatLogprob]]
+"""A part of an answer with the log probabilities of its tokens, if they are shown."""
+
+
+class _CustomArguments(msgspec.Struct):
+    """Arguments of the function that stands for a custom tool."""
+
+    input: str
+
+
 class OutputBuilder:
     """Builds the output of one response; a state machine without I/O.
 
     One item is open at a time.
     """
 
-    def __init__(self, suffix: str, new_call_id: Callable[[], str]) -> None:
-        """`suffix` makes the ids of items unique among all responses."""
+    def __init__(
+        self, suffix: str, new_call_id: Callable[[], str], custom: Collection[str] = ()
+    ) -> None:
+        """`suffix` makes the ids of items unique among all responses.
+
+        Calls of the tools that `custom` names have a text for their input.
+        """
         self._suffix = suffix
+        self._custom = custom
         self._new_call_id = new_call_id
         self._open: OutputItem | None = None
         self._text: list[str] = []
@@ -47,6 +64,12 @@ class OutputBuilder:
                 return self._add_reasoning(text)
             case ContentText(text):
                 return self._add_content(text, logprobs or [])
+            case CallBegin(_, name) if name in self._custom:
+                return self._switch(
+                    OutputCustomToolCall(
+                        self._id("ctc"), "in_progress", self._new_call_id(), name, input=""
+                    )
+                )
             case CallBegin(_, name):
                 item = OutputFunctionCall(
                     self._id("fc"), "in_progress", self._new_call_id(), name, arguments=""
@@ -54,16 +77,16 @@ class OutputBuilder:
                 return self._switch(item)
             case CallArguments(_, text):
                 self._text.append(text)
+                if isinstance(self._open, OutputCustomToolCall):
+                    return []  # the text is within JSON, which is read when it is complete
                 return [events.ArgumentsDelta(**self._place(), delta=text)]
 
-    def close(
-        self, parts: Sequence[Part], logprobs: list[ChatLogprob], status: ItemStatus
-    ) -> list[ResponseEvent]:
+    def close(self, parts: Sequence[ScoredPart], status: ItemStatus) -> list[ResponseEvent]:
         """Add the last parts and end, with an empty message if there is nothing else.
 
         Returns what there is to tell.
         """
-        told = [event for part in parts for event in self.push(part, logprobs)]
+        told = [event for part, scores in parts for event in self.push(part, scores)]
         if not self.output:
             told += self.push(ContentText(""))
         return told + self.finish(status)
@@ -96,6 +119,12 @@ class OutputBuilder:
             case OutputFunctionCall():
                 item.arguments = text
                 told = [events.ArgumentsDone(**place, name=item.name, arguments=text)]
+            case OutputCustomToolCall():
+                item.input = _custom_input(text)
+                told = [
+                    events.CustomInputDelta(**place, delta=item.input),
+                    events.CustomInputDone(**place, input=item.input),
+                ]
         item.status = status
         self._open = None
         return [*told, events.OutputItemDone(output_index=place["output_index"], item=item)]
@@ -130,3 +159,11 @@ class OutputBuilder:
 
     def _id(self, prefix: str) -> str:
         return f"{prefix}_{self._suffix}_{len(self.output)}"
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the text for a custom tool; what the model wrote if it is not as it should be."""
+    try:
+        return msgspec.json.decode(arguments, type=_CustomArguments).input
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return arguments

@@ -1,8 +1,8 @@
 """A request for a response in the terms of all requests: as the chat completion that answers it."""
 
+import json
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,10 +12,13 @@ from server.api.chat.parse import Blame, conversation
 from server.api.chat.parse import parse as parse_chat
 from server.api.chat.schema import ChatCompletionRequest
 from server.api.responses.schema import (
+    CUSTOM_INPUT,
     PASSED_ON,
     AllowedToolsChoice,
     ChosenTool,
     ContentPart,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputItem,
@@ -28,6 +31,7 @@ from server.api.responses.schema import (
     ResponseTool,
     TextFormat,
 )
+from server.api.shared.body import JsonObject
 from server.generate.request import Conversation, GenerationRequest, Limits
 from server.http.errors import ApiError, invalid, invalid_body
 
@@ -54,7 +58,12 @@ def parse(request: ResponsesRequest, limits: Limits, earlier: int = 0) -> Genera
     """
     chat, blame = _as_chat(request, earlier)
     try:
-        return parse_chat(chat, limits, blame)
+        parsed = parse_chat(chat, limits, blame)
+        if request.truncation == "auto":
+            assert isinstance(parsed.source, Conversation)
+            source = msgspec.structs.replace(parsed.source, shortened=True)
+            parsed = msgspec.structs.replace(parsed, source=source)
+        return parsed
     except ApiError as error:
         raise blame(error) from error
 
@@ -106,8 +115,15 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
         body["response_format"] = _response_format(request.text.format)
     encoded = msgspec.json.encode(body)
 
+    def renamed(param: str) -> str:
+        name = _renamed(turns.items, goes_on_with, param)
+        tool = _PARAMETERS.match(name)
+        if tool is None or (request.tools or [])[int(tool[1])].type != "custom":
+            return name
+        return f"tools[{tool[1]}].format"
+
     def blame(error: ApiError) -> ApiError:
-        return error.renamed(partial(_renamed, turns.items, goes_on_with))
+        return error.renamed(renamed)
 
     try:
         chat = ChatCompletionRequest.model_validate_json(encoded)
@@ -124,8 +140,6 @@ def _wants_logprobs(request: ResponsesRequest) -> bool:
 def _check(request: ResponsesRequest) -> None:
     if request.prompt is not None:
         raise invalid("prompt: there are no stored prompts; send instructions and input", "prompt")
-    if request.truncation == "auto":
-        raise invalid("truncation: 'auto' is not served; shorten the input", "truncation")
     for index, value in enumerate(request.include or ()):
         if value not in _SERVED_INCLUDES | _NOTHING_TO_ADD:
             raise invalid(f"include[{index}]: {value!r} is not known", f"include[{index}]")
@@ -169,7 +183,12 @@ class _Turns:
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 self._assistant(index).setdefault("tool_calls", []).append(call)
-            case FunctionCallOutputItem():
+            case CustomToolCallItem():
+                arguments = json.dumps({CUSTOM_INPUT: item.input})
+                function = {"name": item.name, "arguments": arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                self._assistant(index).setdefault("tool_calls", []).append(call)
+            case FunctionCallOutputItem() | CustomToolCallOutputItem():
                 self.say("tool", _text(item.output), index)
                 self.messages[-1]["tool_call_id"] = item.call_id
             case ItemReference():
@@ -200,12 +219,41 @@ def _refuse_refusals(content: str | list[MessageContent], index: int) -> None:
 
 
 def _tool(tool: ResponseTool, index: int) -> dict[str, Any]:
+    if tool.type == "custom":
+        return _custom_tool(tool, index)
     if tool.type != "function":
         field = f"tools[{index}].type"
         raise invalid(
             f"{field}: {tool.type!r} is no function; tools that a server runs are not served", field
         )
-    return {"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"type"})}
+    function = tool.model_dump(exclude_unset=True, exclude={"type", "format"})
+    return {"type": "function", "function": function}
+
+
+def _custom_tool(tool: ResponseTool, index: int) -> dict[str, Any]:
+    """Return the function that stands for a tool whose input is a text."""
+    given: JsonObject = {"type": "string"}
+    format, field = tool.format, f"tools[{index}].format"
+    if format is not None and format.type == "grammar":
+        if format.syntax != "regex" or not format.definition:
+            raise invalid(
+                f"{field}: of grammars those of the syntax regex are enforced, with a definition",
+                field,
+            )
+        given["pattern"] = f"^(?:{format.definition})$"
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "parameters": {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: given},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        },
+        "strict": "pattern" in given,
+    }
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: str | ChosenTool | AllowedToolsChoice) -> Any:
@@ -237,6 +285,7 @@ def _response_format(format: TextFormat) -> dict[str, Any]:
     }
 
 
+_PARAMETERS = re.compile(r"^tools\[(\d+)\]\.parameters\b")
 _RENAMED = (
     (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),

@@ -5,10 +5,11 @@ from typing import Any
 
 import msgspec
 
-from server.answer.parts import ContentText, Part
+from server.answer.parts import ContentText
 from server.api.chat.schema import ChatLogprob
 from server.api.chat.scores import chat_logprobs
 from server.api.responses import events
+from server.api.responses.content_scores import ContentScores
 from server.api.responses.events import ErrorEvent, ResponseEvent
 from server.api.responses.items import (
     ConversationId,
@@ -19,14 +20,14 @@ from server.api.responses.items import (
     ResponseError,
     ResponseUsage,
 )
-from server.api.responses.output import OutputBuilder
+from server.api.responses.output import OutputBuilder, ScoredPart
 from server.api.responses.schema import ConversationName, ResponsesRequest
 from server.api.shared.answer import Usage
 from server.api.shared.rendering import Answering, event_frames
 from server.api.shared.whole import WholeAnswers
 from server.generate.answer import Answer
-from server.generate.fold import Delta, FinishReason
-from server.http.errors import ApiError, invalid
+from server.generate.fold import Delta, FinishReason, ScoredToken
+from server.http.errors import ApiError
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,12 +42,8 @@ def renderer(
         answering: the answer that begins.
         name: what the ids of the response and its items end with, if it is kept.
 
-    Raises:
-        ApiError: the answer is to be taken apart, and its parts have no log probabilities.
     """
     growing = GrowingResponse(request, answering, name)
-    if answering.spec.fold.logprobs and growing.has_parts:
-        raise invalid("top_logprobs: not together with tools or reasoning", "top_logprobs")
     return ResponseEvents(growing) if request.stream else ResponseBody(growing)
 
 
@@ -90,6 +87,7 @@ def begun_response(
         previous_response_id=request.previous_response_id,
         conversation=None if conversation is None else ConversationId(conversation),
         background=bool(request.background),
+        truncation=request.truncation or "disabled",
     )
 
 
@@ -111,13 +109,10 @@ class GrowingResponse:
         """What there was to tell when the response was completed."""
         self._answering = answering
         self._reader = plan.reader()
-        self._builder = OutputBuilder(name or answering.request_id, plan.new_call_id)
+        custom = [tool.name for tool in request.tools or () if tool.type == "custom" and tool.name]
+        self._builder = OutputBuilder(name or answering.request_id, plan.new_call_id, custom)
+        self._scores = ContentScores()
         self._finish_reason: FinishReason | None = None
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether the answer is taken apart into reasoning, content and tool calls."""
-        return self._reader is not None
 
     @property
     def is_complete(self) -> bool:
@@ -126,8 +121,8 @@ class GrowingResponse:
 
     def push(self, delta: Delta) -> list[ResponseEvent]:
         """Add what is new of the answer; return what there is to tell."""
-        parts, logprobs = self._taken_apart(delta)
-        return [event for part in parts for event in self._builder.push(part, logprobs)]
+        parts = self._taken_apart(delta)
+        return [event for part, scores in parts for event in self._builder.push(part, scores)]
 
     def close(self, usage: Usage, answer: Answer | None = None) -> list[ResponseEvent]:
         """Complete the response, once, with a whole answer if it has none yet.
@@ -136,9 +131,9 @@ class GrowingResponse:
         """
         if self._last is not None:
             return self._last
-        parts, logprobs = ([], []) if answer is None else self._taken_apart(answer)
+        parts = [] if answer is None else self._taken_apart(answer)
         response, cut_off = self.response, self._finish_reason != "stop"
-        told = self._builder.close(parts, logprobs, "incomplete" if cut_off else "completed")
+        told = self._builder.close(parts, "incomplete" if cut_off else "completed")
         response.output = self._builder.output
         response.usage = self._usage(usage)
         response.status = "completed"
@@ -151,19 +146,22 @@ class GrowingResponse:
         self._last = told
         return told
 
-    def _taken_apart(self, piece: Delta | Answer) -> tuple[list[Part], list[ChatLogprob]]:
+    def _taken_apart(self, piece: Delta | Answer) -> list[ScoredPart]:
         self._finish_reason = piece.finish_reason
-        logprobs: list[ChatLogprob] = []
-        parts: list[Part]
         if self._reader is None:
-            scores = chat_logprobs(piece.logprobs, self._answering)
-            logprobs = [] if scores is None else scores.content
-            parts = [ContentText(piece.text)] if piece.text or logprobs else []
-        else:
-            parts = self._reader.push(piece.text, piece.token_ids)
-            if piece.finish_reason is not None:
-                parts += self._reader.finish()
-        return parts, logprobs
+            logprobs = self._shown(piece.logprobs)
+            return [(ContentText(piece.text), logprobs)] if piece.text or logprobs else []
+        parts = self._reader.push(piece.text, piece.token_ids)
+        if piece.finish_reason is not None:
+            parts += self._reader.finish()
+        if piece.logprobs is None:
+            return [(part, []) for part in parts]
+        self._scores.add(piece.text, piece.logprobs)
+        return [(part, self._shown(self._scores.of(part))) for part in parts]
+
+    def _shown(self, tokens: Sequence[ScoredToken] | None) -> list[ChatLogprob]:
+        scores = chat_logprobs(tokens, self._answering)
+        return [] if scores is None else scores.content
 
     def _usage(self, usage: Usage) -> ResponseUsage:
         details = usage.prompt_tokens_details

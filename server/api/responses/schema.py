@@ -73,6 +73,23 @@ class FunctionCallOutputItem(RequestBody):
     output: str | ContentParts
 
 
+class CustomToolCallItem(RequestBody):
+    """A call of a tool whose input is a text, that the model made before."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Name
+    name: Name
+    input: str
+
+
+class CustomToolCallOutputItem(RequestBody):
+    """What came of such a call."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: Name
+    output: str | ContentParts
+
+
 class ReasoningPart(RequestBody):
     """A piece of reasoning."""
 
@@ -107,26 +124,44 @@ InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
+    | Annotated[CustomToolCallOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_item_type),
 ]
 
 
+CUSTOM_INPUT = "input"
+"""The parameter of the functions that stand for custom tools."""
+
+
+class CustomToolFormat(RequestBody):
+    """What the input of a custom tool looks like: any text, or one that matches an expression."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
 class ResponseTool(RequestBody):
-    """A function that the model may call; tools that a server would run are refused."""
+    """A function that the model may call, or a tool of the client that takes a text.
+
+    Tools that a server would run are refused.
+    """
 
     type: Name
     name: Name | None = None
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    format: CustomToolFormat | None = Field(None, description="For type custom.")
 
 
 class ChosenTool(RequestBody):
-    """A function by its name."""
+    """A function, or a custom tool, by its name."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Name
 
 
@@ -176,6 +211,7 @@ class ConversationName(RequestBody):
     id: Name
 
 
+# More than 15 attributes: the fields are OpenAI's.
 class ResponsesRequest(RequestBody):
     """Answer a list of items with more items."""
 
@@ -198,6 +234,9 @@ class ResponsesRequest(RequestBody):
     )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    include_reasoning: bool | None = Field(
+        None, description="false: what the model thinks is generated, and left out of the response."
+    )
     metadata: dict[str, str] | None = Field(None, description="Comes back in the response.")
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
@@ -205,7 +244,7 @@ class ResponsesRequest(RequestBody):
         None, description="message.output_text.logprobs is served, the rest has nothing to add."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
-        "disabled", description="Only disabled is served."
+        "disabled", description="auto: earlier turns that do not fit are left out."
     )
     store: bool | None = Field(
         None, description="Whether the response is kept. Default: if the server keeps any."
@@ -251,6 +290,6 @@ PASSED_ON = (
     "temperature", "top_p", "parallel_tool_calls", "user", "seed", "stop",
     "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens",
     "ignore_eos", "stop_token_ids", "priority", "cache_salt", "chat_template_kwargs",
-    "logit_bias",
+    "logit_bias", "include_reasoning",
 )  # fmt: skip
 """Fields that mean the same in a chat completion; a stream too keeps its whole answer."""

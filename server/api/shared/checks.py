@@ -2,6 +2,7 @@
 
 from server.api.shared.fields import SamplingFields
 from server.generate.request import Limits
+from server.generate.vocabulary import check_vocabulary
 from server.http.errors import invalid
 
 
@@ -17,6 +18,11 @@ def check_fields(request: SamplingFields, limits: Limits) -> tuple[str, ...]:
         if request.stream:
             raise invalid("prompt_logprobs: not available when stream is true", "prompt_logprobs")
         request.prompt_logprobs = limits.alternatives(request.prompt_logprobs, "prompt_logprobs")
+    named = request.logprob_token_ids
+    if named:
+        check_vocabulary(named, limits.vocab_size, "logprob_token_ids")
+        if len(set(named)) < len(named):
+            raise invalid("logprob_token_ids: the same token twice", "logprob_token_ids")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options: only allowed when stream is true", "stream_options")
     stop = request.stop

@@ -19,6 +19,7 @@ from server.access.limits import (
     MAX_LENGTH_PENALTY,
     MAX_NAMED_TOKENS,
     MAX_REPETITION_PENALTY,
+    MAX_SCORED_TOKENS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_TOKENS,
@@ -52,6 +53,7 @@ class StreamOptions(RequestBody):
     )
 
 
+# More than 15 attributes: the fields are OpenAI's and vLLM's.
 class SamplingFields(RequestBody):
     """Fields shared by completions and chat completions; null always means the default."""
 
@@ -124,6 +126,11 @@ class SamplingFields(RequestBody):
         ge=-1,
         le=MAX_TOKENS,
         description="Alternatives reported beside each token of the prompt; -1: all tokens.",
+    )
+    logprob_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_SCORED_TOKENS, fail_fast=True)] | None
+    ) = Field(
+        None, description="With logprobs: the alternatives reported, instead of the likeliest."
     )
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False

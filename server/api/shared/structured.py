@@ -23,12 +23,22 @@ class JsonSchemaFormat(RequestBody):
 class ResponseFormat(RequestBody):
     """Form of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = Field(None, description="For type json_schema.")
+    format: JsonObject | None = Field(
+        None, description="For type structural_tag: what the answer is composed of."
+    )
+    structures: list[JsonObject] | None = Field(
+        None, description="For type structural_tag, instead: begin, schema and end of parts."
+    )
+    triggers: list[str] | None = Field(
+        None, description="With structures: the texts that the parts begin with."
+    )
 
 
 class StructuredOutputs(RequestBody):
-    """A constraint on the output: exactly one of json, json_object, regex, choice and grammar."""
+    """A constraint on the output: exactly one of json, json_object, regex, choice, grammar and
+    structural_tag."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -42,6 +52,12 @@ class StructuredOutputs(RequestBody):
     )
     grammar: str | None = Field(
         None, description="A context-free grammar, in Lark's syntax or in GBNF."
+    )
+    structural_tag: JsonObject | str | None = Field(
+        None, description="Forms of parts of the output, as an object or as its text."
+    )
+    disable_additional_properties: bool = Field(
+        False, description="For JSON: objects have only the properties that their schema lists."
     )
     disable_any_whitespace: bool = Field(
         False, description="For JSON: nothing between tokens instead of a little whitespace."

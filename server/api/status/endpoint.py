@@ -13,7 +13,13 @@ from engine.shared.messages import EngineEntry, EngineStats
 from engine.shared.version import SWELL_VERSION
 from server.api.context import Context
 from server.api.openapi import json_responses
-from server.api.status.schema import EngineCounts, EngineOverview, FirstTokenTimes, StatusResponse
+from server.api.status.schema import (
+    EngineCounts,
+    EngineOverview,
+    FirstTokenTimes,
+    MissingOverview,
+    StatusResponse,
+)
 from server.observe.shared_work import SharedWork
 
 _FILES = {
@@ -80,6 +86,7 @@ def _engine(entry: EngineEntry, stats_age: float | None) -> EngineOverview:
         stats_age=stats_age,
         counts=_counts(entry.stats),
         halted=entry.stats.halted if entry.stats else False,
+        draining=entry.draining,
     )
 
 
@@ -101,6 +108,7 @@ class StatusRoutes:
         return StatusResponse(
             version=SWELL_VERSION,
             models=list(context.names),
+            has_chat_template=context.model.tokenizer.chat_template is not None,
             time=time.time(),
             started=context.created,
             ready=context.client.ready,
@@ -112,6 +120,11 @@ class StatusRoutes:
             engines=[
                 _engine(entry, ages.get(entry.rank))
                 for entry in sorted(view.engines if view else [], key=lambda entry: entry.rank)
+            ],
+            num_expected=view.expected if view else 0,
+            missing=[
+                MissingOverview(each.rank, each.reason, each.age)
+                for each in (view.missing if view else [])
             ],
         )
 

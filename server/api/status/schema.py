@@ -2,6 +2,8 @@
 
 import msgspec
 
+from engine.shared.messages import AbsenceReason
+
 
 class EngineCounts(msgspec.Struct):
     """What an engine last reported; names ending in `_total` count since its process began."""
@@ -37,6 +39,19 @@ class EngineOverview(msgspec.Struct):
     counts: EngineCounts | None
     halted: bool = False
     """Paused or asleep by an operator's order."""
+    draining: bool = False
+    """It finishes what it has and ends."""
+
+
+class MissingOverview(msgspec.Struct):
+    """An engine that there shall be and is not."""
+
+    rank: int
+    reason: AbsenceReason
+    """not_joined: it has never come; died: its supervisor saw it die; silent: it was not heard for
+    too long; drained: it left by order; refused: it holds other weights than the others."""
+    age: float
+    """Seconds for which it has been missed."""
 
 
 class FirstTokenTimes(msgspec.Struct):
@@ -51,6 +66,8 @@ class StatusResponse(msgspec.Struct):
 
     version: str
     models: list[str]
+    has_chat_template: bool
+    """Whether chat completions can be asked for."""
     time: float
     """Unix time of this answer."""
     started: int
@@ -65,3 +82,6 @@ class StatusResponse(msgspec.Struct):
     """How often paused engines were woken, by source."""
     first_token_times: FirstTokenTimes
     engines: list[EngineOverview]
+    num_expected: int = 0
+    """How many engines there shall be."""
+    missing: list[MissingOverview] = []

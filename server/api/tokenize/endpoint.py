@@ -21,7 +21,7 @@ from server.tool_calls.injection import told
 async def tokenize(call: Call, context: Context) -> None:
     """Show the token ids that a prompt or a conversation has."""
     request = read_body(TokenizeRequest, call.body)
-    context.model_name(request.model)
+    context.asked_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("exactly one of prompt and messages must be given", "prompt")
     if request.messages is None:
@@ -30,6 +30,8 @@ async def tokenize(call: Call, context: Context) -> None:
         text = await render_chat(
             context.model.tokenizer,
             request.messages,
+            template=request.chat_template,
+            templates=context.model.templates,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             tools=[tool.model_dump(exclude_unset=True) for tool in request.tools or ()],
@@ -69,7 +71,7 @@ async def tokenize(call: Call, context: Context) -> None:
 async def detokenize(call: Call, context: Context) -> None:
     """Show the text of token ids."""
     request = read_body(DetokenizeRequest, call.body)
-    context.model_name(request.model)
+    context.asked_model(request.model)
     check_vocabulary(request.tokens, context.model.tokenizer.vocab_size, "tokens")
     text = await context.model.tokenizer.decode_async(
         request.tokens, skip_special_tokens=bool(request.skip_special_tokens)

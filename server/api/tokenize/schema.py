@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from pydantic import Field
 
-from server.access.limits import MAX_MESSAGES, MAX_TOOLS
+from server.access.limits import MAX_MESSAGES, MAX_TEMPLATE, MAX_TOOLS
 from server.api.shared.body import JsonObject, Name, RequestBody
 from server.api.shared.fields import TokenIds
 from server.api.shared.messages import ChatMessage
@@ -25,6 +25,9 @@ class TokenizeRequest(RequestBody):
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
+    chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] | None = Field(
+        None, description="Instead of the model's, where the operator allows it."
+    )
     chat_template_kwargs: JsonObject | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     return_token_strs: bool | None = False

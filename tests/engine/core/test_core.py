@@ -209,7 +209,7 @@ def test_a_request_that_nobody_can_make_sense_of_fails_alone(
     core: EngineCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     core.handle(request(1))
-    broken = msgspec.structs.replace(request(2), prompt_token_ids=[1, None])  # type: ignore[list-item]
+    broken = msgspec.structs.replace(request(2), prompt_token_ids=[1, None])
     core.handle(broken)
     answers = core.step().outputs[0]
     assert [(answer.id, answer.finish_reason) for answer in answers] == [(2, "error"), (1, None)]
@@ -297,6 +297,10 @@ class BrokenExecutor:
     def grammars(self) -> None:
         return None
 
+    @property
+    def adapters(self) -> None:
+        return None
+
     def submit(self, plan: BatchPlan) -> PendingResult:
         self._steps += 1
         if self._steps == 2:
@@ -308,7 +312,7 @@ class BrokenExecutor:
 
 
 def test_a_failed_step_is_described_and_raised(caplog: pytest.LogCaptureFixture) -> None:
-    core = EngineCore(CONFIG, BrokenExecutor(), rank=0, incarnation=1)
+    core = EngineCore(CONFIG, BrokenExecutor(), rank=0, incarnation=1)  # type: ignore[arg-type]
     core.front_end_joined(0, 1)
     core.handle(request(17, length=6))
     core.step()

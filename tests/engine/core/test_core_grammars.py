@@ -1,5 +1,6 @@
 """Requests with grammars in an engine: they wait without blocking, follow, and leave nothing."""
 
+import json
 import random
 import re
 import threading
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from engine.core.engine_core import EngineCore
 from engine.core.events import GrammarsSettled
 from engine.executor.simulated import SimulatedExecutor
+from engine.grammar import compiler
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarTable, grammar_table
 from engine.shared.config import (
@@ -26,6 +28,7 @@ from engine.shared.messages import (
     AbortRequests,
     AddRequest,
     GrammarSpec,
+    JsonSchemaGrammar,
     LarkGrammar,
     RegexGrammar,
     RequestOutput,
@@ -142,6 +145,46 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(GrammarCompiler, "new_matcher", wait_first)
     yield go_on
     go_on.set()
+
+
+def test_a_request_whose_grammar_finds_no_room_may_come_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "MAX_WAIT", 0.01)
+    monkeypatch.setattr(GrammarCompiler, "held_bytes", compiler.MAX_HELD_BYTES + 1)
+    engine = make()
+    engine.add(1, WORDS)
+    engine.add(2)
+    while 1 not in engine.last:
+        engine.wait()
+        engine.step()
+    assert engine.last[1].finish_reason == "error"
+    assert (engine.last[1].no_room, engine.last[1].refused) == (True, False)
+    monkeypatch.undo()
+    engine.add(3, WORDS)
+    engine.run()
+    assert re.fullmatch(WORDS.pattern, engine.text(3))
+    engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_answers_come_to_no_dead_end_of_their_schema(make: Any, drafts: int) -> None:
+    """Not with draft tokens either, which are looked at ahead of what has been drawn."""
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "patternProperties": {"^score$": {}},
+        "required": ["score"],
+        "additionalProperties": False,
+    }
+    engine = make(speculative_ngram=drafts)
+    spec = JsonSchemaGrammar(json.dumps(schema), whitespace="")
+    for id in range(1, 9):
+        engine.add(id, spec, prompt_of=1)
+        engine.run()
+        assert (engine.last[id].finish_reason, engine.last[id].error) == ("stop", None)
+        assert re.fullmatch(r'\{"score":[0-9]\}', engine.text(id)), engine.text(id)
+    engine.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -263,6 +306,7 @@ def test_another_engine_goes_on_in_the_same_way_wherever_the_first_stopped(
     other.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

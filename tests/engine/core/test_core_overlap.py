@@ -1,7 +1,6 @@
 """Steps that are planned while the one before runs."""
 
 import logging
-import random
 
 import msgspec
 import pytest
@@ -13,6 +12,7 @@ from engine.executor.simulated import SimulatedExecutor
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
+from tests.engine.core.traffic import request, serve
 
 
 def config(overlap: bool) -> EngineConfig:
@@ -43,6 +43,10 @@ class WatchedExecutor:
     def grammars(self) -> None:
         return None
 
+    @property
+    def adapters(self) -> None:
+        return None
+
     def submit(self, plan: BatchPlan) -> PendingResult:
         self.events.append(("submit", plan.step))
         return _Watched(self, plan.step, self._executor.submit(plan), plan.step == self._fails_in)
@@ -67,15 +71,9 @@ class _Watched:
 def engine(overlap: bool = True, fails_in: int = -1) -> tuple[EngineCore, WatchedExecutor]:
     settings = config(overlap)
     executor = WatchedExecutor(settings, fails_in)
-    core = EngineCore(settings, executor, rank=0, incarnation=1)
+    core = EngineCore(settings, executor, rank=0, incarnation=1)  # type: ignore[arg-type]
     core.front_end_joined(0, 1)
     return core, executor
-
-
-def request(id: int, length: int, max_tokens: int, *, ignore_eos: bool = True) -> AddRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, seed=id, ignore_eos=ignore_eos)
-    prompt = [1 + (id % 2 + i) % 39 for i in range(length)]
-    return AddRequest(id, f"request-{id}", 0, 0, prompt, sampling)
 
 
 def test_a_step_is_submitted_before_the_result_of_the_one_before_is_fetched() -> None:
@@ -137,39 +135,9 @@ def test_a_failed_step_is_described_with_the_one_launched_after_it(
     assert "step 3: 1 rows" in caplog.text
 
 
-def serve(overlap: bool, seed: int) -> tuple[dict[int, list[int]], dict[int, str | None], int]:
-    """Run random traffic in which some requests are aborted once they have enough tokens."""
-    rng = random.Random(seed)
-    core, _ = engine(overlap)
-    tokens: dict[int, list[int]] = {}
-    ends: dict[int, str | None] = {}
-    arrivals = [request(id, rng.randint(1, 40), rng.randint(1, 24), ignore_eos=rng.random() < 0.7)
-                for id in range(60)]  # fmt: skip
-    enough = {id: rng.randint(1, 12) for id in range(0, 60, 5)}
-    while arrivals or core.has_work:
-        for message in arrivals[:2]:
-            tokens[message.id] = []
-            core.handle(message)
-        del arrivals[:2]
-        for output in core.step().outputs.get(0, []):
-            if output.id in ends:
-                continue
-            tokens[output.id] += output.token_ids
-            if output.finish_reason is not None:
-                ends[output.id] = output.finish_reason
-            elif len(tokens[output.id]) >= enough.get(output.id, 1000):
-                core.handle(AbortRequests([output.id]))
-                ends[output.id] = "abort"
-    stats = core.stats()
-    assert (stats.running, stats.waiting, stats.kv_usage, stats.queued_prefill_tokens) == (
-        0, 0, 0.0, 0
-    )  # fmt: skip
-    return tokens, ends, stats.counters.preemptions
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_overlap_changes_no_token_and_no_end(seed: int) -> None:
-    apart, overlapped = serve(False, seed), serve(True, seed)
+    apart, overlapped = (serve(engine(overlap)[0], seed, 60) for overlap in (False, True))
     assert apart[:2] == overlapped[:2]
     assert apart[2] > 0
     assert overlapped[2] > 0
@@ -181,7 +149,7 @@ def test_steps_do_not_overlap_where_tokens_are_guessed(caplog: pytest.LogCapture
     guessing = msgspec.structs.replace(config(True).scheduler, speculative_ngram=3)
     settings = msgspec.structs.replace(config(True), scheduler=guessing)
     executor = WatchedExecutor(settings)
-    core = EngineCore(settings, executor, rank=0, incarnation=1)
+    core = EngineCore(settings, executor, rank=0, incarnation=1)  # type: ignore[arg-type]
     core.front_end_joined(0, 1)
     core.handle(AddRequest(1, "1", 0, 0, [1, 2, 3], SamplingParams(max_tokens=9, seed=1)))
     while core.has_work:

@@ -8,9 +8,12 @@ import pytest
 from tests.engine.processes import World
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Members of groups that exchange integers and tensors."""
-    made = World(Path(__file__).parent / "member.py")
+@pytest.fixture(scope="module", params=["processor", "device"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Members of groups that exchange integers and tensors: of processors, and of devices.
+
+    There are no such devices: see `strict_device`.
+    """
+    made = World(Path(__file__).parent / "member.py", request.param)
     yield made
     made.end()

@@ -1,4 +1,7 @@
-"""A process that joins groups as it is told: one JSON list [name, *arguments] a line."""
+"""A process that joins groups as it is told: one JSON list [name, *arguments] a line.
+
+With the argument `device` its tensors count as being on a device (`strict_device`).
+"""
 
 import json
 import os
@@ -10,19 +13,26 @@ from typing import Any
 
 import torch
 
-from engine.distributed.group import Group, PendingRows, join_group
+from engine.distributed.grid import Grid, join_grid
+from engine.distributed.group import CPU, Group, PendingRows, join_group
 from engine.distributed.spec import GroupBroken, GroupSpec
+from engine.models.parallel.experts import ExpertGroup, SendingRule, SpreadExperts, expert_share
+from engine.models.parallel.tensors import CutEmbedding, CutHead, part_of
+from tests.engine.distributed import strict_device
 
 
 class Member:
     """What can be asked of it; answers are JSON too."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.group: Group | None = None
+        self.grid: Grid | None = None
         self.pending: PendingRows | None = None
 
     def join(self, address: str, rank: int, size: int, topology: int, timeout: float) -> str:
-        self.group = join_group(GroupSpec(address, rank, size, topology, timeout))
+        spec = GroupSpec(address, rank, size, topology, timeout)
+        self.group = join_group(spec, self.device)
         return "joined"
 
     def rows(self, row: list[int]) -> list[list[int]]:
@@ -41,18 +51,99 @@ class Member:
     def all_to_all(self, sent: list[int], received: list[int], dtype: str) -> list[float]:
         rank = self._group().rank
         values = [100.0 * rank + i for i in range(sum(sent))]
-        rows = torch.tensor(values, dtype=getattr(torch, dtype)).unsqueeze(1).repeat(1, 3)
+        rows = self._tensor(values, getattr(torch, dtype)).unsqueeze(1).repeat(1, 3)
         out = self._group().all_to_all(rows, sent, received)
         assert out.shape == (sum(received), 3)
         return out[:, 2].tolist()
 
     def all_gather(self, counts: list[int]) -> list[float]:
         rank = self._group().rank
-        rows = torch.full((counts[rank], 2), float(rank))
+        rows = torch.full((counts[rank], 2), float(rank), device=self.device)
         return self._group().all_gather(rows, counts)[:, 0].tolist()
 
     def all_reduce(self, values: list[float]) -> list[float]:
-        return self._group().all_reduce(torch.tensor(values)).tolist()
+        return self._group().all_reduce(self._tensor(values)).tolist()
+
+    def all_to_all_counts(self, counts: list[int]) -> list[int]:
+        return self._group().all_to_all_counts(counts)
+
+    def all_gather_counts(self, count: int) -> list[int]:
+        return self._group().all_gather_counts(count)
+
+    def broadcast(self, values: list[float]) -> list[float]:
+        return self._group().broadcast(self._tensor(values)).tolist()
+
+    def experts(self, num_tokens: int, together: bool) -> bool:
+        """Run a layer of 6 experts, each of which multiplies by its number; return if it is right.
+
+        Tokens go to all ranks, or to those that need them.
+        """
+        group = self._group()
+        rule = SendingRule() if together else SendingRule(few_tokens=0, max_needed=2.0)
+        shared = ExpertGroup(6, 2, self.device)
+        shared.rule = rule
+        shared.join(group)
+        layer = SpreadExperts(shared)
+        layer.hold(expert_share(6, group.rank, group.size), lambda expert: lambda x: x * expert)
+        x = self._tensor([[float(10 * group.rank + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
+        first = torch.arange(num_tokens, device=self.device)
+        chosen = torch.stack(((first + group.rank) % 6, (first + 3) % 6), dim=1)
+        weights = torch.full((num_tokens, 2), 0.5, device=self.device)
+        shared.begin_step(num_tokens)
+        expected = x * chosen.sum(1, keepdim=True) * 0.5
+        return bool(torch.equal(layer(x, chosen, weights), expected))
+
+    def vocabulary(self) -> list[list[float]]:
+        """Embed tokens with a table that is cut, and score the states with it."""
+        group = self._group()
+        part = part_of(7, group.rank, group.size)
+        table = torch.arange(14.0, device=self.device).view(7, 2)[part].contiguous()
+        states = CutEmbedding(group, table, part)(self._tensor([6, 0, 3], torch.int64))
+        logits = CutHead(group, lambda x: x @ table.T, 7)(states)
+        return [states.tolist(), logits.tolist()]
+
+    def join_grid(self, address: str, rank: int, stages: int, shards: int) -> None:
+        """Be one of a grid; ranks count the shards of the first stage first."""
+        spec = GroupSpec(address, rank, stages * shards, 0, 20.0)
+        self.stage = rank // shards
+        self.grid = join_grid(spec, (stages, shards), divmod(rank, shards), self.device)
+
+    def pass_on(self, stages: int, values: list[float]) -> list[float]:
+        """Send two tensors through all stages, each of which adds one and sums over its shards."""
+        assert self.grid is not None
+        stage, grid = self.stage, self.grid
+        arriving = []
+        if stage:
+            empty = torch.empty(len(values), device=self.device)
+            arriving = [grid.begin_receive(torch.empty_like(empty)) for _ in range(2)]
+        states = [self._tensor(values), self._tensor(values) * 10]
+        leaving = []
+        for i in range(2):
+            if stage:
+                states[i] = arriving[i].wait()
+            states[i] = grid.shards.all_reduce(states[i] + 1)
+            if stage < stages - 1:
+                leaving.append(grid.begin_send(states[i]))
+        for each in leaving:
+            each.wait()
+        return [*states[0].tolist(), *states[1].tolist()]
+
+    def close_grid(self) -> None:
+        assert self.grid is not None
+        self.grid.close()
+        self.grid = None
+
+    def on_device(self) -> bool:
+        return self.device != CPU
+
+    def mixes(self) -> str:
+        """Return how a sum over the processor's and the device's tensors is refused, if it is."""
+        try:
+            self._group().all_reduce(torch.ones(1))
+            torch.ones(2) + torch.ones(2, device=self.device)
+        except AssertionError as error:
+            return str(error)
+        return ""
 
     def abort_after(self, seconds: float) -> None:
         threading.Timer(seconds, self._group().abort).start()
@@ -69,6 +160,9 @@ class Member:
         links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
         return [len(os.listdir("/proc/self/task")), sum("socket" in link for link in links)]
 
+    def _tensor(self, values: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
     def _group(self) -> Group:
         assert self.group is not None
         return self.group
@@ -76,7 +170,11 @@ class Member:
 
 def main() -> None:
     torch.set_num_threads(1)
-    member = Member()
+    device = CPU
+    if sys.argv[1:] == ["device"]:
+        device = strict_device.DEVICE
+        strict_device.install()
+    member = Member(device)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         began = time.monotonic()

@@ -1,15 +1,17 @@
 """Groups of processes: what they exchange, how they end, and what is left of them."""
 
 import socket
+from typing import Any
 
 import pytest
 
 from engine.distributed.group import join_group
 from engine.distributed.spec import GroupBroken, GroupSpec, open_listener
 from engine.shared.addresses import address_towards
+from tests.engine.processes import Process, World, free_address
 
 
-def test_rows_of_all_ranks_arrive_in_rank_order(world):
+def test_rows_of_all_ranks_arrive_in_rank_order(world: World) -> None:
     members = world.take(3)
     world.join(members)
     assert members[0].ask("begin_rows", [7, -1]) is False
@@ -22,7 +24,7 @@ def test_rows_of_all_ranks_arrive_in_rank_order(world):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "int64"])
-def test_uneven_and_empty_parts_reach_their_ranks(world, dtype):
+def test_uneven_and_empty_parts_reach_their_ranks(world: World, dtype: str) -> None:
     members = world.take(3)
     world.join(members)
     sent = [[1, 0, 2], [0, 0, 0], [3, 1, 0]]
@@ -32,10 +34,55 @@ def test_uneven_and_empty_parts_reach_their_ranks(world, dtype):
     assert world.all(members, "all_gather", [2, 0, 1]) == [[0, 0, 2]] * 3
     assert world.all(members, "all_gather", [0, 0, 0]) == [[]] * 3
     assert world.all(members, "all_reduce", [1.5, -2.0]) == [[4.5, -6.0]] * 3
+    assert world.all(members, "broadcast", [1.5, -2.0]) == [[1.5, -2.0]] * 3
+    assert world.all(members, "all_gather_counts", 5) == [[5, 5, 5]] * 3
+    for rank, process in enumerate(members):
+        process.tell("all_to_all_counts", [10 * rank, 10 * rank + 1, 10 * rank + 2])
+    assert [each.result() for each in members] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
     world.all(members, "close")
 
 
-def test_a_killed_member_breaks_the_group_at_once_for_all_others(world):
+def test_parts_of_a_model_exchange_what_they_have_on_their_devices(world: World) -> None:
+    members = world.take(3)
+    world.join(members)
+    for together in (True, False):
+        for rank, process in enumerate(members):
+            process.tell("experts", 4 * rank, together)
+        assert [process.result() for process in members] == [True] * 3
+    states = [[12.0, 13.0], [0.0, 1.0], [6.0, 7.0]]
+    logits = [[x * 2 * i + y * (2 * i + 1) for i in range(7)] for x, y in states]
+    answers = world.all(members, "vocabulary")
+    assert answers == [[states, logits], [states, []], [states, []]]
+    world.all(members, "close")
+
+
+def test_what_is_on_the_wrong_connections_is_refused_where_there_are_devices(world: World) -> None:
+    members = world.take(2)
+    world.join(members)
+    refused = world.all(members, "mixes")
+    if members[0].ask("on_device"):
+        assert refused == ["allreduce: Tensor over connections for OnDevice"] * 2
+    else:
+        assert refused == [""] * 2
+    world.all(members, "close")
+
+
+def test_states_pass_through_the_stages_of_a_grid_while_others_follow(world: World) -> None:
+    members, address = world.take(4), free_address()
+    for rank, process in enumerate(members):
+        process.tell("join_grid", address, rank, 2, 2)
+    for process in members:
+        process.result()
+    first, second = [4.0, 6.0, 22.0, 42.0], [10.0, 14.0, 46.0, 86.0]
+    assert world.all(members, "pass_on", 2, [1.0, 2.0]) == [first, first, second, second]
+    members[0].ask("close_grid")
+    members[2].tell("pass_on", 2, [1.0, 2.0])
+    assert "lost the group" in members[2].answer()["broken"], "the stage before has left"
+    for process in members[1:]:
+        process.ask("close_grid")
+
+
+def test_a_killed_member_breaks_the_group_at_once_for_all_others(world: World) -> None:
     members = world.take(4)
     world.join(members)
     for process in members[:3]:
@@ -48,12 +95,12 @@ def test_a_killed_member_breaks_the_group_at_once_for_all_others(world):
     assert "has ended" in _refusal(members[0], "rows", [1])
 
 
-def _refusal(process, *request):
+def _refusal(process: Process, *request: Any) -> Any:
     process.tell(*request)
     return process.answer()["broken"]
 
 
-def test_a_member_that_does_not_come_breaks_the_group_after_the_timeout(world):
+def test_a_member_that_does_not_come_breaks_the_group_after_the_timeout(world: World) -> None:
     members = world.take(3)
     world.join(members, timeout=1.0)
     for process in members[:2]:
@@ -67,7 +114,7 @@ def test_a_member_that_does_not_come_breaks_the_group_after_the_timeout(world):
     assert members[2].answer()["seconds"] < 0.9
 
 
-def test_abort_in_one_thread_frees_the_waiting_one_and_the_peers(world):
+def test_abort_in_one_thread_frees_the_waiting_one_and_the_peers(world: World) -> None:
     members = world.take(3)
     world.join(members)
     members[0].ask("abort_after", 0.2)
@@ -79,7 +126,7 @@ def test_abort_in_one_thread_frees_the_waiting_one_and_the_peers(world):
         assert answer["seconds"] < 5
 
 
-def test_groups_come_and_go_in_one_process_and_leave_nothing(world):
+def test_groups_come_and_go_in_one_process_and_leave_nothing(world: World) -> None:
     members = world.take(3)
     for process in members:
         if process.ask("has_group"):
@@ -94,7 +141,7 @@ def test_groups_come_and_go_in_one_process_and_leave_nothing(world):
     assert world.all(members, "left") == before
 
 
-def test_whoever_meets_nobody_gives_up_after_the_timeout():
+def test_whoever_meets_nobody_gives_up_after_the_timeout() -> None:
     for rank in (0, 1):
         with open_listener("127.0.0.1") as unused:
             address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -102,7 +149,7 @@ def test_whoever_meets_nobody_gives_up_after_the_timeout():
             join_group(GroupSpec(address, rank, 2, 9, timeout_s=0.5))
 
 
-def test_a_group_of_one_needs_no_network():
+def test_a_group_of_one_needs_no_network() -> None:
     spec = GroupSpec("192.0.2.1:1", 0, 1, 3, timeout_s=1)
     listener = open_listener("127.0.0.1")
     group = join_group(spec, listener=listener)
@@ -114,7 +161,7 @@ def test_a_group_of_one_needs_no_network():
         group.all_gather_rows([4, 5])
 
 
-def test_addresses_are_read_with_and_without_brackets():
+def test_addresses_are_read_with_and_without_brackets() -> None:
     assert (GroupSpec("[::1]:80", 0, 1, 0, 1).host, GroupSpec("a:81", 0, 1, 0, 1).port) == (
         "::1",
         81,

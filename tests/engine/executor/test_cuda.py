@@ -1,5 +1,7 @@
 """A whole engine on a CUDA device gives the tokens that it gives on a CPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from engine.shared.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from tests.engine.fixtures import SaveModel
 from tests.engine.serving import request, serve
 
 pytestmark = [
@@ -29,7 +32,9 @@ SCHEDULING = [{}, {"async_scheduling": True}, {"speculative_ngram": 4}]
 
 @pytest.mark.parametrize("scheduling", SCHEDULING, ids=["apart", "overlapped", "guessed"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "qwen3-moe"])
-def test_tokens_are_those_of_a_cpu(name, scheduling, checkpoint):
+def test_tokens_are_those_of_a_cpu(
+    name: str, scheduling: dict[str, Any], checkpoint: SaveModel
+) -> None:
     directory = checkpoint(name).directory
     there, _ = serve(directory, REQUESTS, dtype="float32", device="cuda", **scheduling)
     here, _ = serve(directory, REQUESTS, dtype="float32", **scheduling)
@@ -38,8 +43,12 @@ def test_tokens_are_those_of_a_cpu(name, scheduling, checkpoint):
 
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_the_bundled_model_agrees_in_16_bits(block_size, eager):
-    options = {"dtype": "bfloat16", "block_size": block_size, "enforce_eager": eager}
+def test_the_bundled_model_agrees_in_16_bits(block_size: int, eager: bool) -> None:
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "block_size": block_size,
+        "enforce_eager": eager,
+    }
     there, _ = serve(BUNDLED_MODEL, REQUESTS, device="cuda", **options)
     here, _ = serve(BUNDLED_MODEL, REQUESTS, **options)
     agreeing = [
@@ -49,7 +58,7 @@ def test_the_bundled_model_agrees_in_16_bits(block_size, eager):
     assert sum(agreeing) >= 0.8 * 8 * len(REQUESTS)
 
 
-def test_recorded_steps_compute_what_launched_ones_do(checkpoint):
+def test_recorded_steps_compute_what_launched_ones_do(checkpoint: SaveModel) -> None:
     directory = checkpoint("llama").directory
     answers = [
         serve(
@@ -61,8 +70,8 @@ def test_recorded_steps_compute_what_launched_ones_do(checkpoint):
     assert [each.tokens for each in answers[0]] == [each.tokens for each in answers[1]]
 
 
-def test_the_cache_is_sized_by_a_trial_step(checkpoint):
-    def blocks(utilization):
+def test_the_cache_is_sized_by_a_trial_step(checkpoint: SaveModel) -> None:
+    def blocks(utilization: float) -> int:
         executor = InProcessExecutor(
             EngineConfig(
                 model=ModelConfig(model=str(checkpoint("llama").directory), device="cuda"),
@@ -78,7 +87,7 @@ def test_the_cache_is_sized_by_a_trial_step(checkpoint):
     assert 0 < blocks(0.3) <= blocks(0.6)
 
 
-def test_the_kernel_is_used_for_large_blocks(checkpoint):
+def test_the_kernel_is_used_for_large_blocks(checkpoint: SaveModel) -> None:
     executor = InProcessExecutor(
         EngineConfig(
             model=ModelConfig(
@@ -87,6 +96,7 @@ def test_the_kernel_is_used_for_large_blocks(checkpoint):
             cache=CacheConfig(num_kv_blocks=8, block_size=256),
         )
     )
+    assert executor._model is not None
     attention = executor._model.attention
     assert isinstance(attention, CudaAttention)
     if not isinstance(attention.for_blocks(256), VarlenAttention):

@@ -6,20 +6,20 @@ from engine.executor.loading import TooFewDevices, device_number
 from engine.shared.config import ParallelConfig
 
 
-def place(number, rank, size=1):
+def place(number: int, rank: int, size: int = 1) -> ParallelConfig:
     return ParallelConfig(
         data_parallel_rank_local=number, data_parallel_rank=rank, tensor_parallel_size=size
     )
 
 
-def test_engines_whose_ranks_interleave_between_nodes_do_not_share_a_device():
+def test_engines_whose_ranks_interleave_between_nodes_do_not_share_a_device() -> None:
     # The coordinator gave ranks 0 and 2 to one node of two devices, 1 and 3 to the other.
     for ranks in ((0, 2), (1, 3)):
         devices = [device_number(place(number, rank), 0, 2) for number, rank in enumerate(ranks)]
         assert devices == [0, 1]
 
 
-def test_processes_of_one_engine_get_consecutive_devices():
+def test_processes_of_one_engine_get_consecutive_devices() -> None:
     parallel = place(1, rank=6, size=4)
     assert [device_number(parallel, worker, 8) for worker in range(4)] == [4, 5, 6, 7]
 
@@ -32,7 +32,9 @@ def test_processes_of_one_engine_get_consecutive_devices():
         (place(1, rank=1, size=4), 6, "needs CUDA devices 4 to 7, but only 6 are visible"),
     ],
 )
-def test_too_few_devices_are_refused_with_the_numbers(parallel, count, numbers):
+def test_too_few_devices_are_refused_with_the_numbers(
+    parallel: ParallelConfig, count: int, numbers: str
+) -> None:
     with pytest.raises(TooFewDevices, match=numbers):
         device_number(parallel, 0, count)
 
@@ -47,6 +49,6 @@ def test_too_few_devices_are_refused_with_the_numbers(parallel, count, numbers):
     ],
 )
 def test_an_engine_that_is_started_alone_takes_the_device_of_its_number_on_the_node(
-    parallel, device
-):
+    parallel: ParallelConfig, device: int
+) -> None:
     assert device_number(parallel, 0, 8) == device

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ import torch
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo
 from engine.models.parallel.experts import expert_share
+from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
-from tests.engine.processes import World
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.engine.processes import Process, World
+from tests.engine.tiny_models import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +29,13 @@ def world() -> Iterator[World]:
     ("experts", "sizes"),
     [(6, (3, 3)), (7, (2, 2, 3)), (16, (5, 5, 6)), (2, (0, 1, 1)), (4, (1, 1, 1, 1))],
 )
-def test_shares_are_balanced_and_cover_all_experts(experts, sizes):
+def test_shares_are_balanced_and_cover_all_experts(experts: int, sizes: tuple[int, ...]) -> None:
     shares = [expert_share(experts, rank, len(sizes)) for rank in range(len(sizes))]
     assert sorted(len(share) for share in shares) == sorted(sizes)
     assert [expert for share in shares for expert in share] == list(range(experts))
 
 
-def engines(world, model, size):
+def engines(world: World, model: Checkpoint, size: int) -> list[Process]:
     """Return a group of engines that have loaded their shares."""
     members = world.take(size)
     for rank, member in enumerate(members):
@@ -42,7 +46,7 @@ def engines(world, model, size):
     return members
 
 
-def together(members, *requests):
+def together(members: list[Process], *requests: tuple[Any, ...]) -> None:
     """Have each engine do its own thing in the same steps."""
     for member, request in zip(members, requests, strict=True):
         member.tell(*request)
@@ -63,8 +67,14 @@ def together(members, *requests):
     ],
 )
 def test_tokens_equal_those_of_one_engine_with_all_experts(
-    world, checkpoint, driver, prompt, name, size, way
-):
+    world: World,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    name: str,
+    size: int,
+    way: str,
+) -> None:
     model = checkpoint(name)
     members = engines(world, model, size)
     world.all(members, "always_send", way == "to where they are needed")
@@ -85,7 +95,9 @@ def test_tokens_equal_those_of_one_engine_with_all_experts(
         assert tokens[: length + 64] == alone.tokens[slot], (rank, slot)
 
 
-def test_regrouping_with_fewer_and_more_engines_keeps_the_tokens(world, checkpoint, driver, prompt):
+def test_regrouping_with_fewer_and_more_engines_keeps_the_tokens(
+    world: World, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint("qwen3-moe-many")
     members = engines(world, model, 3)
     assert [member.ask("shares")[0] for member in members] == [
@@ -124,7 +136,9 @@ def test_regrouping_with_fewer_and_more_engines_keeps_the_tokens(world, checkpoi
         assert members[rank].ask("tokens", 1) == alone.tokens[1]
 
 
-def test_weights_dropped_in_a_sleep_come_back_as_the_same_share(world, checkpoint, driver, prompt):
+def test_weights_dropped_in_a_sleep_come_back_as_the_same_share(
+    world: World, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint("mixtral")
     members = engines(world, model, 2)
     shares = world.all(members, "shares")
@@ -139,7 +153,7 @@ def test_weights_dropped_in_a_sleep_come_back_as_the_same_share(world, checkpoin
     assert members[1].ask("tokens", 0) == alone.tokens[0]
 
 
-def settings(directory, **parallel):
+def settings(directory: Path, **parallel: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(directory), device="cpu"),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
@@ -147,7 +161,7 @@ def settings(directory, **parallel):
     )
 
 
-def test_a_model_without_experts_is_loaded_whole_and_joins_no_group(checkpoint):
+def test_a_model_without_experts_is_loaded_whole_and_joins_no_group(checkpoint: SaveModel) -> None:
     directory = checkpoint("llama").directory
     for flag in (True, False):
         executor = InProcessExecutor(settings(directory, enable_expert_parallel=flag))
@@ -155,7 +169,9 @@ def test_a_model_without_experts_is_loaded_whole_and_joins_no_group(checkpoint):
             executor.prepare_group(0, 2)
 
 
-def test_one_engine_alone_is_a_group_of_its_own(checkpoint, driver, prompt):
+def test_one_engine_alone_is_a_group_of_its_own(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     directory = checkpoint("mixtral").directory
     config = settings(directory, data_parallel_size=1, enable_expert_parallel=True)
     spread, whole = Driver(Running(InProcessExecutor(config))), driver(directory)
@@ -170,20 +186,25 @@ def test_one_engine_alone_is_a_group_of_its_own(checkpoint, driver, prompt):
 class Running:
     """What a driver needs of an executor."""
 
-    def __init__(self, executor):
+    def __init__(self, executor: InProcessExecutor) -> None:
         self._executor = executor
 
-    def run(self, plan):
+    def run(self, plan: BatchPlan) -> BatchResult:
         return self._executor.submit(plan).result()
 
 
-def test_each_engine_reads_and_keeps_its_share_only(checkpoint, monkeypatch):
+def test_each_engine_reads_and_keeps_its_share_only(
+    checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = checkpoint("qwen3-moe-many").directory
     read = []
     original = torch.Tensor.copy_
-    monkeypatch.setattr(
-        torch.Tensor, "copy_", lambda to, part: read.append(part.numel()) or original(to, part)
-    )
+
+    def counted(to: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        read.append(part.numel())
+        return original(to, part)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
     amounts = []
     for size in (1, 4):
         read.clear()

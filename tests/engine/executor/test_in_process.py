@@ -2,6 +2,9 @@
 
 import gzip
 import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
@@ -42,15 +45,18 @@ CONFIG = {
 }
 
 
+MakeConfig: TypeAlias = Callable[..., EngineConfig]
+
+
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
 
 
 @pytest.fixture
-def settings(model):
-    def settings(cache=None, **changes):
+def settings(model: Path) -> MakeConfig:
+    def settings(cache: CacheConfig | None = None, **changes: Any) -> EngineConfig:
         options = {"model": str(model), "load_format": "dummy", "device": "cpu", **changes}
         return EngineConfig(
             model=ModelConfig(**options),
@@ -62,14 +68,14 @@ def settings(model):
     return settings
 
 
-def plan(tokens, start=0, count=None):
+def plan(tokens: list[int], start: int = 0, count: int | None = None) -> BatchPlan:
     starting = [SlotStart(1, tokens, len(tokens), SamplingParams(max_tokens=9, seed=4))]
     blocks = [SlotBlocks(1, 0, [3, 1])]
     return BatchPlan(0, starting, blocks, [1], [start], [count or len(tokens)], [True])
 
 
-def test_info_tells_what_was_found(settings):
-    said = []
+def test_info_tells_what_was_found(settings: MakeConfig) -> None:
+    said: list[str] = []
     executor = InProcessExecutor(settings(), progress=said.append)
     info = executor.info
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (128, 99, (5, 6))
@@ -79,7 +85,7 @@ def test_info_tells_what_was_found(settings):
     assert torch.get_num_threads() == 1
 
 
-def test_equal_settings_give_equal_tokens_and_fingerprints(settings):
+def test_equal_settings_give_equal_tokens_and_fingerprints(settings: MakeConfig) -> None:
     one, same = InProcessExecutor(settings()), InProcessExecutor(settings())
     other = InProcessExecutor(settings(seed=8))
     tokens = [one.submit(plan([7, 8, 9])).result(), same.submit(plan([7, 8, 9])).result()]
@@ -88,13 +94,13 @@ def test_equal_settings_give_equal_tokens_and_fingerprints(settings):
     assert one.info.model_fingerprint != other.info.model_fingerprint
 
 
-def test_shorter_length_is_honoured_and_longer_refused(settings):
+def test_shorter_length_is_honoured_and_longer_refused(settings: MakeConfig) -> None:
     assert InProcessExecutor(settings(max_model_len=64)).info.max_model_len == 64
     with pytest.raises(UnsupportedModel, match=r"129 is more than the 128"):
         InProcessExecutor(settings(max_model_len=129))
 
 
-def test_failure_in_a_step_is_raised_by_its_result(settings):
+def test_failure_in_a_step_is_raised_by_its_result(settings: MakeConfig) -> None:
     executor = InProcessExecutor(settings())
     pending = executor.submit(plan([98, 99]))
     with pytest.raises(ValueError, match="vocabulary"):
@@ -102,7 +108,7 @@ def test_failure_in_a_step_is_raised_by_its_result(settings):
     assert len(executor.submit(plan([7, 8])).result().token_ids) == 1
 
 
-def test_start_that_cannot_work_says_why(settings, model):
+def test_start_that_cannot_work_says_why(settings: MakeConfig, model: Path) -> None:
     with pytest.raises(ModelNotFound):
         InProcessExecutor(settings(model=str(model / "absent")))
     with pytest.raises(CheckpointError, match="lacks"):
@@ -112,12 +118,12 @@ def test_start_that_cannot_work_says_why(settings, model):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_absent_device_is_refused(settings):
+def test_absent_device_is_refused(settings: MakeConfig) -> None:
     with pytest.raises(ValueError, match="no CUDA device"):
         InProcessExecutor(settings(device="cuda"))
 
 
-def test_shutdown_is_idempotent_and_final(settings):
+def test_shutdown_is_idempotent_and_final(settings: MakeConfig) -> None:
     executor = InProcessExecutor(settings())
     executor.shutdown()
     executor.shutdown()
@@ -128,7 +134,9 @@ def test_shutdown_is_idempotent_and_final(settings):
 # -- overlapped steps -----------------------------------------------------------------------------
 
 
-def serve(settings, overlap):
+def serve(
+    settings: MakeConfig, overlap: bool
+) -> tuple[dict[int, list[int]], dict[int, str | None]]:
     """Return each request's tokens and end; one is aborted, as after a stop string."""
     changed = msgspec.structs.replace(
         settings(CacheConfig(num_kv_blocks=32, block_size=4), max_model_len=64),
@@ -145,7 +153,8 @@ def serve(settings, overlap):
         )
         prompt = [(id * 7 + i) % 99 for i in range(1 + id * 4)]
         core.handle(AddRequest(id, str(id), 0, 0, prompt, sampling))
-    tokens, ends = {id: [] for id in range(9)}, {}
+    tokens: dict[int, list[int]] = {id: [] for id in range(9)}
+    ends: dict[int, str | None] = {}
     while core.has_work:
         for output in core.step().outputs.get(0, []):
             if output.id == 3 and len(tokens[3]) == 2:
@@ -157,14 +166,14 @@ def serve(settings, overlap):
     return tokens, ends
 
 
-def test_overlapped_steps_give_the_same_tokens(settings):
+def test_overlapped_steps_give_the_same_tokens(settings: MakeConfig) -> None:
     apart, overlapped = serve(settings, overlap=False), serve(settings, overlap=True)
     assert apart == overlapped
     assert len(apart[0][3]) == 2
     assert set(apart[1].values()) >= {"stop", "length"}
 
 
-def test_a_failure_in_the_worker_thread_is_raised_by_its_result(settings):
+def test_a_failure_in_the_worker_thread_is_raised_by_its_result(settings: MakeConfig) -> None:
     overlapped = msgspec.structs.replace(
         settings(), scheduler=SchedulerConfig(max_num_seqs=4, async_scheduling=True)
     )
@@ -182,7 +191,7 @@ def test_a_failure_in_the_worker_thread_is_raised_by_its_result(settings):
 
 
 @pytest.fixture(params=[False, True], ids=["apart", "overlapped"])
-def executor(request, settings):
+def executor(request: pytest.FixtureRequest, settings: MakeConfig) -> Iterator[InProcessExecutor]:
     executor = InProcessExecutor(
         msgspec.structs.replace(
             settings(), scheduler=SchedulerConfig(max_num_seqs=4, async_scheduling=request.param)
@@ -193,7 +202,7 @@ def executor(request, settings):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_model_is_the_same_after_a_sleep(executor, level):
+def test_a_model_is_the_same_after_a_sleep(executor: InProcessExecutor, level: int) -> None:
     before = executor.submit(plan([7, 8, 9])).result()
     executor.sleep(level)
     executor.sleep(level)
@@ -204,7 +213,7 @@ def test_a_model_is_the_same_after_a_sleep(executor, level):
     assert executor.submit(plan([7, 8, 9])).result() == before
 
 
-def test_quantized_weights_are_the_same_after_a_sleep(settings):
+def test_quantized_weights_are_the_same_after_a_sleep(settings: MakeConfig) -> None:
     executor = InProcessExecutor(settings(quantization="int8"))
     before = executor.submit(plan([7, 8, 9])).result()
     executor.sleep(2)
@@ -212,12 +221,14 @@ def test_quantized_weights_are_the_same_after_a_sleep(settings):
     assert executor.submit(plan([7, 8, 9])).result() == before
 
 
-def test_engines_of_one_group_share_their_quantization(settings):
+def test_engines_of_one_group_share_their_quantization(settings: MakeConfig) -> None:
     plain, quantized = group_config(settings()), group_config(settings(quantization="int8"))
     assert {name for name in plain if plain[name] != quantized[name]} == {"quantization"}
 
 
-def test_weights_that_have_changed_are_not_taken_for_the_old_ones(executor, model):
+def test_weights_that_have_changed_are_not_taken_for_the_old_ones(
+    executor: InProcessExecutor, model: Path
+) -> None:
     changed = CONFIG | {"num_hidden_layers": 1}
     executor.sleep(1)
     (model / "config.json").write_text(json.dumps(changed))
@@ -230,7 +241,9 @@ def test_weights_that_have_changed_are_not_taken_for_the_old_ones(executor, mode
     assert len(executor.submit(plan([7, 8])).result().token_ids) == 1
 
 
-def test_a_profile_shows_the_operations_of_the_steps_in_between(executor, tmp_path):
+def test_a_profile_shows_the_operations_of_the_steps_in_between(
+    executor: InProcessExecutor, tmp_path: Path
+) -> None:
     path = tmp_path / "traces" / "one.json.gz"
     with pytest.raises(CannotDo, match="no profile"):
         executor.stop_profile(path)

@@ -3,15 +3,21 @@
 On a CPU the trial runs the same steps and commands as on CUDA, but there is no share to honour.
 """
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from engine.distributed.grid import Grid
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
 from engine.executor.in_process import InProcessExecutor
+from engine.executor.layout import Layout
+from engine.executor.multi_process import MultiProcessExecutor, TeamLeader
 from engine.executor.team import Team
 from engine.executor.team_messages import Answer
-from engine.executor.tensor_parallel import TeamLeader, TensorParallelExecutor
+from engine.models.moe import run_experts
 from engine.models.parallel import experts
 from engine.models.parallel.experts import MirrorGroup
 from engine.scheduler.batch import BatchPlan, BatchResult
@@ -24,11 +30,12 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 TOKENS = 48
 
 
-def settings(directory, **parallel):
+def settings(directory: Path, **parallel: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(directory), device="cpu"),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
@@ -41,7 +48,7 @@ def settings(directory, **parallel):
 class Steps:
     """Runs plans on an executor, one by one."""
 
-    def __init__(self, executor: TensorParallelExecutor) -> None:
+    def __init__(self, executor: MultiProcessExecutor) -> None:
         self._executor = executor
 
     def run(self, plan: BatchPlan) -> BatchResult:
@@ -61,18 +68,21 @@ class Told:
 @pytest.mark.parametrize(
     ("own", "others", "agreed"), [(9, (5, 7), 5), (4, (5, 7), 4), (9, (0,), 0)]
 )
-def test_all_processes_get_the_blocks_that_the_one_with_the_least_memory_has(own, others, agreed):
-    leader = TeamLeader(Told(*others), Group.alone())  # type: ignore[arg-type]
+def test_all_processes_get_the_blocks_that_the_one_with_the_least_memory_has(
+    own: int, others: tuple[int, ...], agreed: int
+) -> None:
+    grid, device = Grid(Group.alone(), None, None), torch.device("cpu")
+    leader = TeamLeader(Told(*others), grid, Layout(1, 2), device, [])  # type: ignore[arg-type]
     assert leader.min_blocks(own) == agreed
 
 
 def test_processes_that_hold_a_model_together_try_the_largest_step_together(
-    checkpoint, driver, prompt
-):
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint("llama")
     config = settings(model.directory, tensor_parallel_size=2, data_parallel_size=1)
     team = Team(config, 0, 1)
-    executor = TensorParallelExecutor(config, team)
+    executor = MultiProcessExecutor(config, team)
     try:
         inner = executor._inner
         assert inner._model is not None
@@ -90,20 +100,19 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
 
 
 def test_an_engine_with_a_part_of_the_experts_tries_the_step_that_all_of_them_fill(
-    checkpoint, monkeypatch
-):
+    checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = checkpoint("qwen3-moe")
     config = settings(model.directory, data_parallel_size=2, enable_expert_parallel=True)
     executor = InProcessExecutor(config, rank=1)
     loaded = executor._model
     assert loaded is not None
     assert loaded.expert_group is not None
-    rows = []
-    run = experts.run_experts
+    rows: list[int] = []
 
-    def watched(x, *arguments):
+    def watched(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         rows.append(len(x))
-        return run(x, *arguments)
+        return run_experts(x, *arguments)
 
     monkeypatch.setattr(experts, "run_experts", watched)
     assert executor.blocks_after_trial(loaded, executor.info.max_model_len, 1) > 0
@@ -113,7 +122,7 @@ def test_an_engine_with_a_part_of_the_experts_tries_the_step_that_all_of_them_fi
     executor.shutdown()
 
 
-def test_a_mirror_returns_what_others_would_send_that_do_the_same():
+def test_a_mirror_returns_what_others_would_send_that_do_the_same() -> None:
     mirror = MirrorGroup(3)
     rows = torch.arange(4).view(2, 2)
     assert mirror.all_gather_counts(5) == [5, 5, 5]

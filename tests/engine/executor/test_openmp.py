@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ print(json.dumps({
 """Loads the runtime itself at last, to ask whether torch's wish for three threads came there."""
 
 
-def ask(torch_first: bool = False, processes: int = 0, **variables: str) -> dict:
+def ask(torch_first: bool = False, processes: int = 0, **variables: str) -> dict[str, Any]:
     library = installed_library()
     assert library is not None, "the package is a dependency of engines on Linux"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "KMP_", "OMP_"))}
@@ -50,7 +51,8 @@ def ask(torch_first: bool = False, processes: int = 0, **variables: str) -> dict
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
 
 
 def test_torch_computes_in_llvms_runtime_whose_threads_sleep_soon() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.grammar.compiler import MAX_CACHED, MAX_CACHED_BYTES, GrammarCompiler
+from engine.grammar import compiler as compiler_module
+from engine.grammar.compiler import MAX_CACHED, MAX_CACHED_BYTES, MAX_HELD_BYTES, GrammarCompiler
 from engine.shared.messages import JsonSchemaGrammar, LarkGrammar, RegexGrammar
 
 
@@ -106,3 +107,49 @@ def test_grammars_that_nobody_uses_are_kept_within_a_number_of_bytes(
     compiler.ask(RegexGrammar("one more")).wait()
     gc.collect()
     assert compiler.num_cached == 2, "the newest, and the newest before it, which is small"
+
+
+def test_no_more_grammars_are_compiled_than_there_is_room_for(
+    compiler: GrammarCompiler, settled: threading.Event
+) -> None:
+    cached = compiler.ask(RegexGrammar("nobody uses it"))
+    large = compiler.ask(RegexGrammar("[a-z]+"))
+    cached.wait()
+    large.wait()
+    large.num_bytes = MAX_HELD_BYTES + 1  # as if it were large
+    del cached
+    settled.clear()
+    waiting = compiler.ask(RegexGrammar("[0-9]+"))
+    assert not settled.wait(0.2), "it waits for room"
+    gc.collect()
+    assert compiler.held_bytes == large.num_bytes, "what nobody uses is forgotten first"
+    del large
+    assert settled.wait(10), "the request that used the large one has ended"
+    assert waiting.error is None
+
+
+def test_a_grammar_that_there_is_no_room_for_is_refused_in_the_end(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_WAIT", 0.05)
+    large = compiler.ask(RegexGrammar("[a-z]+"))
+    large.wait()
+    large.num_bytes = MAX_HELD_BYTES + 1
+    refused = compiler.ask(RegexGrammar("[0-9]+"))
+    refused.wait()
+    assert refused.error is not None
+    assert "try again later" in refused.error
+    assert refused.no_room
+    del large
+    again = compiler.ask(RegexGrammar("[0-9]+"))
+    again.wait()
+    assert (again.error, again.no_room) == (None, False)
+
+
+def test_a_step_that_cannot_go_on_without_a_grammar_does_not_wait_for_room(
+    compiler: GrammarCompiler,
+) -> None:
+    large = compiler.ask(RegexGrammar("[a-z]+"))
+    large.wait()
+    large.num_bytes = MAX_HELD_BYTES + 1
+    assert compiler.compiled(RegexGrammar("[0-9]+")).error is None

@@ -128,7 +128,7 @@ def test_the_marker_is_found_in_output_that_came_with_the_request(table: Grammar
 
 def texts(masks: TokenMasks, row: int) -> set[str]:
     allowed = masks.allowed(2048)[masks.rows.tolist().index(row)]
-    return {TOKENIZER.decode([token_id]) for token_id in np.flatnonzero(allowed)}
+    return {TOKENIZER.decode([token_id]) for token_id in np.flatnonzero(allowed).tolist()}
 
 
 def test_draws_after_proposed_tokens_have_masks_of_their_own(table: GrammarTable) -> None:

@@ -8,16 +8,12 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from engine.grammar.masks import GrammarTable
 from engine.scheduler.batch import SlotStart
-from engine.shared.config import BUNDLED_MODEL
 from engine.shared.grammar_spec import check_grammar
 from engine.shared.messages import JsonSchemaGrammar, SamplingParams
-
-TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
-EOS = {0, 2}
+from tests.support.drawing import EOS, TOKENIZER, write
 
 _NAMES = st.text('abcxyz_é "\\\n', min_size=1, max_size=5)
 _VALUES = st.none() | st.booleans() | st.integers(-999, 999) | st.text('ab"\\/\u00e9\n', max_size=4)
@@ -101,21 +97,11 @@ _SCHEMAS = st.recursive(
 )
 
 
-def write(table: GrammarTable, schema: dict[str, Any], rng: random.Random) -> str:
-    spec = JsonSchemaGrammar(json.dumps(schema, ensure_ascii=False))
-    sampling = SamplingParams(max_tokens=1, seed=0, grammar=spec)
-    table.start(SlotStart(0, [5], 1, sampling))
-    drawn: list[int] = []
-    for _ in range(2000):
-        token_id = rng.choice(table.choices([0])[0][0])
-        drawn.append(token_id)
-        ended = table.advance([0], [token_id]).reasons
-        if ended:
-            assert ended == {0: None}, ended
-            return str(TOKENIZER.decode([t for t in drawn if t not in EOS]))
-    raise AssertionError("the schema did not end")
+def write_json(table: GrammarTable, schema: dict[str, Any], rng: random.Random) -> str:
+    return write(table, JsonSchemaGrammar(json.dumps(schema, ensure_ascii=False)), rng)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_random_outputs_fit_random_schemas(table: GrammarTable) -> None:
     @settings(
@@ -131,7 +117,7 @@ def test_random_outputs_fit_random_schemas(table: GrammarTable) -> None:
         if "patternProperties" in json.dumps(schema):  # what it asks for may contradict itself
             assume(reason is None or "nsatisfiable" not in reason)
         assert reason is None, reason
-        text = write(table, schema, random.Random(seed))
+        text = write_json(table, schema, random.Random(seed))
         validator = jsonschema.Draft202012Validator(
             schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
         )
@@ -158,7 +144,7 @@ def test_a_pattern_that_no_other_key_matches_leads_nowhere(
     schema = {"type": "object", "additionalProperties": False, **schema}
     schema["required"] = [next(iter(schema["properties"]))]
     for seed in range(20):
-        text = write(table, schema, random.Random(seed))
+        text = write_json(table, schema, random.Random(seed))
         jsonschema.validate(json.loads(text), schema)
 
 

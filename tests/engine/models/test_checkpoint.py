@@ -1,6 +1,7 @@
 """A checkpoint that does not fit its config is refused with everything that is wrong."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.models.formats.checkpoint import (
 )
 from engine.models.formats.fingerprint import computed_fingerprint, weights_fingerprint
 from engine.models.hf_config import read_spec
+from engine.models.spec import ModelSpec
 from engine.models.weights import stored_tensors
 
 CONFIG = {
@@ -30,25 +32,27 @@ CONFIG = {
 
 
 @pytest.fixture
-def directory(tmp_path):
+def directory(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
 
 
 @pytest.fixture
-def spec(directory):
+def spec(directory: Path) -> ModelSpec:
     return read_spec(directory)
 
 
 @pytest.fixture
-def tensors(spec):
+def tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:
     return {
         name: torch.randn(shape)
         for name, shape in stored_tensors(family_of(spec.architecture).weights(spec)).items()
     }
 
 
-def test_complete_checkpoint_opens(directory, spec, tensors):
+def test_complete_checkpoint_opens(
+    directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
+) -> None:
     save_file(tensors, directory / "model.safetensors")
     checkpoint = SafetensorsCheckpoint(directory, spec)
     assert checkpoint.dtype == torch.float32
@@ -56,7 +60,9 @@ def test_complete_checkpoint_opens(directory, spec, tensors):
     assert torch.equal(checkpoint.tensor(name), tensors[name])
 
 
-def test_all_misfits_are_named(directory, spec, tensors):
+def test_all_misfits_are_named(
+    directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
+) -> None:
     del tensors["model.norm.weight"]
     tensors["model.layers.7.extra"] = torch.zeros(1)
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(16, 24)
@@ -68,20 +74,22 @@ def test_all_misfits_are_named(directory, spec, tensors):
     assert "up_proj.weight has shape [16, 24] instead of [24, 16]" in str(refusal.value)
 
 
-def test_long_lists_are_cut(directory, spec):
+def test_long_lists_are_cut(directory: Path, spec: ModelSpec) -> None:
     save_file({"foreign": torch.zeros(1)}, directory / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"and \d+ more"):
         SafetensorsCheckpoint(directory, spec)
 
 
-def test_redundant_tensors_are_ignored(directory, spec, tensors):
+def test_redundant_tensors_are_ignored(
+    directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
+) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
     save_file(tensors, directory / "model.safetensors")
     SafetensorsCheckpoint(directory, spec)
 
 
-def test_absent_and_broken_files_are_named(directory, spec):
+def test_absent_and_broken_files_are_named(directory: Path, spec: ModelSpec) -> None:
     with pytest.raises(CheckpointError, match=r"lacks model\.safetensors"):
         SafetensorsCheckpoint(directory, spec)
     (directory / "model.safetensors").write_bytes(b"no safetensors")
@@ -93,15 +101,19 @@ def test_absent_and_broken_files_are_named(directory, spec):
         SafetensorsCheckpoint(directory, spec)
 
 
-def test_integer_weights_are_refused(directory, spec, tensors):
+def test_integer_weights_are_refused(
+    directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
+) -> None:
     integers = {name: tensor.to(torch.int8) for name, tensor in tensors.items()}
     save_file(integers, directory / "model.safetensors")
     with pytest.raises(CheckpointError, match="I8"):
         _ = SafetensorsCheckpoint(directory, spec).dtype
 
 
-def test_fingerprint_tells_weights_apart(directory, spec, tensors):
-    def fingerprint():
+def test_fingerprint_tells_weights_apart(
+    directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
+) -> None:
+    def fingerprint() -> str:
         save_file(tensors, directory / "model.safetensors")
         return SafetensorsCheckpoint(directory, spec).fingerprint()
 
@@ -115,9 +127,9 @@ def test_fingerprint_tells_weights_apart(directory, spec, tensors):
 
 
 def test_no_tensor_is_too_far_back_and_no_value_too_deep_for_the_fingerprint(
-    directory, spec, tensors
-):
-    def fingerprint():
+    directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
+) -> None:
+    def fingerprint() -> str:
         save_file(tensors, directory / "model.safetensors")
         return SafetensorsCheckpoint(directory, spec).fingerprint()
 
@@ -130,10 +142,10 @@ def test_no_tensor_is_too_far_back_and_no_value_too_deep_for_the_fingerprint(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_large_tensor_is_sampled_from_its_first_value_to_its_last(dtype):
+def test_a_large_tensor_is_sampled_from_its_first_value_to_its_last(dtype: torch.dtype) -> None:
     large = torch.zeros(3000, 1001).to(dtype)
 
-    def fingerprint():
+    def fingerprint() -> str:
         return weights_fingerprint(b"", {"large": "described"}, lambda _: large)
 
     first = fingerprint()
@@ -145,22 +157,22 @@ def test_a_large_tensor_is_sampled_from_its_first_value_to_its_last(dtype):
     assert fingerprint() != first
 
 
-def test_weights_rounded_to_8_bits_have_another_fingerprint():
+def test_weights_rounded_to_8_bits_have_another_fingerprint() -> None:
     assert computed_fingerprint("f" * 32, None) == "f" * 32
     rounded = computed_fingerprint("f" * 32, "int8")
     assert rounded != "f" * 32
     assert len(rounded) == 32
 
 
-def test_fingerprint_of_dummy_weights_depends_on_the_seed(directory, spec):
-    def fingerprint(seed, dtype=torch.float32):
+def test_fingerprint_of_dummy_weights_depends_on_the_seed(directory: Path, spec: ModelSpec) -> None:
+    def fingerprint(seed: int, dtype: torch.dtype = torch.float32) -> str:
         return DummyCheckpoint(directory, spec, seed, dtype).fingerprint()
 
     assert fingerprint(1) == fingerprint(1)
     assert len({fingerprint(1), fingerprint(2), fingerprint(1, torch.bfloat16)}) == 3
 
 
-def test_dummy_weights_have_the_usual_spread(directory, spec):
+def test_dummy_weights_have_the_usual_spread(directory: Path, spec: ModelSpec) -> None:
     dummy = DummyCheckpoint(directory, spec, 0, torch.float32)
     assert dummy.tensor("model.embed_tokens.weight").std() == pytest.approx(0.02, rel=0.1)
     assert (dummy.tensor("model.norm.weight") == 1).all()

@@ -1,6 +1,7 @@
 """What families read from the hub's configs, in older and newer spellings, and what they refuse."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine.models.hf_config import parse_spec, read_spec
 from engine.models.parallel.tensors import Cut
 from engine.models.spec import ModelSpec, RopeSpec, UnsupportedModel
 from engine.models.weights import Source, rotated_order
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -29,7 +31,7 @@ def spec(architecture: str, **changes: Any) -> ModelSpec:
     return parse_spec({**BASE, "architectures": [architecture], **changes}, {})
 
 
-def test_every_family_describes_weights_of_its_own_spec():
+def test_every_family_describes_weights_of_its_own_spec() -> None:
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     for architecture, family in FAMILIES.items():
         described = spec(architecture, **moe)
@@ -39,7 +41,7 @@ def test_every_family_describes_weights_of_its_own_spec():
         assert all(source.name.endswith((".weight", ".bias")) for source in weights.values())
 
 
-def test_gemma_2_has_what_its_configs_leave_out():
+def test_gemma_2_has_what_its_configs_leave_out() -> None:
     found = spec("Gemma2ForCausalLM", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
     assert found.windows == (4096, None) * 3
     assert (found.attention_softcap, found.logits_softcap) == (50.0, 30.0)
@@ -48,7 +50,7 @@ def test_gemma_2_has_what_its_configs_leave_out():
     assert spec("Gemma2ForCausalLM", attn_logit_softcapping=None).attention_softcap is None
 
 
-def test_gemma_3_rotates_sliding_layers_by_their_own_base():
+def test_gemma_3_rotates_sliding_layers_by_their_own_base() -> None:
     new = spec(
         "Gemma3ForCausalLM",
         sliding_window=20,
@@ -67,15 +69,15 @@ def test_gemma_3_rotates_sliding_layers_by_their_own_base():
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     )
     assert new == old
-    assert [rope.theta for rope in new.ropes] == [1e4] * 5 + [1e6]
+    assert [rope and rope.theta for rope in new.ropes] == [1e4] * 5 + [1e6]
     assert [rope.factor for rope in new.distinct_ropes] == [1.0, 8.0]
     with pytest.raises(UnsupportedModel, match="bidirectional"):
         spec("Gemma3ForCausalLM", use_bidirectional_attention=True)
 
 
 def test_the_text_model_within_a_larger_one_is_read_and_the_rest_is_not(
-    checkpoint, driver, prompt, tmp_path
-):
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, tmp_path: Path
+) -> None:
     plain = checkpoint("gemma3")
     tensors = load_file(plain.directory / "model.safetensors")
     text = json.loads((plain.directory / "config.json").read_text())
@@ -103,7 +105,7 @@ def test_the_text_model_within_a_larger_one_is_read_and_the_rest_is_not(
     assert torch.equal(logits[0], logits[2])
 
 
-def test_phi_3_reads_all_names_of_longrope():
+def test_phi_3_reads_all_names_of_longrope() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     for kind in ("longrope", "su", "yarn"):
         found = spec(
@@ -112,7 +114,7 @@ def test_phi_3_reads_all_names_of_longrope():
             original_max_position_embeddings=512,
             rope_scaling={"type": kind, **factors},
         )
-        rope = found.ropes[0]
+        (rope,) = found.distinct_ropes
         assert (rope.kind, rope.factor, rope.original_max_position_embeddings) == (
             "longrope",
             8.0,
@@ -122,40 +124,43 @@ def test_phi_3_reads_all_names_of_longrope():
         spec("Phi3ForCausalLM", rope_scaling={"type": "longrope", **factors, "long_factor": [1.0]})
 
 
-def test_smollm_3_leaves_every_fourth_layer_without_positions():
+def test_smollm_3_leaves_every_fourth_layer_without_positions() -> None:
     ropes = spec("SmolLM3ForCausalLM").ropes
     assert [rope is None for rope in ropes] == [False, False, False, True, False, False]
+    assert ropes[0] is not None
     assert ropes[0].theta == 2e6
     with pytest.raises(UnsupportedModel, match="no_rope_layers"):
         spec("SmolLM3ForCausalLM", no_rope_layers=[1, 0])
 
 
-def test_command_r_7b_rotates_only_layers_that_slide():
+def test_command_r_7b_rotates_only_layers_that_slide() -> None:
     found = spec("Cohere2ForCausalLM", sliding_window=20, sliding_window_pattern=3)
     assert found.windows == (20, 20, None) * 2
     assert [rope is None for rope in found.ropes] == [False, False, True] * 2
 
 
-def test_olmo_3_stretches_only_layers_that_see_everything():
+def test_olmo_3_stretches_only_layers_that_see_everything() -> None:
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
     found = spec("Olmo3ForCausalLM", sliding_window=20, rope_theta=5e5, rope_scaling=scaling)
     assert found.windows == (20, 20, 20, None, 20, 20)
-    assert [rope.kind for rope in found.ropes] == ["default"] * 3 + ["yarn"] + ["default"] * 2
-    assert {rope.theta for rope in found.ropes} == {5e5}
+    assert [rope and rope.kind for rope in found.ropes] == ["default"] * 3 + ["yarn"] + [
+        "default"
+    ] * 2
+    assert {rope and rope.theta for rope in found.ropes} == {5e5}
 
 
-def test_layer_types_have_to_be_known_and_complete():
+def test_layer_types_have_to_be_known_and_complete() -> None:
     for kinds in (["full_attention"] * 5, ["full_attention"] * 5 + ["chunked_attention"]):
         with pytest.raises(UnsupportedModel, match="layer_types"):
             spec("Gemma2ForCausalLM", layer_types=kinds)
 
 
-def test_multipliers_have_to_be_numbers():
+def test_multipliers_have_to_be_numbers() -> None:
     with pytest.raises(UnsupportedModel, match="residual_multiplier"):
         spec("GraniteForCausalLM", residual_multiplier="0.2")
 
 
-def test_norms_over_all_heads_are_not_cut():
+def test_norms_over_all_heads_are_not_cut() -> None:
     with pytest.raises(UnsupportedModel, match=r"tensor-parallel-size.*Olmo2ForCausalLM"):
         Cut(spec("Olmo2ForCausalLM"), 0, 2)
 
@@ -169,11 +174,13 @@ def test_norms_over_all_heads_are_not_cut():
         (RopeSpec(theta=1.0, share=0.5, interleaved=True), (0, 2, 4, 5, 1, 3, 6, 7)),
     ],
 )
-def test_pairs_that_rotate_together_come_to_lie_half_a_head_apart(rope, order):
+def test_pairs_that_rotate_together_come_to_lie_half_a_head_apart(
+    rope: RopeSpec, order: tuple[int, ...] | None
+) -> None:
     assert rotated_order(rope, 8) == order
 
 
-def test_heads_are_reordered_in_weights_biases_and_norms():
+def test_heads_are_reordered_in_weights_biases_and_norms() -> None:
     order = (1, 0)
     weight = torch.arange(12).view(4, 3)
     source = Source(name="q_proj.weight", shape=(4, 3), head_order=order)
@@ -185,7 +192,7 @@ def test_heads_are_reordered_in_weights_biases_and_norms():
     assert torch.equal(norm.read(torch.arange(4)), torch.tensor([1, 0, 3, 2]))
 
 
-def test_a_fused_tensor_of_another_shape_is_named(checkpoint, tmp_path):
+def test_a_fused_tensor_of_another_shape_is_named(checkpoint: SaveModel, tmp_path: Path) -> None:
     model = checkpoint("phi3")
     tensors = load_file(model.directory / "model.safetensors")
     name = "model.layers.1.self_attn.qkv_proj.weight"

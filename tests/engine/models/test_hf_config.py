@@ -1,13 +1,14 @@
 """What is read from a model's config, in both spellings, and what is refused by name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.models.families.registry import FAMILIES
 from engine.models.hf_config import parse_spec, read_spec
-from engine.models.spec import UnsupportedModel
+from engine.models.spec import ModelSpec, UnsupportedModel
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -22,12 +23,14 @@ BASE: dict[str, Any] = {
 }
 
 
-def spec(architecture="Llama", generation=None, **changes):
+def spec(
+    architecture: str = "Llama", generation: dict[str, Any] | None = None, **changes: Any
+) -> ModelSpec:
     config = {**BASE, "architectures": [f"{architecture}ForCausalLM"], **changes}
     return parse_spec(config, generation or {})
 
 
-def test_both_spellings_mean_the_same():
+def test_both_spellings_mean_the_same() -> None:
     old = spec(
         rope_theta=5e5,
         rope_scaling={"type": "linear", "factor": 2.0},
@@ -38,38 +41,39 @@ def test_both_spellings_mean_the_same():
         dtype="bfloat16",
     )
     assert old == new
-    assert (old.ropes[0].theta, old.ropes[0].kind, old.ropes[0].factor) == (5e5, "linear", 2.0)
+    (rope,) = old.distinct_ropes
+    assert (rope.theta, rope.kind, rope.factor) == (5e5, "linear", 2.0)
 
 
-def test_head_dim_follows_from_the_width_unless_given():
+def test_head_dim_follows_from_the_width_unless_given() -> None:
     assert spec().head_dim == 8
     assert spec(head_dim=32).head_dim == 32
     assert spec(head_dim=None).head_dim == 8
     assert spec(num_key_value_heads=None).num_kv_heads == 8
 
 
-def test_generation_config_decides_about_endings():
+def test_generation_config_decides_about_endings() -> None:
     assert spec().eos_token_ids == ()
     assert spec(eos_token_id=5).eos_token_ids == (5,)
     assert spec(eos_token_id=5, generation={"eos_token_id": [7, 5]}).eos_token_ids == (7, 5)
 
 
-def test_families_differ_in_biases_and_norms():
+def test_families_differ_in_biases_and_norms() -> None:
     qwen2, qwen3 = spec("Qwen2"), spec("Qwen3", attention_bias=True)
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, "none")
     assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (True, True, "head")
 
 
-def test_windows_per_layer():
+def test_windows_per_layer() -> None:
     assert spec("Mistral", sliding_window=30).windows == (30,) * 4
     assert spec("Qwen2", sliding_window=30).windows == (None,) * 4
-    some = {"sliding_window": 30, "use_sliding_window": True}
+    some: dict[str, Any] = {"sliding_window": 30, "use_sliding_window": True}
     assert spec("Qwen2", max_window_layers=3, **some).windows == (None, None, None, 30)
     kinds = ["sliding_attention", "full_attention"] * 2
     assert spec("Qwen3", layer_types=kinds, **some).windows == (30, None, 30, None)
 
 
-def test_sparse_layers_of_qwen3_moe():
+def test_sparse_layers_of_qwen3_moe() -> None:
     moe = spec(
         "Qwen3Moe",
         num_experts=8,
@@ -78,11 +82,12 @@ def test_sparse_layers_of_qwen3_moe():
         decoder_sparse_step=2,
         mlp_only_layers=[3],
     ).moe
+    assert moe is not None
     assert moe.layers == (False, True, False, False)
     assert (moe.num_experts, moe.intermediate_size, moe.normalize_weights) == (8, 16, False)
 
 
-def test_yarn_stretches_the_stated_length():
+def test_yarn_stretches_the_stated_length() -> None:
     stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert spec(rope_scaling=stretched).max_position_embeddings == 2048
     assert spec(rope_scaling={**stretched, "rope_type": "linear"}).max_position_embeddings == 512
@@ -98,24 +103,24 @@ def test_yarn_stretches_the_stated_length():
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "quip"}}, "quip"),
         ({"dtype": "float8"}, "float8"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
     ],
 )
-def test_refusals_name_the_setting(changes, named):
+def test_refusals_name_the_setting(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         parse_spec({**BASE, **changes}, {})
 
 
-def test_unknown_architecture_lists_the_supported_ones():
+def test_unknown_architecture_lists_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModel) as refusal:
         parse_spec({**BASE, "architectures": ["MambaForCausalLM"]}, {})
     assert all(name in str(refusal.value) for name in FAMILIES)
 
 
-def test_files_are_read_from_the_directory(tmp_path):
+def test_files_are_read_from_the_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 1}))
     assert read_spec(tmp_path).eos_token_ids == (1,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')

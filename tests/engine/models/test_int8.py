@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("inference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 16, 100])
 @pytest.mark.parametrize("biased", [False, True])
-def test_error_is_that_of_rounding_to_8_bits(dtype, rows, biased):
+def test_error_is_that_of_rounding_to_8_bits(dtype: torch.dtype, rows: int, biased: bool) -> None:
     weight, x = torch.randn(48, 130).to(dtype), torch.randn(rows, 130).to(dtype)
     bias = torch.randn(48).to(dtype) if biased else None
     result = prepare_int8(weight, bias)(x)
@@ -23,7 +23,7 @@ def test_error_is_that_of_rounding_to_8_bits(dtype, rows, biased):
     assert error < 0.015
 
 
-def test_each_output_and_each_token_has_a_range_of_its_own():
+def test_each_output_and_each_token_has_a_range_of_its_own() -> None:
     weight, x = torch.randn(40, 64), torch.randn(6, 64)
     weight *= torch.logspace(-4, 3, 40).unsqueeze(1)
     x *= torch.logspace(-3, 3, 6).unsqueeze(1)
@@ -34,7 +34,7 @@ def test_each_output_and_each_token_has_a_range_of_its_own():
     assert relative.abs().max() < 0.01
 
 
-def test_a_token_does_not_depend_on_its_neighbours():
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
     linear = prepare_int8(torch.randn(96, 64).bfloat16())
     x = torch.randn(70, 64).bfloat16()
     together = linear(x)
@@ -42,18 +42,18 @@ def test_a_token_does_not_depend_on_its_neighbours():
     assert torch.equal(together, alone)
 
 
-def test_zeros_stay_zeros():
+def test_zeros_stay_zeros() -> None:
     linear = prepare_int8(torch.cat((torch.zeros(3, 16), torch.randn(5, 16))))
     assert not linear(torch.zeros(2, 16)).any()
     assert not linear(torch.randn(2, 16))[:, :3].any()
 
 
-def test_weights_elsewhere_than_on_the_cpu_are_refused():
+def test_weights_elsewhere_than_on_the_cpu_are_refused() -> None:
     with pytest.raises(Int8Unsupported, match="--quantization int8 is for models on the CPU"):
         prepare_int8(torch.empty(8, 8, device="meta"))
 
 
-def test_wrong_product_is_refused(monkeypatch):
+def test_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.models.products import int8
 
     monkeypatch.setattr(int8, "_checked", set())

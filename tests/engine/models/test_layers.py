@@ -1,5 +1,7 @@
 """Building blocks against plain formulas."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("inference")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 16, 100])
 @pytest.mark.parametrize("biased", [False, True])
-def test_prepared_linear_equals_the_plain_product(dtype, rows, biased):
+def test_prepared_linear_equals_the_plain_product(
+    dtype: torch.dtype, rows: int, biased: bool
+) -> None:
     weight, x = torch.randn(48, 40).to(dtype), torch.randn(rows, 40).to(dtype)
     bias = torch.randn(48).to(dtype) if biased else None
     result = prepare_linear(weight, bias)(x)
@@ -30,8 +34,8 @@ def test_prepared_linear_equals_the_plain_product(dtype, rows, biased):
     assert torch.allclose(result, F.linear(x, weight, bias), rtol=tolerance, atol=tolerance)
 
 
-def test_linear_that_cannot_be_packed_stays_dense(monkeypatch):
-    def refuse(weight, bias):
+def test_linear_that_cannot_be_packed_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         raise RuntimeError("this processor cannot")
 
     monkeypatch.setattr("engine.models.products.dense.PackedLinear", refuse)
@@ -39,13 +43,13 @@ def test_linear_that_cannot_be_packed_stays_dense(monkeypatch):
     assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
 
 
-def test_linear_whose_packed_product_differs_stays_dense(monkeypatch):
+def test_linear_whose_packed_product_differs_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.models.products.dense._packable", {})
     monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: torch.zeros(x.shape[0], 8))
     assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
 
 
-def test_rms_norm_and_swiglu():
+def test_rms_norm_and_swiglu() -> None:
     x, weight = torch.randn(5, 32), torch.randn(32)
     expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * weight
     assert torch.allclose(rms_norm(x, weight, 1e-6), expected, atol=1e-5)
@@ -56,7 +60,7 @@ def test_rms_norm_and_swiglu():
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e-4, 1.0, 1e15])
-def test_rms_norm_of_small_and_large_states(scale):
+def test_rms_norm_of_small_and_large_states(scale: float) -> None:
     x, weight = torch.randn(3, 64, dtype=torch.float64) * scale, torch.ones(64)
     expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6)
     assert torch.allclose(rms_norm(x.float(), weight, 1e-6), expected.float(), rtol=1e-5, atol=0)
@@ -87,7 +91,7 @@ def test_rms_norm_of_small_and_large_states(scale):
     ],
     ids=str,
 )
-def test_rotation_equals_the_reference(scaling):
+def test_rotation_equals_the_reference(scaling: dict[str, Any]) -> None:
     parameters = {"rope_theta": 10000.0, **scaling}
     config = LlamaConfig(
         hidden_size=256,
@@ -108,7 +112,7 @@ def test_rotation_equals_the_reference(scaling):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_sparse_mlp_is_the_weighted_sum_of_chosen_experts(normalize):
+def test_sparse_mlp_is_the_weighted_sum_of_chosen_experts(normalize: bool) -> None:
     x, score = torch.randn(20, 16), torch.randn(7, 16)
     score[3] = -score.sum(0) * 50  # an expert that hardly anyone chooses
     gate_up, down = torch.randn(7, 24, 16), torch.randn(7, 16, 12)

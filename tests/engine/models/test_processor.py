@@ -1,6 +1,8 @@
 """Which types are computed in, by what the processor multiplies fast."""
 
+import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from engine.models.hf_config import read_spec
 from engine.models.products import processor
 from engine.models.products.dense import PackedLinear
 from engine.models.settings import ComputeTypes, compute_types, fits_caches, open_checkpoint
-from engine.shared.config import EngineConfig, ExecutorConfig, ModelConfig
-from engine.shared.model_files import BUNDLED_MODEL
+from engine.shared.config import BUNDLED_MODEL, EngineConfig, ExecutorConfig, ModelConfig
+from tests.engine.fixtures import LoadDriver, MakePrompt
 
 BF16, F32 = torch.bfloat16, torch.float32
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -24,7 +26,7 @@ def pretend(
     info = tmp_path / "cpuinfo"
     info.write_text(f"vendor_id : {vendor}\n")
     monkeypatch.setattr(processor, "_CPU_INFO", info)
-    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
 
@@ -52,11 +54,11 @@ def test_float32_is_faster_without_units_for_16_bits(
 
 
 def test_of_other_architectures_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert processor.float32_is_faster.__wrapped__() is False
 
 
-def types(device: torch.device = CPU, is_alone: bool = True, **settings: str) -> ComputeTypes:
+def types(device: torch.device = CPU, is_alone: bool = True, **settings: Any) -> ComputeTypes:
     config = ModelConfig(**settings)
     spec = read_spec(BUNDLED_MODEL)
     checkpoint = open_checkpoint(BUNDLED_MODEL, spec, config)
@@ -81,7 +83,9 @@ def test_a_large_model_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     assert types() == (BF16, BF16)
 
 
-def test_a_16_bit_cache_changes_the_logits_of_float32_little(monkeypatch, driver, prompt) -> None:
+def test_a_16_bit_cache_changes_the_logits_of_float32_little(
+    monkeypatch: pytest.MonkeyPatch, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     monkeypatch.setattr(settings, "float32_is_faster", lambda: True)
     logits = []
     for dtype in ("auto", "float32"):

@@ -1,29 +1,31 @@
 """Products are computed for few numbers of rows, and give what they would give without."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from engine.models.products.dense import DenseLinear, prepare_linear
+from engine.models.products.dense import DenseLinear, Linear, prepare_linear
 from engine.models.products.int8 import prepare_int8
 from engine.models.products.row_padding import pad_rows, padded_rows
 
 SMALL, LARGE = 192 * 320, 896 * 9728
 
 
-def test_small_products_have_few_numbers_of_rows():
+def test_small_products_have_few_numbers_of_rows() -> None:
     sizes = {padded_rows(rows, SMALL) for rows in range(17, 513)}
     assert sizes == set(range(32, 513, 32))
 
 
 @pytest.mark.parametrize("num_weights", [1, SMALL, 500_000, LARGE])
-def test_padding_is_cheap_and_never_takes_rows_away(num_weights):
+def test_padding_is_cheap_and_never_takes_rows_away(num_weights: int) -> None:
     for rows in range(1025):
         added = padded_rows(rows, num_weights) - rows
         assert 0 <= added < 32
         assert added * num_weights <= 1 << 21
 
 
-def test_decodes_of_few_rows_and_large_products_stay_as_they_are():
+def test_decodes_of_few_rows_and_large_products_stay_as_they_are() -> None:
     assert all(padded_rows(rows, SMALL) == rows for rows in range(17))
     assert all(padded_rows(rows, LARGE) == rows for rows in range(1024))
     x = torch.randn(16, 8)
@@ -33,7 +35,9 @@ def test_decodes_of_few_rows_and_large_products_stay_as_they_are():
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 32, 45, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prepare", [DenseLinear, prepare_linear, prepare_int8])
-def test_results_are_those_of_the_rows_alone(prepare, dtype, rows):
+def test_results_are_those_of_the_rows_alone(
+    prepare: Callable[[torch.Tensor, torch.Tensor], Linear], dtype: torch.dtype, rows: int
+) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(24, 64, generator=generator).to(dtype)
     bias = torch.randn(24, generator=generator).to(dtype)

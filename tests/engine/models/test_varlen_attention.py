@@ -14,7 +14,7 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 16, 8
 
 
 @pytest.fixture
-def rows():
+def rows() -> AttentionRows:
     counts, starts = np.array([1, 1, 1, 7, 20]), np.array([0, 30, 8, 25, 0])
     blocks = np.random.default_rng(3).permutation(40)[:25].reshape(5, 5).astype(np.int32)
     return AttentionRows(
@@ -27,14 +27,16 @@ def rows():
 
 
 @pytest.fixture
-def stock():
+def stock() -> PagedAttention:
     return PagedAttention(
         num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32, device=CPU
     )
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
-def test_the_kernel_is_asked_for_what_the_stock_operators_compute(rows, stock, window):
+def test_the_kernel_is_asked_for_what_the_stock_operators_compute(
+    rows: AttentionRows, stock: PagedAttention, window: int | None
+) -> None:
     generator = torch.Generator().manual_seed(1)
     cache = torch.randn(40, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM, generator=generator)
     queries = torch.randn(int(rows.counts.sum()), HEADS, HEAD_DIM, generator=generator)
@@ -44,7 +46,7 @@ def test_the_kernel_is_asked_for_what_the_stock_operators_compute(rows, stock, w
     assert (out - expected).abs().max() < 1e-5
 
 
-def test_scores_are_scaled_alike(rows):
+def test_scores_are_scaled_alike(rows: AttentionRows) -> None:
     generator = torch.Generator().manual_seed(1)
     cache = torch.randn(40, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM, generator=generator)
     queries = torch.randn(int(rows.counts.sum()), HEADS, HEAD_DIM, generator=generator)
@@ -61,13 +63,15 @@ def test_scores_are_scaled_alike(rows):
     assert (out - stock.attend(queries, cache, stock.plan(rows, None))).abs().max() < 1e-5
 
 
-def test_windows_count_the_token_itself_in_the_models_words_only():
+def test_windows_count_the_token_itself_in_the_models_words_only() -> None:
     assert kernel_window(None) == (-1, 0)
     assert kernel_window(4) == (3, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stock_operators_serve_where_the_kernel_does_not_work(rows, stock, dtype, caplog):
+def test_stock_operators_serve_where_the_kernel_does_not_work(
+    rows: AttentionRows, stock: PagedAttention, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     """On a CPU it never does: the trial fails and says why."""
     chosen = CudaAttention(stock, shape=(HEADS, KV_HEADS, HEAD_DIM), dtype=dtype, device=CPU)
     assert chosen.for_blocks(BLOCK_SIZE) is stock

@@ -69,7 +69,7 @@ class World:
         self.receiver.start()
 
     def receive(self, socket: "zmq.Socket[bytes]", of: object) -> tuple[bytes, object]:
-        assert socket.poll(1000 * GUARD), "nothing comes"
+        assert socket.poll(int(1000 * GUARD)), "nothing comes"
         sender, *_, body = socket.recv_multipart()
         return sender, msgspec.msgpack.decode(body, type=of)
 
@@ -108,13 +108,13 @@ def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: Worl
     world.welcome([world.front_end])
     world.receiver.tell(Serve(SETUP))
     world.until_ready_is_told()
-    asked = 0
+    asked, session = 0, 0
     while asked < 5:  # the coordinator knows, but the front end has not heard of it yet
         sender, greeting = world.receive(world.requests, RouteHello)
         assert isinstance(greeting, RouteHello)
-        asked += greeting.asks
+        asked, session = asked + greeting.asks, greeting.session
     assert not world.routed.is_set()
-    world.requests.send_multipart([sender, encode(RouteTaken(greeting.session))])
+    world.requests.send_multipart([sender, encode(RouteTaken(session))])
     assert world.routed.wait(GUARD)
 
 

@@ -3,6 +3,7 @@
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from engine.core.events import FrontEndJoined, FrontEndLeft, Rejoined
 from engine.process.events import Stop, Welcomed
@@ -16,6 +17,7 @@ from engine.process.reception import (
     Event,
     Follow,
     Greet,
+    HaveAdapters,
     Leave,
     Reception,
     Register,
@@ -28,6 +30,8 @@ from engine.process.reception import (
 from engine.shared.membership import HELLO_INTERVAL, Identity, Membership
 from engine.shared.messages import (
     AbortRequests,
+    AdapterEntry,
+    AdapterSheet,
     Draining,
     EngineSetup,
     FormGroup,
@@ -37,7 +41,9 @@ from engine.shared.messages import (
     Goodbye,
     GroupStatus,
     HeartbeatAck,
+    HeldAdapter,
     Hello,
+    HoldAdapters,
     Ready,
     Refused,
     RouteHello,
@@ -181,3 +187,39 @@ def test_what_nobody_knows_ends_nothing(
 ) -> None:
     assert joined.handle(cast("Event", object()), 0.1) == []
     assert "object ignored" in caplog.text
+
+
+# -- adapters -------------------------------------------------------------------------------------
+
+
+def sheet(revision: int) -> AdapterSheet:
+    return AdapterSheet(revision, [AdapterEntry(1, "sql", "sql", "v1", "serving")])
+
+
+def test_an_engine_that_starts_knows_the_newest_sheet_of_adapters() -> None:
+    reception = new_reception()
+    reception.handle(replace(welcome(), adapters=sheet(3)), 0.0)
+    assert reception.sheet == sheet(3)
+    newer = HoldAdapters(EPOCH, sheet(5))
+    assert Deliver(newer) in reception.handle(newer, 1.0)
+    for order in (HoldAdapters(EPOCH, sheet(4)), HoldAdapters(EPOCH + 1, sheet(9))):
+        reception.handle(order, 2.0)
+    assert reception.sheet == sheet(5)
+    other = HoldAdapters(EPOCH, sheet(7), group="other")
+    assert reception.handle(other, 3.0) == []
+
+
+def test_what_an_engine_has_is_told_at_once_and_to_a_coordinator_that_starts_again() -> None:
+    reception = new_reception()
+    reception.handle(welcome(), 0.0)
+    reception.handle(Serve(SETUP), 0.1)
+    held = [HeldAdapter(1, "v1")]
+    told = reception.handle(HaveAdapters(sheet(3), held), 0.2)
+    (register,) = (each.message for each in told if isinstance(each, Register))
+    assert isinstance(register, Ready)
+    assert register.adapters == held
+    forgotten = reception.handle(HeartbeatAck(EPOCH + 1, known=False), 1.0)
+    hellos = [each.message for each in forgotten if isinstance(each, Register)]
+    assert [each.adapters for each in hellos if isinstance(each, Hello)] == [sheet(3)]
+    again = reception.handle(replace(welcome(epoch=EPOCH + 1), adapters=sheet(6)), 1.1)
+    assert Deliver(HoldAdapters(EPOCH + 1, sheet(6))) in again

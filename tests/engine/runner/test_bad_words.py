@@ -42,7 +42,7 @@ def test_tokens_outside_the_vocabulary_are_left_out() -> None:
 def test_many_words_cost_a_step_no_more_than_one() -> None:
     output = np.full(300, 5, np.int32)
     words = BadWords([(7, token) for token in range(100_000)], 100_000)
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(1000):
         words.completing(output)
-    assert time.perf_counter() - began < 1.0, "a look at each word would take over a minute"
+    assert time.process_time() - began < 1.0, "a look at each word would take over a minute"

@@ -8,6 +8,7 @@ from engine.models.products.row_blocks import SIZES, RowBlocks, probe_rows
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import BUNDLED_MODEL
 from engine.shared.messages import SamplingParams
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 LENGTH = 140
 CASES = [
@@ -29,8 +30,12 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_token_is_computed_in_the_same_way_in_any_company(
-    name, settings, checkpoint, driver, prompt
-):
+    name: str,
+    settings: dict[str, str],
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+) -> None:
     directory = BUNDLED_MODEL if name == "bundled" else checkpoint(name).directory
     engine = driver(directory, batch_invariant=True, **settings)
     tokens = prompt(LENGTH)
@@ -54,13 +59,19 @@ def test_a_token_is_computed_in_the_same_way_in_any_company(
     assert torch.equal(one, alone[60]), "as one of many decodes"
 
 
-def test_capped_scores_are_refused(checkpoint, driver):
+def test_capped_scores_are_refused(checkpoint: SaveModel, driver: LoadDriver) -> None:
     with pytest.raises(UnsupportedModel, match=r"batch-invariant.*Gemma2ForCausalLM"):
         driver(checkpoint("gemma2").directory, batch_invariant=True)
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_draw_after_a_prompt_is_that_of_a_decode(name, settings, checkpoint, driver, prompt):
+def test_a_draw_after_a_prompt_is_that_of_a_decode(
+    name: str,
+    settings: dict[str, str],
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+) -> None:
     directory = BUNDLED_MODEL if name == "bundled" else checkpoint(name).directory
     engine = driver(directory, batch_invariant=True, **settings)
     reported = SamplingParams(max_tokens=1, seed=1, temperature=0.0, logprobs=3)
@@ -72,7 +83,7 @@ def test_a_draw_after_a_prompt_is_that_of_a_decode(name, settings, checkpoint, d
     engine.start(3, prompt(60))
     engine.prefill(3)
     beside = engine.step({3: 1, 2: LENGTH})
-    assert beside.logprobs[1:] == decoded.logprobs
+    assert (beside.logprobs or [])[1:] == decoded.logprobs
 
 
 def test_rows_beside_each_other_do_not_matter_to_a_product() -> None:

@@ -6,9 +6,12 @@ import torch
 
 from engine.runner import categorical
 from engine.runner.categorical import draw_from_logits, draw_from_weights
+from engine.runner.slots import FloatArray
 
 
-def random_rows(rows, vocab, dtype=torch.float32):
+def random_rows(
+    rows: int, vocab: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, FloatArray, FloatArray]:
     generator = torch.Generator().manual_seed(rows * vocab)
     logits = (torch.randn(rows, vocab, generator=generator) * 4).to(dtype)
     uniforms = np.random.default_rng(rows).random(rows)
@@ -18,7 +21,7 @@ def random_rows(rows, vocab, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000, 32_000])
-def test_logits_and_their_probabilities_draw_the_same(vocab, dtype):
+def test_logits_and_their_probabilities_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
     logits, temperature, uniforms = random_rows(40, vocab, dtype)
     scaled = logits.double() / torch.from_numpy(temperature).unsqueeze(1)
     expected = draw_from_weights(torch.softmax(scaled, dim=-1).float(), uniforms)
@@ -28,7 +31,9 @@ def test_logits_and_their_probabilities_draw_the_same(vocab, dtype):
 
 
 @pytest.mark.parametrize("cached_bytes", [1, 3 * 4 * 1000, 1 << 20])
-def test_a_rows_token_does_not_depend_on_the_rows_beside_it(cached_bytes, monkeypatch):
+def test_a_rows_token_does_not_depend_on_the_rows_beside_it(
+    cached_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits, temperature, uniforms = random_rows(10, 1000)
     monkeypatch.setattr(categorical, "_CACHED_BYTES", cached_bytes)
     together = draw_from_logits(logits, temperature, uniforms).tolist()
@@ -39,14 +44,14 @@ def test_a_rows_token_does_not_depend_on_the_rows_beside_it(cached_bytes, monkey
     assert together == alone
 
 
-def test_forbidden_tokens_are_never_drawn():
+def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.full((200, 300), float("-inf"))
     logits[:, [17, 131, 299]] = torch.tensor([0.0, 1.0, -1.0])
     drawn = draw_from_logits(logits, np.ones(200), np.linspace(0, np.nextafter(1, 0), 200))
     assert set(drawn.tolist()) == {17, 131, 299}
 
 
-def test_logits_are_left_as_they_were():
+def test_logits_are_left_as_they_were() -> None:
     logits, temperature, uniforms = random_rows(4, 300)
     before = logits.clone()
     draw_from_logits(logits, temperature, uniforms)
@@ -54,7 +59,7 @@ def test_logits_are_left_as_they_were():
 
 
 @pytest.mark.parametrize("offset", [-1e4, -33.0, -24.0, 24.0, 33.0, 1e4])
-def test_draws_are_the_same_however_far_from_zero_the_logits_are(offset):
+def test_draws_are_the_same_however_far_from_zero_the_logits_are(offset: float) -> None:
     logits, _, uniforms = random_rows(40, 1000)
     moved = logits + offset
     ones = np.ones(40)

@@ -7,13 +7,13 @@ from engine.runner.draws import uniform
 KNOWN = [0.28176129772258496, 0.6524484863740322, 0.8628561488610587, 0.31482353407721675]
 
 
-def test_known_values_stay_the_same():
+def test_known_values_stay_the_same() -> None:
     """A change here would change every seeded answer that clients have seen."""
     drawn = uniform(np.array([0, 0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 0, 12345]))
     assert drawn.tolist() == KNOWN
 
 
-def test_numbers_are_uniform_and_uncorrelated():
+def test_numbers_are_uniform_and_uncorrelated() -> None:
     seeds, positions = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300))
     drawn = uniform(seeds.ravel(), positions.ravel()).reshape(300, 300)
     assert 0 <= drawn.min() < drawn.max() < 1

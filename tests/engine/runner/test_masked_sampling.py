@@ -61,7 +61,8 @@ def draw(
         before = logits.clone()
         drawn = sample(logits, table, slots, np.full(len(slots), 3), masks(allowed))
         assert torch.equal(before, logits), "logprobs are those of the model"
-    return drawn.token_ids.tolist()
+    token_ids: list[int] = drawn.token_ids.tolist()
+    return token_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,39 +1,47 @@
 """What a step returns beside plain tokens, and what a slot keeps between steps."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from engine.scheduler.batch import BatchPlan, SlotStart
+from engine.scheduler.batch import BatchPlan, BatchResult, SlotStart
 from engine.shared.messages import SamplingParams
+from tests.engine.driver import Driver
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.engine.tiny_models import Checkpoint
 
 
 @pytest.fixture
-def model(checkpoint):
+def model(checkpoint: SaveModel) -> Checkpoint:
     return checkpoint("llama")
 
 
 @pytest.fixture
-def engine(driver, model):
+def engine(driver: LoadDriver, model: Checkpoint) -> Driver:
     return driver(model.directory)
 
 
-def sampling(**settings):
+def sampling(**settings: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 50, "seed": 1, "temperature": 0.0, **settings})
 
 
-def test_logprobs_come_in_row_order(engine, model, prompt):
+def test_logprobs_come_in_row_order(engine: Driver, model: Checkpoint, prompt: MakePrompt) -> None:
     engine.start(0, prompt(12), sampling())
     engine.start(1, prompt(20), sampling(logprobs=3))
     result = engine.prefill(1, 0)
     expected = torch.log_softmax(model.logits(prompt(20))[-1], dim=-1)
-    entry, none = result.logprobs
+    entry, none = result.logprobs or []
+    assert entry is not None
     assert none is None
     assert entry.top_ids == expected.topk(3).indices.tolist()
     assert entry.logprob == pytest.approx(float(expected.max()), abs=1e-3)
 
 
 @pytest.mark.parametrize("chunks", [(30,), (1, 20, 9)])
-def test_prompt_logprobs_cover_every_token_but_the_first(chunks, engine, model, prompt):
+def test_prompt_logprobs_cover_every_token_but_the_first(
+    chunks: tuple[int, ...], engine: Driver, model: Checkpoint, prompt: MakePrompt
+) -> None:
     tokens = prompt(30)
     engine.start(4, prompt(9))
     engine.start(2, tokens, sampling(prompt_logprobs=2))
@@ -53,7 +61,7 @@ def test_prompt_logprobs_cover_every_token_but_the_first(chunks, engine, model, 
         assert entry.top_ids == row.topk(2).indices.tolist()
 
 
-def test_unfinished_prompt_draws_nothing(engine, prompt):
+def test_unfinished_prompt_draws_nothing(engine: Driver, prompt: MakePrompt) -> None:
     engine.start(0, prompt(30))
     assert engine.step({0: 29}).token_ids == []
     assert len(engine.step({0: 1}).token_ids) == 1
@@ -61,9 +69,9 @@ def test_unfinished_prompt_draws_nothing(engine, prompt):
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-moe"])
 def test_draws_are_the_same_whether_all_states_of_a_step_are_computed_or_only_theirs(
-    name, checkpoint, driver, prompt
-):
-    def step(prompt_logprobs):
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    def step(prompt_logprobs: int | None) -> tuple[BatchResult, BatchResult]:
         engine = driver(checkpoint(name).directory)
         for slot, length in enumerate((40, 90, 25, 70)):
             engine.start(slot, prompt(length), sampling(logprobs=2))
@@ -76,12 +84,15 @@ def test_draws_are_the_same_whether_all_states_of_a_step_are_computed_or_only_th
     for those, everything in zip(step(None), step(0), strict=True):
         assert everything.prompt_logprobs
         assert those.token_ids == everything.token_ids
-        for one, other in zip(those.logprobs, everything.logprobs, strict=True):
+        for one, other in zip(those.logprobs or [], everything.logprobs or [], strict=True):
             assert (one is None) == (other is None)
-            assert one is None or one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            if one is not None and other is not None:
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def test_seeded_tokens_do_not_depend_on_batch_or_restart(engine, prompt):
+def test_seeded_tokens_do_not_depend_on_batch_or_restart(
+    engine: Driver, prompt: MakePrompt
+) -> None:
     drawn = sampling(temperature=1.0, top_p=0.95, seed=99, presence_penalty=0.4)
     engine.start(0, prompt(15), drawn)
     engine.prefill(0)
@@ -100,7 +111,9 @@ def test_seeded_tokens_do_not_depend_on_batch_or_restart(engine, prompt):
     assert engine.tokens[9][15:] == alone
 
 
-def test_new_sequence_in_a_slot_inherits_nothing(engine, model, prompt):
+def test_new_sequence_in_a_slot_inherits_nothing(
+    engine: Driver, model: Checkpoint, prompt: MakePrompt
+) -> None:
     heavy = sampling(logit_bias={3: 100.0}, logprobs=1, repetition_penalty=1.5, min_tokens=40)
     engine.start(0, prompt(60), heavy)
     engine.prefill(0)
@@ -112,7 +125,9 @@ def test_new_sequence_in_a_slot_inherits_nothing(engine, model, prompt):
     assert engine.tokens[0][14:] == model.greedy(prompt(14), 10)
 
 
-def test_sequence_may_fill_the_model_to_its_last_position(engine, prompt):
+def test_sequence_may_fill_the_model_to_its_last_position(
+    engine: Driver, prompt: MakePrompt
+) -> None:
     engine.start(0, prompt(255))
     engine.prefill(0)
     engine.decode(1, 0)
@@ -120,13 +135,13 @@ def test_sequence_may_fill_the_model_to_its_last_position(engine, prompt):
 
 
 @pytest.mark.parametrize(("tokens", "named"), [([1, 256], "vocabulary"), ([-1], "vocabulary")])
-def test_foreign_token_ids_are_refused(tokens, named, engine):
+def test_foreign_token_ids_are_refused(tokens: list[int], named: str, engine: Driver) -> None:
     start = SlotStart(0, tokens, len(tokens), sampling())
     with pytest.raises(ValueError, match=named):
         engine.runner.run(BatchPlan(0, [start], [], [], [], [], []))
 
 
-def test_sequence_longer_than_the_model_is_refused(engine):
+def test_sequence_longer_than_the_model_is_refused(engine: Driver) -> None:
     start = SlotStart(0, [1] * 257, 257, sampling())
     with pytest.raises(ValueError, match="257 tokens"):
         engine.runner.run(BatchPlan(0, [start], [], [], [], [], []))

@@ -8,6 +8,7 @@ from engine.models.attention.varlen import VarlenAttention, VarlenPlan, kernel_w
 from engine.models.decoder import StepTokens
 from engine.runner.inputs import attention_rows, batch_rows
 from engine.runner.padded_decode import graph_sizes, pad_decode, padded_size
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.plain_kernel import plain_kernel
 
 
@@ -20,15 +21,16 @@ from tests.engine.plain_kernel import plain_kernel
         (20, (1, 2, 4, 8, 16, 20)),
     ],
 )
-def test_few_sizes_cover_all_batches(most, sizes):
+def test_few_sizes_cover_all_batches(most: int, sizes: tuple[int, ...]) -> None:
     assert graph_sizes(most) == sizes
     for rows in range(1, most + 1):
         size = padded_size(rows, sizes)
+        assert size is not None
         assert rows <= size < rows + 8
     assert padded_size(most + 1, sizes) is None
 
 
-def test_batches_beyond_the_largest_recording_are_launched_one_by_one():
+def test_batches_beyond_the_largest_recording_are_launched_one_by_one() -> None:
     sizes = graph_sizes(4096)
     assert sizes[-1] == 256
     assert len(sizes) < 40
@@ -36,8 +38,8 @@ def test_batches_beyond_the_largest_recording_are_launched_one_by_one():
 
 
 def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
-    checkpoint, driver, prompt
-):
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     plain, padded = (driver(checkpoint("llama").directory) for _ in range(2))
     lengths = [3, 20, 9]
     for engine in (plain, padded):
@@ -57,11 +59,10 @@ def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
     assert step.block_tables.shape == (8, 33)
     before = [layer[:scratch].clone() for layer in runner._cache]
     runner.model.attention = VarlenAttention(device=torch.device("cpu"), kernel=plain_kernel)
-    lengths = torch.from_numpy(step.num_keys)
     attention = VarlenPlan(
         query_ends=torch.arange(9, dtype=torch.int32),
         key_ends=torch.arange(9, dtype=torch.int32) * 256,
-        num_keys=lengths,
+        num_keys=torch.from_numpy(step.num_keys),
         block_tables=torch.from_numpy(step.block_tables),
         max_queries=1,
         max_keys=256,

@@ -1,10 +1,14 @@
 """The decoder over paged KV blocks agrees with transformers, however a sequence is computed."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import transformers
 
 from engine.shared.config import BUNDLED_MODEL
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.serving import request, serve
 from tests.engine.tiny_models import Checkpoint
 
@@ -50,7 +54,9 @@ ARCHITECTURES = [
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prefill_logits_and_greedy_tokens_agree(name, checkpoint, driver, prompt):
+def test_prefill_logits_and_greedy_tokens_agree(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint(name)
     engine = driver(model.directory)
     tokens = prompt(90)
@@ -64,7 +70,9 @@ def test_prefill_logits_and_greedy_tokens_agree(name, checkpoint, driver, prompt
     assert engine.tokens[5][30:] == model.greedy(tokens[:30], 64)
 
 
-def test_sharded_checkpoint_loads(checkpoint, driver, prompt):
+def test_sharded_checkpoint_loads(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint("qwen2", max_shard_size="60KB")
     assert len(list(model.directory.glob("*.safetensors"))) > 2
     engine = driver(model.directory)
@@ -73,7 +81,9 @@ def test_sharded_checkpoint_loads(checkpoint, driver, prompt):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prompt_in_uneven_chunks_gives_the_same_logits(name, checkpoint, driver, prompt):
+def test_prompt_in_uneven_chunks_gives_the_same_logits(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint(name)
     engine = driver(model.directory)
     tokens = prompt(150)
@@ -83,7 +93,9 @@ def test_prompt_in_uneven_chunks_gives_the_same_logits(name, checkpoint, driver,
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prefix_in_blocks_of_another_sequence_is_reused(name, checkpoint, driver, prompt):
+def test_prefix_in_blocks_of_another_sequence_is_reused(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint(name)
     engine = driver(model.directory)
     shared = prompt(32)
@@ -99,7 +111,9 @@ def test_prefix_in_blocks_of_another_sequence_is_reused(name, checkpoint, driver
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_preempted_sequence_continues_after_recomputation(name, checkpoint, driver, prompt):
+def test_preempted_sequence_continues_after_recomputation(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint(name)
     engine = driver(model.directory)
     engine.start(2, prompt(25))
@@ -115,7 +129,9 @@ def test_preempted_sequence_continues_after_recomputation(name, checkpoint, driv
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_batch_of_mixed_lengths_equals_each_alone(name, checkpoint, driver, prompt):
+def test_batch_of_mixed_lengths_equals_each_alone(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint(name)
     engine = driver(model.directory)
     lengths = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 40, 64, 65, 66, 100, 120]
@@ -132,7 +148,9 @@ def test_batch_of_mixed_lengths_equals_each_alone(name, checkpoint, driver, prom
         assert generated == model.greedy(prompt(length), len(generated)), length
 
 
-def test_lengths_far_apart_are_split_into_groups(checkpoint, driver, prompt, monkeypatch):
+def test_lengths_far_apart_are_split_into_groups(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.models.attention.plan._FREE_PADDING", 32)
     model = checkpoint("mistral-window")
     engine = driver(model.directory)
@@ -145,7 +163,9 @@ def test_lengths_far_apart_are_split_into_groups(checkpoint, driver, prompt, mon
         assert engine.tokens[slot][length:] == model.greedy(prompt(length), 11), length
 
 
-def test_capped_scores_are_computed_some_at_a_time(checkpoint, driver, prompt, monkeypatch):
+def test_capped_scores_are_computed_some_at_a_time(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.models.attention.paged._MAX_CAPPED_SCORES", 3000)
     model = checkpoint("gemma2")
     engine = driver(model.directory)
@@ -155,7 +175,9 @@ def test_capped_scores_are_computed_some_at_a_time(checkpoint, driver, prompt, m
     assert (torch.cat(parts) - model.logits(tokens)).abs().max() < 1e-3
 
 
-def test_longrope_stretches_all_positions_of_a_longer_model(checkpoint, driver, prompt):
+def test_longrope_stretches_all_positions_of_a_longer_model(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint("phi3-long")
     tokens = prompt(90)  # more than the original length, from which on the reference stretches
     engine = driver(model.directory)
@@ -167,7 +189,9 @@ def test_longrope_stretches_all_positions_of_a_longer_model(checkpoint, driver, 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_close(dtype, checkpoint, driver, prompt):
+def test_half_precision_stays_close(
+    dtype: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint("qwen3")
     engine = driver(model.directory, dtype=dtype)
     assert str(engine.runner.model.dtype) == f"torch.{dtype}"
@@ -183,7 +207,9 @@ def test_half_precision_stays_close(dtype, checkpoint, driver, prompt):
     ids=["overlapped", "guessed"],
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_engines_agree_however_steps_are_scheduled(name, scheduling, checkpoint, prompt):
+def test_engines_agree_however_steps_are_scheduled(
+    name: str, scheduling: dict[str, Any], checkpoint: SaveModel, prompt: MakePrompt
+) -> None:
     model = checkpoint(name)
     prompts = [prompt(60), prompt(9) * 3, prompt(3)]
     requests = [
@@ -196,7 +222,9 @@ def test_engines_agree_however_steps_are_scheduled(name, scheduling, checkpoint,
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_bfloat16_is_as_close_to_exact_as_the_reference_is(name, checkpoint, driver, prompt):
+def test_bfloat16_is_as_close_to_exact_as_the_reference_is(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     model = checkpoint(name)
     rounded = (
         type(model.reference)
@@ -220,10 +248,10 @@ def test_bfloat16_is_as_close_to_exact_as_the_reference_is(name, checkpoint, dri
     assert own < (5 if engine.runner.model.sparse_layers else 1.15) * other
 
 
-def test_the_bundled_model_says_the_same_in_bfloat16():
+def test_the_bundled_model_says_the_same_in_bfloat16() -> None:
     """64 greedy tokens each, but where two tokens are as likely as bfloat16 can tell."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    load = transformers.AutoModelForCausalLM.from_pretrained
+    load: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
     reference = load(BUNDLED_MODEL, dtype=torch.bfloat16).eval()
     exact = load(BUNDLED_MODEL, dtype=torch.float32).eval()
     prompts = [tokenizer(text).input_ids for text in TEXTS]
@@ -245,10 +273,12 @@ def test_the_bundled_model_says_the_same_in_bfloat16():
     assert num_equal >= len(TEXTS) - 1
 
 
-def test_dummy_weights_depend_on_the_seed_only(checkpoint, driver, prompt):
+def test_dummy_weights_depend_on_the_seed_only(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
     directory = checkpoint("qwen3-moe").directory
 
-    def logits(seed):
+    def logits(seed: int) -> torch.Tensor:
         engine = driver(directory, load_format="dummy", seed=seed)
         engine.start(0, prompt(10))
         return engine.logits({0: 10})
@@ -257,11 +287,11 @@ def test_dummy_weights_depend_on_the_seed_only(checkpoint, driver, prompt):
     assert not torch.equal(logits(1), logits(2))
 
 
-def test_unused_blocks_hold_zeros(checkpoint, driver):
+def test_unused_blocks_hold_zeros(checkpoint: SaveModel, driver: LoadDriver) -> None:
     engine = driver(checkpoint("llama").directory)
     assert all(not layer.any() for layer in engine.runner._cache)
 
 
-def test_empty_plan_is_a_dummy_step(checkpoint, driver):
+def test_empty_plan_is_a_dummy_step(checkpoint: SaveModel, driver: LoadDriver) -> None:
     engine = driver(checkpoint("llama").directory)
     assert engine.step({}).token_ids == []

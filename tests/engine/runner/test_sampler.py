@@ -1,12 +1,15 @@
 """Every sampling parameter against a straightforward reference, and draws that repeat."""
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from engine.runner.sampler import sample, smallest_kept
+from engine.runner.sampler import Sampled, sample, smallest_kept
 from engine.runner.slots import SlotTable
 from engine.scheduler.batch import SlotStart
 from engine.shared.messages import SamplingParams
@@ -16,18 +19,24 @@ SLOTS = 600
 EOS = 7
 
 
+Start: TypeAlias = Callable[..., int]
+Draw: TypeAlias = Callable[[torch.Tensor, npt.ArrayLike, npt.ArrayLike], Sampled]
+
+
 @pytest.fixture
-def table():
+def table() -> SlotTable:
     return SlotTable(
         max_num_seqs=SLOTS, max_model_len=64, block_size=8, vocab_size=VOCAB, eos_token_ids=(EOS,)
     )
 
 
 @pytest.fixture
-def start(table):
+def start(table: SlotTable) -> Start:
     """Return a function that gives a slot tokens and parameters."""
 
-    def start(slot, prompt=(1,), output=(), **sampling):
+    def start(
+        slot: int, prompt: Sequence[int] = (1,), output: Sequence[int] = (), **sampling: Any
+    ) -> int:
         params = SamplingParams(max_tokens=64, **{"seed": slot, **sampling})
         tokens = [*prompt, *output]
         table.start(SlotStart(slot, tokens, len(prompt), params))
@@ -37,29 +46,36 @@ def start(table):
 
 
 @pytest.fixture
-def draw(table):
+def draw(table: SlotTable) -> Draw:
     """Return a function that samples rows of logits for slots whose next position is given."""
 
-    def draw(logits, slots, positions):
+    def draw(logits: torch.Tensor, slots: npt.ArrayLike, positions: npt.ArrayLike) -> Sampled:
         with torch.inference_mode():
             return sample(logits, table, np.array(slots), np.array(positions))
 
     return draw
 
 
-def random_logits(rows, seed=0, vocab=VOCAB):
+def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, vocab, generator=generator) * 3
 
 
-def reference_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+def reference_probabilities(
+    logits: torch.Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> dict[int, float]:
     """One row, token by token, in float64: min-p, then top-k, then top-p."""
     p = torch.softmax(logits.double() / temperature, dim=-1).tolist()
     order = sorted(range(len(p)), key=lambda token: -p[token])
     kept = [token for token in order if p[token] >= min_p * p[order[0]]]
     if top_k:
         kept = kept[:top_k]
-    total, nucleus = sum(p[token] for token in kept), []
+    total = sum(p[token] for token in kept)
+    nucleus: list[int] = []
     for token in kept:
         if nucleus and sum(p[t] for t in nucleus) >= top_p * total:
             break
@@ -68,7 +84,7 @@ def reference_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0
     return {token: p[token] / mass for token in nucleus}
 
 
-FILTERS = [
+FILTERS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.5},
     {"temperature": 3.0},
@@ -86,7 +102,9 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_draws_follow_the_filtered_distribution(filters, start, draw):
+def test_draws_follow_the_filtered_distribution(
+    filters: dict[str, Any], start: Start, draw: Draw
+) -> None:
     logits = random_logits(1)
     expected = reference_probabilities(logits[0], **filters)
     positions = [start(slot, **filters) for slot in range(SLOTS)]
@@ -106,7 +124,7 @@ def test_draws_follow_the_filtered_distribution(filters, start, draw):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_takes_the_lowest_id_of_equals(dtype, start, draw):
+def test_greedy_takes_the_lowest_id_of_equals(dtype: torch.dtype, start: Start, draw: Draw) -> None:
     logits = random_logits(4).to(dtype)
     logits[0, [900, 300, 555]] = 50
     logits[1] = -3.0
@@ -117,7 +135,7 @@ def test_greedy_takes_the_lowest_id_of_equals(dtype, start, draw):
     assert chosen.tolist()[2:] == logits[2:].float().numpy().argmax(-1).tolist()
 
 
-def test_greedy_and_drawn_rows_mix(start, draw):
+def test_greedy_and_drawn_rows_mix(start: Start, draw: Draw) -> None:
     logits = random_logits(6)
     positions = [start(s, temperature=0.0 if s % 2 else 1.0, top_k=s // 2) for s in range(6)]
     together = draw(logits, range(6), positions).token_ids
@@ -127,7 +145,7 @@ def test_greedy_and_drawn_rows_mix(start, draw):
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 128 * 7])
-def test_draw_depends_on_seed_and_position_only(vocab, start, draw):
+def test_draw_depends_on_seed_and_position_only(vocab: int, start: Start, draw: Draw) -> None:
     logits = random_logits(1, vocab=vocab).expand(SLOTS, -1).contiguous()
     filters = [{}, {"top_p": 0.9}, {"top_k": 300, "temperature": 2.0}, {"min_p": 0.01}]
     positions = [start(slot, seed=slot % 50, **filters[slot % 4]) for slot in range(400)]
@@ -141,14 +159,14 @@ def test_draw_depends_on_seed_and_position_only(vocab, start, draw):
     assert (first != other).mean() > 0.5
 
 
-def test_seeds_of_any_size_and_sign_work(start, draw):
+def test_seeds_of_any_size_and_sign_work(start: Start, draw: Draw) -> None:
     logits = random_logits(3)
     positions = [start(slot, seed=seed) for slot, seed in enumerate((-1, 2**64 - 1, 2**63))]
     drawn = draw(logits[:1].expand(3, -1).contiguous(), range(3), positions).token_ids
     assert drawn[0] == drawn[1]
 
 
-def test_repetition_penalty_covers_prompt_and_output(start, draw):
+def test_repetition_penalty_covers_prompt_and_output(start: Start, draw: Draw) -> None:
     logits = torch.full((1, VOCAB), -9.0)
     logits[0, 1:6] = torch.tensor([4.0, 4.0, 2.5, -1.0, 3.0])
     position = start(0, prompt=(1, 1, 4), output=(2, 2), temperature=0.0, repetition_penalty=2.0)
@@ -160,7 +178,7 @@ def test_repetition_penalty_covers_prompt_and_output(start, draw):
     assert draw(logits, [0], [position]).token_ids.tolist() == [1]
 
 
-def test_presence_and_frequency_penalties_cover_output_only(start, draw):
+def test_presence_and_frequency_penalties_cover_output_only(start: Start, draw: Draw) -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 10], logits[:, 11], logits[:, 12] = 5.0, 4.5, 4.2
     frequency = start(
@@ -175,7 +193,7 @@ def test_presence_and_frequency_penalties_cover_output_only(start, draw):
     assert draw(logits, [0, 1], [frequency, presence]).token_ids.tolist() == [12, 12]
 
 
-def test_penalized_rows_leave_others_alone(start, draw):
+def test_penalized_rows_leave_others_alone(start: Start, draw: Draw) -> None:
     logits = random_logits(3)
     positions = [
         start(s, temperature=0.0, logit_bias={5: 100.0} if s == 1 else {}) for s in range(3)
@@ -187,7 +205,7 @@ def test_penalized_rows_leave_others_alone(start, draw):
     assert torch.equal(logits, kept)
 
 
-def test_logit_bias_forces_and_bans(start, draw):
+def test_logit_bias_forces_and_bans(start: Start, draw: Draw) -> None:
     logits = random_logits(2).bfloat16()
     best = int(logits[1].float().argmax())
     positions = [
@@ -200,7 +218,7 @@ def test_logit_bias_forces_and_bans(start, draw):
     assert best != 3
 
 
-def test_endings_wait_for_min_tokens(start, draw):
+def test_endings_wait_for_min_tokens(start: Start, draw: Draw) -> None:
     logits = torch.zeros(4, VOCAB)
     logits[:, EOS], logits[:, 20], logits[:, 30] = 9.0, 8.0, 7.0
     options = {"temperature": 0.0, "stop_token_ids": (20,), "min_tokens": 2}
@@ -213,7 +231,7 @@ def test_endings_wait_for_min_tokens(start, draw):
     assert draw(logits, range(4), positions).token_ids.tolist() == [30, EOS, EOS, 20]
 
 
-def test_logprobs_are_of_the_raw_logits(start, draw):
+def test_logprobs_are_of_the_raw_logits(start: Start, draw: Draw) -> None:
     logits = random_logits(3)
     positions = [
         start(0, temperature=0.3, logprobs=4, logit_bias={50: 100.0}, top_k=3),
@@ -222,31 +240,50 @@ def test_logprobs_are_of_the_raw_logits(start, draw):
     ]
     sampled = draw(logits, range(3), positions)
     reference = torch.log_softmax(logits.double(), dim=-1)
-    entry = sampled.logprobs[0]
+    first, none, last = sampled.logprobs or []
     assert sampled.token_ids[0] == 50
-    assert entry.logprob == pytest.approx(float(reference[0, 50]), abs=1e-5)
-    assert entry.rank == int((reference[0] > reference[0, 50]).sum()) + 1
+    assert first is not None
+    assert last is not None
+    assert first.logprob == pytest.approx(float(reference[0, 50]), abs=1e-5)
+    assert first.rank == int((reference[0] > reference[0, 50]).sum()) + 1
     values, ids = reference[0].topk(4)
-    assert entry.top_ids == ids.tolist()
-    assert entry.top_logprobs == pytest.approx(values.tolist(), abs=1e-5)
-    assert sampled.logprobs[1] is None
-    assert (sampled.logprobs[2].rank, sampled.logprobs[2].top_ids) == (1, [])
+    assert first.top_ids == ids.tolist()
+    assert first.top_logprobs == pytest.approx(values.tolist(), abs=1e-5)
+    assert none is None
+    assert (last.rank, last.top_ids) == (1, [])
 
 
-def test_equal_logprobs_are_listed_by_id(start, draw):
+def test_logprobs_of_named_tokens_are_reported_in_their_order(start: Start, draw: Draw) -> None:
+    logits = random_logits(3)
+    positions = [
+        start(0, temperature=0.0, logprobs=3, logprob_token_ids=(9, 2, 40)),
+        start(1, temperature=0.0, logprobs=2),
+        start(2, temperature=0.0, logprobs=1, logprob_token_ids=(5,)),
+    ]
+    found = draw(logits, range(3), positions).logprobs
+    entries = [entry for entry in found or [] if entry is not None]
+    reference = torch.log_softmax(logits.double(), dim=-1)
+    assert [entry.top_ids for entry in entries[::2]] == [[9, 2, 40], [5]]
+    assert entries[0].top_logprobs == pytest.approx(reference[0, [9, 2, 40]].tolist(), abs=1e-5)
+    assert entries[2].top_logprobs == pytest.approx(reference[2, [5]].tolist(), abs=1e-5)
+    assert entries[1].top_ids == reference[1].topk(2).indices.tolist()
+
+
+def test_equal_logprobs_are_listed_by_id(start: Start, draw: Draw) -> None:
     logits = torch.full((1, VOCAB), -4.0, dtype=torch.bfloat16)
     logits[0, [600, 40, 300]] = 2.0
-    entry = draw(logits, [0], [start(0, temperature=0.0, logprobs=5)]).logprobs[0]
+    (entry,) = draw(logits, [0], [start(0, temperature=0.0, logprobs=5)]).logprobs or []
+    assert entry is not None
     assert entry.top_ids == [40, 300, 600, 0, 1]
     assert entry.rank == 1
 
 
-def test_batch_without_logprobs_reports_none(start, draw):
+def test_batch_without_logprobs_reports_none(start: Start, draw: Draw) -> None:
     assert draw(random_logits(1), [0], [start(0)]).logprobs is None
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-4])
-def test_tiny_temperatures_act_like_greedy(temperature, start, draw):
+def test_tiny_temperatures_act_like_greedy(temperature: float, start: Start, draw: Draw) -> None:
     logits = random_logits(5)
     positions = [start(slot, temperature=temperature) for slot in range(5)]
     chosen = draw(logits, range(5), positions).token_ids
@@ -254,7 +291,9 @@ def test_tiny_temperatures_act_like_greedy(temperature, start, draw):
 
 
 @pytest.mark.parametrize("candidates", [(256, 4096), (4, 300)])
-def test_flat_nucleus_wider_than_the_candidates_is_exact(candidates, monkeypatch):
+def test_flat_nucleus_wider_than_the_candidates_is_exact(
+    candidates: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.runner.sampler._CANDIDATES", candidates)
     probabilities = torch.softmax(random_logits(3) * 0.01, dim=-1)
     top_p, top_k = np.array([0.8, 0.5, 0.9]), np.array([0, 700, 0])
@@ -266,14 +305,14 @@ def test_flat_nucleus_wider_than_the_candidates_is_exact(candidates, monkeypatch
         assert (probabilities[row].double().numpy() >= cut[row]).sum() == count
 
 
-def test_all_weight_on_one_token_is_drawn(start, draw):
+def test_all_weight_on_one_token_is_drawn(start: Start, draw: Draw) -> None:
     logits = torch.full((2, VOCAB), -math.inf)
     logits[:, VOCAB - 1] = 1.0
     positions = [start(0), start(1, top_p=0.5)]
     assert draw(logits, [0, 1], positions).token_ids.tolist() == [VOCAB - 1] * 2
 
 
-def test_only_allowed_tokens_are_drawn(start, draw):
+def test_only_allowed_tokens_are_drawn(start: Start, draw: Draw) -> None:
     logits = random_logits(3)
     positions = [
         start(0, temperature=0.0, allowed_token_ids=(4, 9, 30)),
@@ -285,14 +324,14 @@ def test_only_allowed_tokens_are_drawn(start, draw):
     assert draw(logits, range(3), positions).token_ids.tolist() == expected
 
 
-def test_something_is_drawn_where_nothing_allowed_is_left(start, draw):
+def test_something_is_drawn_where_nothing_allowed_is_left(start: Start, draw: Draw) -> None:
     options = {"allowed_token_ids": (EOS, 20), "stop_token_ids": (20,), "min_tokens": 3}
     positions = [start(slot, **options) for slot in range(20)]
     drawn = set(draw(random_logits(20), range(20), positions).token_ids.tolist())
     assert drawn == {EOS, 20}
 
 
-def test_bad_words_are_not_completed(start, draw):
+def test_bad_words_are_not_completed(start: Start, draw: Draw) -> None:
     logits = torch.zeros(5, VOCAB)
     logits[:, 20], logits[:, 30], logits[:, 40] = 9.0, 8.0, 7.0
     options = {"temperature": 0.0, "bad_words": ((5, 6, 20), (30,))}

@@ -66,7 +66,7 @@ def test_in_16_bits_too_if_batches_make_no_difference() -> None:
     requests = [
         request(id, SOME_TEXT[: 9 + 3 * id] * 2, temperature=id % 2 * 0.7) for id in range(8)
     ]
-    options = {"dtype": "bfloat16", "batch_invariant": True}
+    options: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True}
     plain, _ = serve(BUNDLED_MODEL, requests, **options)
     guessed, stats = serve(BUNDLED_MODEL, requests, speculative_ngram=8, **options)
     assert [answer.tokens for answer in plain] == [answer.tokens for answer in guessed]

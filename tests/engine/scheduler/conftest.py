@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.executor.interface import PendingResult
-from engine.executor.simulated import SimulatedExecutor, simulated_token
+from engine.executor.simulated import SimulatedExecutor, adapted_seed, simulated_token
 from engine.scheduler.admission import UNLIMITED, Grant
 from engine.scheduler.batch import BatchPlan
 from engine.scheduler.scheduler import Scheduler
@@ -29,6 +29,8 @@ class Rig:
         vocab_size: int = 1000,
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
+        max_loras: int = 0,
+        adapters: Sequence[str] = (),
         **scheduling: Any,
     ) -> None:
         self.config = EngineConfig(
@@ -49,9 +51,13 @@ class Rig:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             timing="virtual",
+            adapters=dict.fromkeys(adapters, True),  # type: ignore[arg-type]
             check=True,
         )
-        self.scheduler = Scheduler(self.config.scheduler, self.config.cache, self.executor.info)
+        self.scheduler = Scheduler(
+            self.config.scheduler, self.config.cache, self.executor.info, max_loras=max_loras
+        )
+        self.scheduler.adapters.held.update(adapters)
         self.now = 0.0
         self.requests: dict[int, AddRequest] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -73,6 +79,7 @@ class Rig:
         cache_root: bytes = b"",
         alone: int = 0,
         group: int = 0,
+        adapter: str = "",
         **sampling: object,
     ) -> AddRequest:
         """Note what `expected` has to know about a request, and return its message."""
@@ -90,6 +97,7 @@ class Rig:
             cache_root,
             alone=alone,
             group=group,
+            adapter=adapter,
         )
         return self.requests[id]
 
@@ -167,11 +175,12 @@ class Rig:
         sampling = message.sampling
         tokens = message.prompt_token_ids + message.output_token_ids
         known, num_prompt = len(tokens), len(message.prompt_token_ids)
+        seed = adapted_seed(sampling.seed, message.adapter) if message.adapter else sampling.seed
         limit = min(num_prompt + sampling.max_tokens, self.scheduler.max_model_len)
         stops = set(sampling.stop_token_ids)
         stops |= set() if sampling.ignore_eos else set(info.eos_token_ids)
         while len(tokens) < limit:
-            token = simulated_token(sampling.seed, len(tokens), tokens[-1], info.vocab_size)
+            token = simulated_token(seed, len(tokens), tokens[-1], info.vocab_size)
             tokens.append(token)
             if token in stops and len(tokens) - num_prompt >= sampling.min_tokens:
                 return tokens[known:], "stop"

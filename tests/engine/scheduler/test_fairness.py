@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from engine.scheduler.admission import Grant
 from engine.scheduler.fairness import GUARDED_STEPS, Shares
 from engine.scheduler.preemption import Engine, Room, choose_heaviest
@@ -268,6 +270,7 @@ def test_a_policy_that_admits_nobody_takes_nothing_from_anybody(make_rig: MakeRi
     finish(rig)
 
 
+@pytest.mark.slow
 def test_eight_tenants_one_of_them_hostile(make_rig: MakeRig) -> None:
     """The others wait at most twice as many steps for their first token as without it."""
 

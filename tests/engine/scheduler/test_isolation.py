@@ -145,6 +145,7 @@ class _Grammar:
     def __init__(self) -> None:
         self.settled = False
         self.error: str | None = None
+        self.no_room = False
 
 
 class _Grammars:

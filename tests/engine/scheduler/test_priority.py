@@ -183,7 +183,9 @@ def test_the_queue_keeps_its_order_through_removals_and_returns() -> None:
         queue.push(each)
     assert [r.arrival for r in queue] == [3, 1, 4, 0, 2]
     queue.remove(requests[4])
-    queue.remove(queue.first())
+    first = queue.first()
+    assert first is not None
+    queue.remove(first)
     assert [r.arrival for r in queue] == [1, 0, 2]
     queue.push(requests[4])
     assert [r.arrival for r in queue] == [1, 4, 0, 2]

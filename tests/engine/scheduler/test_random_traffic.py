@@ -217,6 +217,7 @@ def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig
     run_state_machine_as_test(TrafficInThisRig, settings=limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     ("caching", "policy", "threshold", "guesses"),

@@ -47,6 +47,7 @@ def test_right_guesses_save_steps(make_rig: MakeRig) -> None:
     counters = rig.scheduler.counters
     assert (counters.spec_drafts, counters.spec_draft_tokens) == (1, 4)
     assert counters.spec_accepted_tokens == 4
+    assert counters.spec_accepted_at == [1, 1, 1, 1]
     assert counters.generation_tokens == 6
 
 
@@ -58,6 +59,7 @@ def test_what_follows_a_wrong_guess_is_computed_again(make_rig: MakeRig) -> None
     (output,) = rig.update()[0]
     assert output.token_ids == drawn_after(20, 2, 4)[1:]
     assert rig.scheduler.counters.spec_accepted_tokens == 2
+    assert rig.scheduler.counters.spec_accepted_at == [1, 1]
     plan = rig.schedule()
     assert (plan.starts, plan.counts) == ([23], [1])
     rig.update()

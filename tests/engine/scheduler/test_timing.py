@@ -38,7 +38,7 @@ def test_a_preemption_counts_as_what_it_interrupted() -> None:
     rig.add(1, [1, 2, 3], max_tokens=2)
     step(rig, 1.0, 2.0)
     rig.scheduler.preempt_all()
-    assert step(rig, 50.0, 60.0)[1].timing == RequestTiming(1.0, 1.0, 58.0)
+    assert step(rig, 50.0, 60.0)[1].timing == RequestTiming(1.0, 1.0, 58.0, 1)
 
 
 def test_a_request_that_another_engine_began_is_timed_anew() -> None:

@@ -8,7 +8,7 @@ import zmq
 
 from engine.shared.config import ClusterConfig
 from engine.shared.handshakes import HandshakeWatch
-from engine.shared.transport import Transport
+from engine.shared.transport import Transport, bound_address
 
 Context = zmq.Context["zmq.Socket[bytes]"]
 
@@ -31,7 +31,7 @@ def test_a_wrong_key_is_logged_on_both_sides_and_disturbs_nobody(
 ) -> None:
     ours, theirs = transport(tmp_path, "a", context), transport(tmp_path, "b", context)
     binder = ours.bind(zmq.PULL, "tcp://127.0.0.1:*")
-    address = binder.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    address = bound_address(binder, "127.0.0.1")
     at_binder = ours.watch(binder, address, binder=True)
     stranger = theirs.connect(zmq.PUSH, address)
     at_stranger = theirs.watch(stranger, address, binder=False)

@@ -10,6 +10,7 @@ import pytest
 from engine.probe import main, probe
 from engine.shared.config import HealthConfig
 from engine.shared.health import Health, serve_health
+from tests.support.ports import free_port
 
 
 class Clock:
@@ -49,17 +50,11 @@ def test_draining_lives_but_takes_nothing() -> None:
     assert health.answer("/ready").body == "draining"
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def test_answers_over_http_and_to_the_probe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     health, port = Health(60.0), free_port()
-    serve_health(HealthConfig(health_port=port), health)
+    stop = serve_health(HealthConfig(health_port=port), health)
     monkeypatch.setenv("SWELL_HEALTH_PORT", str(port))
     assert main(["SWELL_HEALTH_PORT", "/health"]) == 0
     assert main(["SWELL_HEALTH_PORT", "/ready"]) == 1
@@ -70,6 +65,8 @@ def test_answers_over_http_and_to_the_probe(
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
     caught.value.close()
     assert caught.value.code == 404
+    stop()
+    assert main(["SWELL_HEALTH_PORT", "/health"]) == 1
 
 
 def test_the_probe_says_why_nobody_answers() -> None:

@@ -13,6 +13,7 @@ from typing import IO
 import pytest
 
 from engine.shared.log_stream import MAX_BACKLOG, LogStream
+from tests.support.waiting import until
 
 LINE = f"{'x' * 999}\n"
 
@@ -21,18 +22,20 @@ LINE = f"{'x' * 999}\n"
 def pipe() -> Iterator[tuple[IO[bytes], LogStream]]:
     """A pipe's reading end, and a stream in front of its other."""
     reading, writing = os.pipe()
-    reader = os.fdopen(reading, "rb", buffering=0)
-    yield reader, LogStream(writing)
+    with os.fdopen(reading, "rb", buffering=0) as reader, LogStream(writing) as stream:
+        yield reader, stream
     os.close(writing)
-    reader.close()
 
 
-def everything(reader: IO[bytes]) -> bytes:
-    """Read until nothing comes for a while."""
+def everything(reader: IO[bytes], stream: LogStream) -> bytes:
+    """Read until all is written that has been given to the stream."""
     read = b""
-    while select.select([reader], [], [], 0.5)[0] and (piece := reader.read(1 << 16)):
-        read += piece
-    return read
+    while True:
+        is_all = stream.is_written
+        while select.select([reader], [], [], 0)[0] and (piece := reader.read(1 << 16)):
+            read += piece
+        if is_all:
+            return read
 
 
 def test_a_line_is_out_before_write_returns(pipe: tuple[IO[bytes], LogStream]) -> None:
@@ -47,7 +50,7 @@ def test_a_reader_that_stops_reading_blocks_nobody_and_gets_all_later(
     reader, stream = pipe
     for _ in range(500):
         stream.write(LINE)  # a pipe holds 64 KiB
-    assert everything(reader) == LINE.encode() * 500
+    assert everything(reader, stream) == LINE.encode() * 500
 
 
 def test_what_is_too_much_is_dropped_and_counted_once(pipe: tuple[IO[bytes], LogStream]) -> None:
@@ -56,9 +59,9 @@ def test_what_is_too_much_is_dropped_and_counted_once(pipe: tuple[IO[bytes], Log
     for _ in range(lines):
         stream.write(LINE)
     stream.write("")
-    read = everything(reader)
+    read = everything(reader, stream)
     stream.write("on we go\n")
-    read += everything(reader)
+    read += everything(reader, stream)
     told = [line for line in read.splitlines() if b"lost" in line]
     (note,) = told
     lost = int(note.split()[0][1:])
@@ -68,11 +71,23 @@ def test_what_is_too_much_is_dropped_and_counted_once(pipe: tuple[IO[bytes], Log
 
 def test_a_reader_that_has_gone_raises_nothing() -> None:
     reading, writing = os.pipe()
-    stream = LogStream(writing)
-    os.close(reading)
-    for _ in range(200):
-        print(LINE, file=stream)
+    with LogStream(writing) as stream:
+        os.close(reading)
+        for _ in range(200):
+            print(LINE, file=stream)
     os.close(writing)
+
+
+def test_a_closed_stream_ends_its_thread_and_writes_nothing_more() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb", buffering=0) as reader:
+        before = threading.active_count()
+        with LogStream(writing) as stream:
+            stream.write("said\n")
+        stream.write("too late\n")
+        os.close(writing)
+        assert reader.read() == b"said\n"
+        until(lambda: threading.active_count() <= before, "its thread ends")
 
 
 def test_threads_do_not_cut_into_each_others_lines(pipe: tuple[IO[bytes], LogStream]) -> None:
@@ -83,7 +98,10 @@ def test_threads_do_not_cut_into_each_others_lines(pipe: tuple[IO[bytes], LogStr
     ]
     for thread in threads:
         thread.start()
-    read = everything(reader)
+    read = b""
+    while any(thread.is_alive() for thread in threads):
+        read += everything(reader, stream)
+    read += everything(reader, stream)
     for thread in threads:
         thread.join()
     lines = read.splitlines()
@@ -94,11 +112,10 @@ def test_threads_do_not_cut_into_each_others_lines(pipe: tuple[IO[bytes], LogStr
 def test_a_caller_that_made_the_pipe_non_blocking_does_no_harm() -> None:
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETFL, os.O_NONBLOCK)
-    stream = LogStream(writing)
-    for _ in range(200):
-        stream.write(LINE)
-    with os.fdopen(reading, "rb", buffering=0) as reader:
-        assert everything(reader) == LINE.encode() * 200
+    with os.fdopen(reading, "rb", buffering=0) as reader, LogStream(writing) as stream:
+        for _ in range(200):
+            stream.write(LINE)
+        assert everything(reader, stream) == LINE.encode() * 200
     os.close(writing)
 
 
@@ -130,8 +147,7 @@ stream.write("room again\\n")
 
 
 def test_no_space_left_is_no_error_of_the_program() -> None:
-    with Path("/dev/full").open("wb") as full:
-        stream = LogStream(full.fileno())
+    with Path("/dev/full").open("wb") as full, LogStream(full.fileno()) as stream:
         print("not written", file=stream, flush=True)
 
 

@@ -1,5 +1,7 @@
 """The registration handshake seen from a member."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from engine.shared.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
@@ -30,7 +32,7 @@ def welcome(epoch: int, index: int = 3, wave: int = 0) -> Welcome:
     )
 
 
-def kinds(messages: list[object]) -> list[type]:
+def kinds(messages: Sequence[object]) -> list[type]:
     return [type(message) for message in messages]
 
 
@@ -97,6 +99,21 @@ def test_only_a_final_refusal_ends_the_attempt() -> None:
     assert member.receive(Refused("held", final=False)) is None
     assert kinds(member.tick(HELLO_INTERVAL)) == [Hello]
     assert member.receive(Refused("dtype differs")) == Rejected("dtype differs")
+
+
+def test_a_member_says_that_its_number_was_given_to_it_and_hears_that_another_has_it() -> None:
+    member = Membership(ME, heartbeat_interval=1.0)
+    (hello,) = member.tick(0.0)
+    assert isinstance(hello, Hello)
+    assert (hello.index, hello.given) == (-1, False)
+    refused = Refused("wait", field="index")
+    assert member.receive(refused) == Rejected("wait")
+    member.receive(welcome(epoch=1))
+    member.receive(HeartbeatAck(epoch=2, known=False))
+    (hello,) = member.tick(0.2)
+    assert isinstance(hello, Hello)
+    assert (hello.index, hello.given) == (3, True)
+    assert member.receive(refused) == Rejected("wait", replaced=True)
 
 
 def test_where_a_member_stands_with_its_group_is_told_at_once_and_in_every_heartbeat() -> None:

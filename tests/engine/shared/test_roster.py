@@ -46,3 +46,13 @@ def test_a_member_that_comes_back_within_the_grace_stays() -> None:
     roster.update(2, {}, now=1)
     roster.update(2, {0: Member(10)}, now=3)
     assert roster.expire(now=100) == []
+
+
+def test_the_grace_of_a_missing_member_begins_anew_when_it_is_heard() -> None:
+    roster: Roster[Member] = Roster(grace=5)
+    roster.update(1, {0: Member(10), 1: Member(11)}, now=0)
+    roster.update(2, {}, now=1)
+    roster.lives(0, now=4)
+    assert roster.expire(now=7) == [1]
+    assert roster.expire(now=8) == []
+    assert roster.expire(now=10) == [0]

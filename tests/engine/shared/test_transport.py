@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import zmq
 
+from engine.shared.cluster_keys import InsecureCluster, cluster_key_pair
 from engine.shared.config import ClusterConfig
 from engine.shared.messages import AbortRequests, EngineInput, Refused, encode
 from engine.shared.transport import (
     Inbox,
-    InsecureCluster,
     Transport,
     advertised_host,
     bound_address,
-    cluster_key_pair,
 )
 
 Context = zmq.Context[zmq.Socket[bytes]]

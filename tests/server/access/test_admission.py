@@ -14,7 +14,10 @@ from engine.shared.config import ModelConfig
 from engine.shared.messages import RequestOutput
 from server.access.admission import LONGEST_RETRY_AFTER, Admission, DrainRate, Overloaded
 from server.access.admission_table import AdmissionTable, Totals, create_admission_table
+from server.app import build_app
 from server.config import FrontEndConfig, HttpConfig, OverloadConfig
+from server.observe.metrics import FrontEndMetrics
+from tests.server.conftest import Http
 
 ROOT = Path(__file__).parents[3]
 
@@ -267,6 +270,36 @@ class TestOverHttp:
         assert int(answers[0].headers["retry-after"]) >= 1
         engines.streams.clear()
         assert len(self.fill(app, engines, 8)) == 3
+
+    def test_what_is_refused_is_not_tokenized(
+        self,
+        config: FrontEndConfig,
+        engines: Any,
+        tokenizer: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        """Refusing costs next to nothing."""
+        create_admission_table(tmp_path / "table", 2)
+        table = AdmissionTable(tmp_path / "table", 0)
+        http = Http(build_app(config, engines, tokenizer, FrontEndMetrics(config), table=table))
+        others = admission(tmp_path / "table", 1, slots=engines.num_slots, max_queue=1)
+        others.reserve(engines.num_slots + 1, 1, now=0.0)
+        read: list[str] = []
+        for method in ("encode", "encode_many", "encode_async", "encode_many_async"):
+            monkeypatch.setattr(tokenizer, method, lambda *_, **__: read.append("text"))
+        monkeypatch.setattr(
+            "server.text.conversation.render_chat", lambda *_, **__: read.append("")
+        )
+        turns = [{"role": "user", "content": "hello"}]
+        for path, body in {
+            "/v1/completions": {"prompt": ["hello"] * 2},
+            "/v1/chat/completions": {"messages": turns, "n": 2},
+            "/v1/messages": {"model": "tiny", "messages": turns * 100, "max_tokens": 1},
+            "/v1/responses": {"input": "hello" * 100},
+        }.items():
+            assert http.post(path, body).status_code == 429, path
+        assert read == []
 
     def test_every_sequence_counts(self, app: Any, engines: Any) -> None:
         (refused,) = self.fill(app, engines, 2, n=5)

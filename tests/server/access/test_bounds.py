@@ -1,46 +1,23 @@
 """Every number that a client may send has a smallest and a largest value."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from fastapi import FastAPI
 
 from server.access.limits import MAX_CHOICES
-from server.api.admin.schema import ScaleRequest, UtilityRequest
-from server.api.chat.schema import ChatCompletionRequest
-from server.api.completions.schema import CompletionRequest
-from server.api.responses.schema import ResponsesRequest
-from server.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
-
-BODIES: list[type[BaseModel]] = [
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ResponsesRequest,
-    ScaleRequest,
-    TokenizeRequest,
-    UtilityRequest,
-]
+from tests.server.endpoints import models, numbers
 
 
-def numbers(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every number of a JSON schema with its place."""
-    if isinstance(schema, dict):
-        if schema.get("type") in ("integer", "number"):
-            yield path, schema
-        for key, value in schema.items():
-            yield from numbers(value, f"{path}/{key}")
-    elif isinstance(schema, list):
-        for index, value in enumerate(schema):
-            yield from numbers(value, f"{path}/{index}")
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_no_number_of_a_request_is_without_bounds(body: type[BaseModel]) -> None:
+def test_no_number_of_a_request_is_without_bounds(whole_app: FastAPI) -> None:
+    found = models(whole_app)
+    assert {"CompletionRequest", "EmbeddingsRequest", "LoadLoraRequest", "ItemsRequest"} <= set(
+        found
+    )
     open_ended = [
         place
-        for place, number in numbers(body.model_json_schema(), body.__name__)
+        for name, model in found.items()
+        for place, number in numbers(model.model_json_schema(), name)
         if not {"minimum", "exclusiveMinimum"} & number.keys()
         or not {"maximum", "exclusiveMaximum"} & number.keys()
     ]

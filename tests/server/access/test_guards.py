@@ -121,7 +121,11 @@ class TestWhatIsShown:
     def test_one_flag_each_closes_them_where_there_is_no_key(
         self, flag: str, config: FrontEndConfig, http_of: Any
     ) -> None:
-        http = http_of(msgspec.structs.replace(config, guards=GuardConfig(**{flag: False})))
+        http = http_of(
+            msgspec.structs.replace(
+                config, guards=msgspec.structs.replace(GuardConfig(), **{flag: False})
+            )
+        )
         for path in ALL_SHOWN:
             assert http.get(path).status_code == (404 if path in SHOWN[flag] else 200)
         assert http.get("/").status_code == (404 if flag == "open_status" else 200)

@@ -36,7 +36,7 @@ def node(
 ) -> Admission:
     limits = OverloadConfig(max_queue=max_queue, max_queue_tokens=max_queue_tokens)
     table = AdmissionTable(directory, index)
-    return Admission(table, limits, lambda: slots, TenantConfig(**tenants), several=several)
+    return Admission(table, limits, lambda: slots, TenantConfig(**tenants), several=lambda: several)
 
 
 def fill(admission: Admission, place: int, requests: int = 1, tokens: int = 1) -> int:

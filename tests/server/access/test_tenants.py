@@ -32,7 +32,7 @@ def config_of(*keys: str, **tenants: Any) -> FrontEndConfig:
 
 
 def tenancy(*keys: str, **tenants: Any) -> Tenancy:
-    return Tenancy(config_of(*keys, **tenants), len(keys))
+    return Tenancy(config_of(*keys, **tenants))
 
 
 class TestWho:

@@ -27,7 +27,7 @@ TEMPLATE = (
     "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if think %}<think>\n{% endif %}{% endif %}"
 )
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -39,6 +39,7 @@ NOW = {"type": "function", "function": {"name": "now"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 TWO_CALLS = f'Let me see.\n{CALL}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>'
 USER = {"role": "user", "content": "hello"}
+FORCED = {"type": "function", "function": {"name": "get_weather"}}
 
 MakeApp = Callable[..., FastAPI]
 
@@ -212,7 +213,10 @@ def test_calls_can_be_enforced_in_a_model_without_a_format(http: Any, engines: A
 def test_strict_tools_are_held_to_their_schemas_in_any_text(http: Any, engines: Any) -> None:
     http.chat(tools=[WEATHER])
     assert engines.streams[-1].sampling.grammar is None
-    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    strict: dict[str, Any] = {
+        "type": "function",
+        "function": {**WEATHER["function"], "strict": True},
+    }
     http.chat(tools=[strict])
     assert isinstance(engines.streams[-1].sampling.grammar, LarkGrammar)
     assert engines.streams[-1].sampling.grammar_after == ""
@@ -245,6 +249,36 @@ def test_a_model_that_does_not_think_is_held_to_the_form_at_once(http: Any, engi
     sampling = engines.streams[-1].sampling
     assert (sampling.grammar_opening, sampling.grammar_after) == ("<think>", "</think>")
     assert sampling.grammar_budget == 30, "a quarter of the tokens is kept for the form"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AnswerConfig(reasoning_parser=name) for name in ("qwen3", "deepseek_r1")],
+    ids=["qwen3", "deepseek_r1"],
+    indirect=True,
+)
+@pytest.mark.parametrize("choice", ["required", FORCED])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_of_a_model_that_does_not_think_is_a_call(
+    http: Any, engines: Any, choice: Any, streams: bool
+) -> None:
+    """Also where the format says that all answers begin inside the reasoning."""
+    engines.script = engines.answer(CALL)
+    fields = {"tools": [WEATHER, NOW], "tool_choice": choice, "max_tokens": 200}
+    if streams:
+        body = {"messages": [USER], **fields}
+        message, _ = added_up(http.stream("/v1/chat/completions", body))
+        calls = message["tool_calls"]
+    else:
+        message = http.chat(**fields)["choices"][0]["message"]
+        calls = [call["function"] for call in message["tool_calls"]]
+    assert calls == [{"name": "get_weather", "arguments": '{"city": "Oslo"}'}]
+    assert not message.get("reasoning_content")
+    assert not message.get("content")
+    sampling = engines.streams[-1].sampling
+    assert isinstance(sampling.grammar, LarkGrammar)
+    assert (sampling.grammar_opening, sampling.grammar_after) == ("<think>", "</think>")
+    assert sampling.grammar_budget > 0, "reasoning leaves room for the call"
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -1,24 +1,61 @@
 """The table of request fields holds against the running application."""
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import anthropic.types.beta
+import openai.types.chat
+import openai.types.conversations
+import openai.types.responses
 import pytest
+from fastapi.routing import APIRoute
 
+from engine.shared.pooling import Task
 from scripts.write_compatibility_doc import TARGET, render
-from server.api.compatibility import TABLE, Row
+from server.api.compatibility import OTHER_PATHS, TABLE, Row
 from server.api.refusals import REQUESTS
+from tests.server.conftest import Http
 
 MESSAGES = {"messages": [{"role": "user", "content": "hello"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": MESSAGES,
+    "/v1/chat/completions/batch": {"messages": [MESSAGES["messages"]]},
     "/v1/completions": {"prompt": "hello"},
     "/v1/responses": {"input": "hello"},
     "/v1/messages": {"model": "tiny", "max_tokens": 5, **MESSAGES},
     "/v1/messages/count_tokens": {"model": "tiny", **MESSAGES},
+    "/v1/embeddings": {"input": "hello"},
+    "/pooling": {"input": ["hello", "fox"]},
+    "/classify": {"input": [[1, 2]]},
+    "/score": {"text_1": "hello", "text_2": "fox"},
+    "/rerank": {"query": "hello", "documents": ["fox", {"text": "dog"}]},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1]},
 }
+
+
+TASKS: dict[str, Task] = {
+    "/v1/embeddings": "embed",
+    "/pooling": "embed",
+    "/classify": "classify",
+    "/score": "embed",
+    "/rerank": "embed",
+}
+"""Of endpoints that a model serves that makes vectors."""
+
+
+@pytest.fixture
+def http(request: pytest.FixtureRequest) -> Any:
+    """An app over a model of the kind that the endpoint is for."""
+    path = getattr(request.node, "callspec", None) and request.node.callspec.params.get("path")
+    return at(request, path or "/v1/completions")
+
+
+def at(request: pytest.FixtureRequest, path: str) -> Any:
+    if path not in TASKS:
+        return Http(request.getfixturevalue("app"))
+    return request.getfixturevalue("pooling_http")(task=TASKS[path])
 
 
 def rows(path: str, state: str) -> Iterator[tuple[str, Row]]:
@@ -56,11 +93,48 @@ def test_what_asks_for_nothing_is_taken(http: Any, path: str) -> None:
             assert answer.status_code == 200, (name, neutral)
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_ignored_changes_nothing(
+    request: pytest.FixtureRequest, engines: Any, path: str
+) -> None:
+    """Neither what engines are asked for nor the answer, whatever stands in these fields."""
+    http = at(request, path)
+
+    def asked(body: dict[str, Any]) -> tuple[list[Any], str] | None:
+        before = len(engines.streams)
+        answer = http.post(path, body)
+        if answer.status_code == 400:
+            return None  # such a value has a wrong type
+        assert answer.status_code == 200, answer.text
+        sent = [
+            (each.prompt_token_ids, each.sampling, each.pooling, each.cache_root, each.tenant)
+            for each in engines.streams[before:]
+        ]
+        return sent, _MADE_UP.sub("", answer.text)
+
+    fixed = {**BODIES[path], **({"seed": 7} if "seed" in TABLE[path] else {})}
+    plain = asked(fixed)
+    for name, _ in rows(path, "ignored"):
+        found = [asked({**fixed, name: value}) for value in _ANYTHING]
+        found = [each for each in found if each is not None]
+        assert found, name
+        for each in found:
+            assert each == plain, name
+
+
+_ANYTHING: list[Any] = [True, False, 3, "x", ["x"], {}, {"a": "b"}]
+_MADE_UP = re.compile(
+    r'"(id|created|created_at|completed_at|request_id|metadata|service_tier|max_tool_calls'
+    r'|safety_identifier|prompt_cache_key|prompt_cache_retention)":("[^"]*"|[^,{}]+|\{[^}]*\})'
+)
+"""What differs between the same two requests, and fields that answers repeat."""
+
+
 def test_a_refused_field_is_found_however_its_name_is_spelled(http: Any) -> None:
-    body = b'{"prompt": "hello", "logprob\\u005ftoken_ids": true}'
+    body = b'{"prompt": "hello", "kv\\u005ftransfer_params": true}'
     headers = {"content-type": "application/json"}
     answer = http.request("POST", "/v1/completions", content=body, headers=headers)
-    assert answer.json()["error"]["param"] == "logprob_token_ids"
+    assert answer.json()["error"]["param"] == "kv_transfer_params"
 
 
 def test_one_is_not_true(http: Any) -> None:
@@ -68,13 +142,13 @@ def test_one_is_not_true(http: Any) -> None:
     assert http.post("/v1/completions", body).status_code == 400
 
 
-def test_fields_that_nobody_has_heard_of_are_ignored(http: Any) -> None:
+def test_fields_that_nobody_has_heard_of_are_ignored(request: pytest.FixtureRequest) -> None:
     for path, body in BODIES.items():
-        assert http.post(path, {**body, "unheard_of": {"of": [1]}}).status_code == 200
+        assert at(request, path).post(path, {**body, "unheard_of": {"of": [1]}}).status_code == 200
 
 
 def test_the_last_of_several_values_counts(http: Any) -> None:
-    body = b'{"prompt": "hello", "logprob_token_ids": false, "logprob_token_ids": true}'
+    body = b'{"prompt": "hello", "kv_transfer_params": null, "kv_transfer_params": true}'
     headers = {"content-type": "application/json"}
     answer = http.request("POST", "/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400
@@ -82,3 +156,99 @@ def test_the_last_of_several_values_counts(http: Any) -> None:
 
 def test_the_page_is_what_the_table_says() -> None:
     assert TARGET.read_text(encoding="utf-8") == render()
+
+
+PUBLISHED: list[tuple[str, Any]] = [
+    ("/v1/completions", openai.types.CompletionCreateParams),
+    ("/v1/chat/completions", openai.types.chat.CompletionCreateParams),
+    ("/v1/embeddings", openai.types.EmbeddingCreateParams),
+    ("/v1/responses", openai.types.responses.ResponseCreateParams),
+    ("/v1/responses", openai.types.responses.InputTokenCountParams),
+    ("/v1/conversations", openai.types.conversations.ConversationCreateParams),
+    ("/v1/messages", anthropic.types.beta.MessageCreateParams),
+    ("/v1/messages/count_tokens", anthropic.types.beta.MessageCountTokensParams),
+]
+_HEADERS = {"betas", "user_profile_id", "workspace_id"}
+"""Parameters of Anthropic's client that it sends as headers."""
+
+
+@pytest.mark.parametrize(("path", "parameters"), PUBLISHED)
+def test_every_parameter_of_the_published_clients_is_listed(path: str, parameters: Any) -> None:
+    kinds = get_args(parameters) or (parameters,)
+    names = {name for kind in kinds for name in get_type_hints(kind)} - _HEADERS
+    assert len(names) > 1
+    assert names <= TABLE[path].keys()
+
+
+_VLLM_GENERATION = (
+    "model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream "
+    "stream_options temperature top_p user use_beam_search top_k min_p repetition_penalty "
+    "watermarking length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens "
+    "skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side "
+    "allowed_token_ids prompt_logprobs logprob_token_ids bad_words add_special_tokens "
+    "response_format structured_outputs priority request_id session_id return_token_ids "
+    "return_tokens_as_token_ids routed_experts_prompt_start return_token_offsets return_mm_kwargs "
+    "cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection "
+    "thinking_token_budget stream_interval "
+)
+_VLLM_POOLING = (
+    "model user truncate_prompt_tokens padding truncation_side request_id priority "
+    "mm_processor_kwargs cache_salt use_activation "
+)
+_VLLM_TURNS = (
+    "messages add_generation_prompt continue_final_message add_special_tokens chat_template "
+    "chat_template_kwargs media_io_kwargs "
+)
+_VLLM_VECTORS = f"{_VLLM_POOLING}{_VLLM_TURNS}input encoding_format embed_dtype endianness "
+_VLLM_MESSAGES = "model messages system tools tool_choice chat_template_kwargs "
+VLLM = {
+    "/v1/completions": f"{_VLLM_GENERATION}prompt echo suffix prompt_embeds",
+    "/v1/chat/completions": (
+        f"{_VLLM_GENERATION}{_VLLM_TURNS}top_logprobs max_completion_tokens tools tool_choice "
+        "reasoning_effort include_reasoning parallel_tool_calls echo documents mm_processor_kwargs "
+        "return_prompt_text"
+    ),
+    "/v1/responses": (
+        "background include input instructions max_output_tokens max_tool_calls metadata model "
+        "logit_bias parallel_tool_calls previous_response_id prompt reasoning include_reasoning "
+        "service_tier store stream temperature text tool_choice tools top_logprobs top_p top_k "
+        "truncation user skip_special_tokens include_stop_str_in_output presence_penalty "
+        "frequency_penalty prompt_cache_key request_id session_id media_io_kwargs "
+        "mm_processor_kwargs priority cache_salt enable_response_messages previous_input_messages "
+        "previous_response structured_outputs repetition_penalty seed stop ignore_eos vllm_xargs "
+        "kv_transfer_params ec_transfer_params chat_template_kwargs"
+    ),
+    "/v1/messages": (
+        f"{_VLLM_MESSAGES}max_tokens metadata output_config stop_sequences stream temperature "
+        "top_k top_p kv_transfer_params"
+    ),
+    "/v1/messages/count_tokens": _VLLM_MESSAGES,
+    "/v1/embeddings": f"{_VLLM_VECTORS}dimensions",
+    "/pooling": f"{_VLLM_VECTORS}dimensions task data",
+    "/classify": f"{_VLLM_POOLING}{_VLLM_TURNS}input",
+    "/score": (
+        f"{_VLLM_POOLING}data_1 data_2 queries documents items text_1 text_2 label_token_ids"
+    ),
+    "/rerank": f"{_VLLM_POOLING}query documents top_n",
+    "/tokenize": f"{_VLLM_TURNS}model prompt return_token_strs mm_processor_kwargs tools",
+    "/detokenize": "model tokens",
+}
+"""The parameters of vLLM's servers: `vllm/entrypoints` of its repository, 2026."""
+
+
+@pytest.mark.parametrize("path", VLLM)
+def test_every_parameter_of_vllm_is_listed(path: str) -> None:
+    assert set(VLLM[path].split()) <= TABLE[path].keys()
+
+
+def test_every_endpoint_that_takes_such_fields_has_its_section(app: Any) -> None:
+    listed = {*TABLE, *(path for paths in OTHER_PATHS.values() for path in paths)}
+    served = {
+        route.path
+        for route in app.routes
+        if isinstance(route, APIRoute) and "POST" in (route.methods or ()) and route.path != "/ping"
+        and not route.path.startswith("/admin/")
+    }  # fmt: skip
+    assert served - listed == {"/invocations"}, "whose bodies are those of others"
+    for path in listed - served:
+        assert path.startswith("/v1/conversations"), "these need a store"

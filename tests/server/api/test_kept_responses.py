@@ -15,7 +15,8 @@ from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
 from server.observe.metrics import FrontEndMetrics
 from server.store.service import ResponseStore
-from server.store.sqlite import SqliteBackend
+from server.store.sqlite import sqlite_backend
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def new_store(tmp_path: Path) -> Iterator[Callable[[], ResponseStore]]:
     made: list[ResponseStore] = []
 
     def make() -> ResponseStore:
-        backend = SqliteBackend(tmp_path / "responses.sqlite", 1 << 24, 3600.0)
+        backend = sqlite_backend(tmp_path / "responses.sqlite", 1 << 24, 3600.0)
         made.append(ResponseStore(backend))
         return made[-1]
 
@@ -78,7 +79,9 @@ def prompt_of(engines: Any) -> str:
 
 
 def ask(client: openai.OpenAI, text: Any, **fields: Any) -> Any:
-    return client.responses.create(model="tiny", input=text, max_output_tokens=50, **fields)
+    return client.responses.create(
+        **{"model": "tiny", "input": text, "max_output_tokens": 50, **fields}
+    )
 
 
 def test_a_conversation_goes_on_at_any_front_end(
@@ -104,7 +107,7 @@ def test_a_streamed_response_is_kept_before_its_end_is_told(client: openai.OpenA
 def test_what_was_kept_is_shown_and_forgotten(client: openai.OpenAI, other: openai.OpenAI) -> None:
     made = ask(client, "one")
     assert other.responses.retrieve(made.id) == made
-    items = list(other.responses.input_items.list(made.id))
+    items: list[Any] = list(other.responses.input_items.list(made.id))
     assert [(item.type, item.content[0].text) for item in items] == [("message", "one")]
     other.responses.delete(made.id)
     for gone in (
@@ -167,7 +170,7 @@ def test_a_conversation_grows_with_its_responses(client: openai.OpenAI, engines:
     assert prompt_of(engines).startswith(
         "<|user|>zero<|end|><|user|>one<|end|><|assistant|>hello world<|end|><|user|>two<|end|>"
     )
-    listed = list(client.conversations.items.list(conversation.id, order="asc", limit=2))
+    listed: list[Any] = list(client.conversations.items.list(conversation.id, order="asc", limit=2))
     assert [item.content[0].text for item in listed] == [
         "zero", "one", "hello world", "two", "hello world"
     ]  # fmt: skip
@@ -184,10 +187,14 @@ def test_a_conversation_grows_with_its_responses(client: openai.OpenAI, engines:
 
 
 def ended(client: openai.OpenAI, id_: str) -> Any:
-    deadline = time.monotonic() + 10
-    while (found := client.responses.retrieve(id_)).status in ("queued", "in_progress"):
-        assert time.monotonic() < deadline, found
-    return found
+    found: list[Any] = []
+
+    def is_ended() -> bool:
+        found[:] = [client.responses.retrieve(id_)]
+        return found[0].status not in ("queued", "in_progress")
+
+    until(is_ended, "it ends")
+    return found[0]
 
 
 def test_a_response_is_made_in_the_background(client: openai.OpenAI, other: openai.OpenAI) -> None:
@@ -207,17 +214,126 @@ def test_a_response_in_the_background_can_be_given_up(
     asked = other if elsewhere else client
     assert asked.responses.cancel(queued.id).status == "cancelled"
     assert ended(client, queued.id).status == "cancelled"
-    deadline = time.monotonic() + 10
-    while not engines.streams[-1].closed.is_set():
-        assert time.monotonic() < deadline
+    until(engines.streams[-1].closed.is_set, "its stream is closed")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_response_that_is_deleted_while_it_is_made_does_not_come_back(
+    client: openai.OpenAI, other: openai.OpenAI, engines: Any, elsewhere: bool
+) -> None:
+    engines.script = lambda stream: []
+    queued = ask(client, "one", background=True)
+    until(lambda: engines.streams, "it is being made")
+    (other if elsewhere else client).responses.delete(queued.id)
+    until(engines.streams[-1].closed.is_set, "its stream is closed")
+    engines.script = engines.answer("hello world")
+    later = ended(client, ask(client, "two", background=True).id)
+    assert later.status == "completed", "the store has done all that it was asked for before"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(queued.id)
 
 
 def test_what_goes_wrong_in_the_background_is_kept(client: openai.OpenAI) -> None:
-    queued = ask(client, "one", background=True, top_logprobs=2, tools=[
-        {"type": "function", "name": "f", "parameters": {}}])  # fmt: skip
+    queued = ask(client, "one", background=True, max_output_tokens=10**6)
     found = ended(client, queued.id)
-    assert found.status == "failed"
-    assert "top_logprobs" in found.error.message
+    assert found.error is not None
+    assert (found.status, found.error.code) == ("failed", "context_length_exceeded")
+
+
+def events_of(client: openai.OpenAI, id_: str, **more: Any) -> list[Any]:
+    return list(client.responses.retrieve(id_, stream=True, **more))
+
+
+def test_events_of_a_response_in_the_background_are_told_again(
+    client: openai.OpenAI, other: openai.OpenAI
+) -> None:
+    told = list(ask(client, "one", background=True, stream=True))
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    assert told[-1].type == "response.completed"
+    id_ = told[0].response.id
+    for each in (client, other):
+        assert events_of(each, id_) == told
+        for number in range(len(told)):
+            assert events_of(each, id_, starting_after=number) == told[number + 1 :]
+    assert client.responses.retrieve(id_) == told[-1].response
+    with pytest.raises(openai.BadRequestError, match="starting_after"):
+        client.get(f"/responses/{id_}?stream=true&starting_after=x", cast_to=dict)
+
+
+def test_who_hangs_up_can_go_on_listening_at_any_front_end(
+    client: openai.OpenAI, other: openai.OpenAI, engines: Any
+) -> None:
+    engines.script = lambda stream: []
+    stream = ask(client, "one", background=True, stream=True)
+    answer = engines.answer("hello world")
+    deadline = time.monotonic() + 10
+    while not engines.streams:
+        assert time.monotonic() < deadline
+    first, *rest = answer(engines.streams[-1])
+    engines.streams[-1].feed(first)
+    begun = [next(stream) for _ in range(4)]
+    stream.close()
+    engines.streams[-1].feed(*rest)
+    told = events_of(other, begun[0].response.id, starting_after=begun[-1].sequence_number)
+    assert told[0].sequence_number == 4
+    assert told[-1].response.output_text == "hello world"
+
+
+def test_the_events_of_a_response_that_is_given_up_end(
+    client: openai.OpenAI, other: openai.OpenAI, engines: Any
+) -> None:
+    engines.script = lambda stream: engines.answer("hello world")(stream)[:1]
+    stream = ask(client, "one", background=True, stream=True)
+    id_ = next(stream).response.id
+    assert other.responses.cancel(id_).status == "cancelled"
+    assert "response.completed" not in [event.type for event in stream]
+    assert "response.completed" not in [event.type for event in events_of(other, id_)]
+
+
+def test_what_goes_wrong_is_the_last_event(client: openai.OpenAI, engines: Any) -> None:
+    engines.script = lambda stream: [*engines.answer("hello world")(stream)[:1], RuntimeError("x")]
+    told = list(ask(client, "one", background=True, stream=True))
+    assert told[-1].type == "error"
+    assert ended(client, made_by(told)).status == "failed"
+    told = list(ask(client, "one", background=True, stream=True, max_output_tokens=10**6))
+    assert [event.type for event in told] == ["response.failed"]
+    assert told[-1].response.error.code == "context_length_exceeded"
+    assert events_of(client, made_by(told)) == told
+
+
+def made_by(told: Any) -> str:
+    made: str = next(event.response.id for event in told if hasattr(event, "response"))
+    return made
+
+
+def test_events_of_a_response_whose_maker_is_gone_end_with_its_failure(
+    client: openai.OpenAI, new_store: Callable[[], ResponseStore], engines: Any
+) -> None:
+    told = list(ask(client, "one", background=True, stream=True))
+    record = new_store()._backend.get("0", made_by(told))
+    assert record is not None
+    abandoned = msgspec.structs.replace(
+        record, id="resp_" + "c" * 32, lease=1.0, status="in_progress"
+    )
+    new_store()._backend.put(abandoned, [], time.time())
+    (last,) = events_of(client, abandoned.id)
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+
+
+def test_only_what_was_made_in_the_background_has_events(client: openai.OpenAI) -> None:
+    made = ask(client, "one")
+    with pytest.raises(openai.BadRequestError) as caught:
+        events_of(client, made.id)
+    assert caught.value.param == "stream"
+
+
+def test_of_too_many_events_the_last_is_kept(
+    client: openai.OpenAI, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.api.responses.journal.MAX_KEPT_EVENTS", 10)
+    told = list(ask(client, "one", background=True, stream=True))
+    assert told[-1].type == "response.completed"
+    assert told[-1].response.output_text == "hello world"
 
 
 @pytest.mark.parametrize("config", [GuardConfig(api_key=("secret", "another"))], indirect=True)
@@ -245,7 +361,6 @@ def test_what_one_tenant_keeps_is_nothing_to_another(client: openai.OpenAI) -> N
     [
         ({"previous_response_id": "a", "conversation": "b"}, "conversation"),
         ({"background": True, "store": False}, "background"),
-        ({"background": True, "stream": True}, "stream"),
     ],
 )
 def test_what_does_not_go_together_is_named(
@@ -275,6 +390,7 @@ def test_a_response_whose_maker_is_gone_has_failed(
     abandoned = msgspec.structs.replace(record, id="resp_" + "a" * 32, lease=1.0)
     new_store()._backend.put(abandoned, [], time.time())
     found = client.responses.retrieve(abandoned.id)
+    assert found.error is not None
     assert (found.status, found.error.code) == ("failed", "server_error")
     client.responses.cancel(queued.id)
 
@@ -290,6 +406,28 @@ def test_a_conversation_that_is_too_long_to_go_on_with_is_named(
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, "two", previous_response_id=endless.id)
     assert caught.value.param == "previous_response_id"
+
+
+def test_what_many_unfinished_responses_hold_is_too_much_to_go_on_with(
+    client: openai.OpenAI,
+) -> None:
+    """Each is kept before it is known whether all of them are too many turns."""
+    turns, previous = [{"role": "user", "content": ""}] * 1000, None
+    for _ in range(3):
+        made = ask(client, turns, background=True, previous_response_id=previous)
+        previous = made.id
+    with pytest.raises(openai.BadRequestError, match="more than 2048 items") as caught:
+        ask(client, "on", previous_response_id=previous)
+    assert caught.value.param == "previous_response_id"
+
+
+def test_an_item_counts_as_often_as_it_is_referred_to(client: openai.OpenAI, engines: Any) -> None:
+    engines.script = engines.answer("hello " * 600)
+    made = ask(client, "one", max_output_tokens=3000)
+    reference = {"type": "item_reference", "id": made.output[0].id}
+    assert len(made.output_text) > 2500
+    with pytest.raises(openai.BadRequestError, match="refers to more than"):
+        ask(client, [reference] * 2000)
 
 
 def test_without_a_store_what_needs_one_is_refused(http: Any) -> None:

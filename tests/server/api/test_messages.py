@@ -188,6 +188,7 @@ def test_tokens_are_counted_as_the_model_reads_them(
     client: anthropic.Anthropic, engines: Any
 ) -> None:
     asked: Any = {"model": "tiny", "messages": HELLO, "tools": [WEATHER], "system": "Be kind."}
+    asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
     counted = client.messages.count_tokens(**asked)
     message = client.messages.create(max_tokens=5, **asked)
     usage = message.usage

@@ -1,9 +1,13 @@
+import asyncio
+import threading
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 
-from server.config import FrontEndConfig, GuardConfig
+from server.config import FrontEndConfig, GuardConfig, StoreConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 
@@ -64,17 +68,49 @@ def test_wrong_tokenizer_requests_are_refused(http: Any, path: str, body: Any) -
     assert http.post(path, body).status_code == 400
 
 
+def test_the_document_is_made_in_a_thread_when_it_is_first_read(app: FastAPI) -> None:
+    assert app.openapi_schema is None
+    made_in = []
+    document = app.openapi
+
+    def note() -> dict[str, Any]:
+        made_in.append(threading.current_thread())
+        return document()
+
+    app.openapi = note  # type: ignore[method-assign]
+
+    async def read_by_many() -> list[bytes]:
+        serving = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=serving, base_url="http://test") as client:
+            answers = await asyncio.gather(*(client.get("/openapi.json") for _ in range(8)))
+        return [answer.content for answer in answers]
+
+    first, *others = asyncio.run(read_by_many())
+    assert b'"/v1/completions"' in first
+    assert set(others) == {first}
+    assert made_in[0] is not threading.main_thread()
+
+
 def test_the_document_describes_every_path_with_bodies_and_errors(http: Any) -> None:
     document = http.get("/openapi.json").json()
     assert set(document["paths"]) == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/chat/completions/batch",
         "/v1/responses",
         "/v1/responses/input_tokens",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
         "/v1/models",
         "/v1/models/{model_id}",
         "/invocations",
@@ -146,13 +182,15 @@ def test_settings_are_shown_to_administrators_without_secrets(
 ) -> None:
     assert http.get("/server_info").status_code == 404
     guards = GuardConfig(api_key=("sesame",), admin_key="open")
-    guarded = http_of(msgspec.structs.replace(config, guards=guards))
+    store = StoreConfig(response_store="postgresql://me:hunter2@host/db")
+    guarded = http_of(msgspec.structs.replace(config, guards=guards, store=store))
     assert guarded.get("/server_info").status_code == 403
     plain = {"authorization": "Bearer sesame"}
     assert guarded.get("/server_info", headers=plain).status_code == 403
     shown = guarded.get("/server_info", headers={"authorization": "Bearer open"})
     assert shown.json()["config"]["model"]["model"] == "org/tiny"
     assert "sesame" not in shown.text
+    assert "hunter2" not in shown.text
     assert '"open"' not in shown.text
 
 

@@ -58,6 +58,37 @@ def test_scores_name_tokens_by_their_ids(http: Any) -> None:
     assert names == [f"token_id:{each}" for each in choice["token_ids"]]
 
 
+def test_scores_are_of_the_tokens_that_are_named(http: Any) -> None:
+    named, fields = [7, 3, 300], {"return_tokens_as_token_ids": True, "max_tokens": 2}
+    choice = http.chat(logprobs=True, logprob_token_ids=named, **fields)["choices"][0]
+    for each in choice["logprobs"]["content"]:
+        assert [top["token"] for top in each["top_logprobs"]] == [f"token_id:{i}" for i in named]
+    choice = http.complete(logprobs=0, logprob_token_ids=named, **fields)["choices"][0]
+    scores = choice["logprobs"]
+    for token, shown in zip(scores["tokens"], scores["top_logprobs"], strict=True):
+        assert list(shown) == [*[f"token_id:{i}" for i in named], token]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1, 1], "logprobs": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": [999], "logprobs": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": [-1], "logprobs": True}, "logprob_token_ids[0]"),
+        ({"logprob_token_ids": list(range(2000)), "logprobs": True}, "logprob_token_ids"),
+        (
+            {"logprob_token_ids": list(range(330)), "logprobs": True, "n": 8, "max_tokens": 500},
+            "logprob_token_ids",
+        ),
+    ],
+    ids=range(6),
+)
+def test_wrong_or_too_many_named_tokens_are_refused(http: Any, fields: Any, param: str) -> None:
+    answer = http.post("/v1/chat/completions", {"messages": [USER], **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize("source", ["text", "ids"])
 def test_a_prompt_is_cut_at_the_side_that_is_named(
     http: Any, engines: Any, tokenizer: Any, source: str
@@ -181,7 +212,7 @@ def test_what_the_reference_takes_is_taken(http: Any, fields: Any) -> None:
 
 
 def test_responses_take_no_tools_as_the_reference_does(http: Any) -> None:
-    body = {"input": "hello", "tools": [], "tool_choice": "auto"}
+    body: dict[str, Any] = {"input": "hello", "tools": [], "tool_choice": "auto"}
     assert http.post("/v1/responses", body).status_code == 200
     body = {"input": "hello", "reasoning": {"effort": "enormous"}}
     answer = http.post("/v1/responses", body)

@@ -29,6 +29,8 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 NOW = {"type": "function", "name": "now"}
+SHELL = {"type": "custom", "name": "shell", "description": "Runs a line."}
+DIGITS = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
 EVERYTHING = f"<think>\nhm\n</think>\n\n{TWO_CALLS}"
 
 
@@ -162,6 +164,10 @@ def test_reasoning_text_and_calls_are_items(http: Any, engines: Any) -> None:
     assert len({item["id"] for item in body["output"]}) == 4
     ids = engines.tokenizer.encode("<think>\nhm\n</think>", add_special_tokens=False)
     assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": len(ids)}
+    hidden = respond(http, tools=[WEATHER, NOW], include_reasoning=False)
+    assert [item["type"] for item in hidden["output"]] == [
+        item["type"] for item in (message, *calls)
+    ]
 
 
 def test_a_stream_tells_of_every_item_in_order(http: Any, engines: Any) -> None:
@@ -275,13 +281,21 @@ def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> Non
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "left"}, "truncation"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        (
+            {"tools": [{**SHELL, "format": {"type": "text", "x": 1}}], "tool_choice": 1},
+            "tool_choice",
+        ),
+        ({"tools": [{**SHELL, "format": {"type": "grammar"}}]}, "tools[0].format"),
+        ({"tools": [{**SHELL, "format": {**DIGITS, "syntax": "lark"}}]}, "tools[0].format"),
+        ({"tools": [{**SHELL, "format": {**DIGITS, "definition": "("}}]}, "tools[0].format"),
+        ({"tools": [{**SHELL, "format": {"type": "json"}}]}, "tools[0].format.type"),
         ({"include": ["everything"]}, "include[0]"),
         ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10_000}, "max_output_tokens"),
         ({"top_logprobs": 6}, "top_logprobs"),
-        ({"top_logprobs": 1}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [NOW, {"type": "function", "name": "a b"}]}, "tools[1].name"),
@@ -297,3 +311,116 @@ def test_wrong_fields_are_named(http: Any, fields: dict[str, Any], param: str) -
     error = response.json()["error"]
     assert error["param"] == param
     assert "messages" not in error["message"]
+
+
+def test_a_custom_tool_gets_a_text(http: Any, engines: Any) -> None:
+    call = {"name": "shell", "arguments": {"input": 'echo "hi"'}}
+    engines.script = engines.answer(f"<tool_call>{json.dumps(call)}</tool_call>")
+    fields: dict[str, Any] = {"tools": [SHELL, NOW], "max_output_tokens": 200}
+    (item,) = respond(http, **fields)["output"]
+    assert item.pop("id").startswith("ctc_")
+    assert item.pop("call_id").startswith("call_")
+    assert item == {
+        "type": "custom_tool_call", "status": "completed", "name": "shell", "input": 'echo "hi"'
+    }  # fmt: skip
+    events = stream(http, **fields)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "custom_tool_call_input.delta",
+        "custom_tool_call_input.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    assert events[4]["input"] == 'echo "hi"'
+    assert without_ids(events[-1]["response"])["output"] == [item]
+
+
+def test_what_a_model_writes_for_a_custom_tool_is_shown_as_it_is(http: Any, engines: Any) -> None:
+    call = {"name": "shell", "arguments": {"line": "ls"}}
+    engines.script = engines.answer(f"<tool_call>{json.dumps(call)}</tool_call>")
+    (item,) = respond(http, tools=[SHELL], max_output_tokens=200)["output"]
+    assert json.loads(item["input"]) == {"line": "ls"}
+
+
+def test_calls_of_custom_tools_are_turns_like_others(http: Any, engines: Any) -> None:
+    respond(
+        http,
+        input=[
+            {"role": "user", "content": "list"},
+            {"type": "custom_tool_call", "call_id": "c1", "name": "shell", "input": "ls"},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "a b"},
+        ],
+        tools=[SHELL],
+    )
+    assert prompt_of(engines).endswith(
+        '<|assistant|><tool_call>shell:{"input": "ls"}</tool_call><|end|>'
+        "<|tool|>a b<|end|><|assistant|>"
+    )
+
+
+def test_the_input_of_a_custom_tool_is_held_to_its_expression(http: Any, engines: Any) -> None:
+    tool = {**SHELL, "format": DIGITS}
+    respond(http, tools=[tool], tool_choice={"type": "custom", "name": "shell"})
+    grammar = engines.streams[-1].sampling.grammar
+    assert '"pattern": "^(?:[0-9]+)$"' in grammar.text
+
+
+@pytest.mark.parametrize("instructions", [None, "be brief"])
+def test_turns_that_do_not_fit_are_left_out(
+    http: Any, engines: Any, instructions: str | None
+) -> None:
+    turns = [
+        {"role": role, "content": f"{number} " * 20}
+        for number in range(9)
+        for role in ("user", "assistant")
+    ]
+    items = [*turns, {"role": "user", "content": "last"}]
+    fields = {"input": items, "max_output_tokens": 100, "instructions": instructions}
+    refused = http.post("/v1/responses", {"model": "tiny", **fields})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert respond(http, **fields, truncation="auto")["truncation"] == "auto"
+    prompt, room = prompt_of(engines), engines.context - 100
+    assert len(engines.streams[-1].prompt_token_ids) <= room
+    begin = "<|system|>be brief<|end|><|user|>" if instructions else "<|user|>"
+    assert prompt.startswith(begin)
+    first = int(prompt.removeprefix(begin)[0])
+    assert first > 0
+    assert prompt.endswith("<|user|>last<|end|><|assistant|>")
+    one_more = "".join(
+        f"<|{t['role']}|>{t['content']}<|end|>" for t in turns[2 * first - 2 : 2 * first]
+    )
+    more = engines.tokenizer.encode(one_more, add_special_tokens=False)
+    assert len(engines.streams[-1].prompt_token_ids) + len(more) > room
+
+
+def test_a_last_turn_that_does_not_fit_is_too_long(http: Any) -> None:
+    body = {"model": "tiny", "input": "word " * 2000, "truncation": "auto"}
+    refused = http.post("/v1/responses", body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert respond(http, input="short", truncation="auto")["status"] == "completed"
+
+
+@pytest.mark.parametrize("cut", ["whole", "tokens", "random"])
+def test_log_probabilities_are_those_of_the_text_beside_reasoning_and_calls(
+    http: Any, engines: Any, cut: str
+) -> None:
+    sizes: dict[str, Any] = {"whole": lambda left: left, "random": engines.random_cuts(3)}
+    engines.script = engines.answer(EVERYTHING, cut=sizes.get(cut, lambda left: 1))
+    fields = {"tools": [WEATHER, NOW], "max_output_tokens": 250, "top_logprobs": 2}
+    for output in (
+        respond(http, **fields)["output"],
+        stream(http, **fields)[-1]["response"]["output"],
+    ):
+        (message,) = [item for item in output if item["type"] == "message"]
+        (part,) = message["content"]
+        assert part["text"].strip() == "Let me see."
+        assert "".join(each["token"] for each in part["logprobs"]).startswith("Let me see.")
+        assert all(len(each["top_logprobs"]) == 2 for each in part["logprobs"])
+
+
+def test_deltas_have_the_log_probabilities_of_their_text(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(EVERYTHING)
+    events = stream(http, tools=[WEATHER, NOW], max_output_tokens=250, top_logprobs=1)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    tokens = [each for event in deltas for each in event["logprobs"]]
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert tokens == done["logprobs"]
+    assert "".join(each["token"] for each in tokens) == done["text"]

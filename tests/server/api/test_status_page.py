@@ -11,6 +11,7 @@ from engine.shared.messages import (
     EngineEntry,
     EngineSetup,
     EngineStats,
+    MissingEngine,
 )
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
@@ -35,6 +36,17 @@ def engine(rank: int, *, ready: bool = True, **counts: Any) -> EngineEntry:
         setup=EngineSetup(64, 16, 512, "print") if ready else None,
         stats=EngineStats(rank, 1000 + rank, **{**stats, **counts}) if ready else None,
     )
+
+
+def test_engines_that_are_missing_are_shown_with_the_reason(http: Any, engines: Any) -> None:
+    lost = [MissingEngine(1, "silent", 75.0), MissingEngine(2, "not_joined", 5.0)]
+    engines.view = msgspec.structs.replace(view(engine(0)), expected=3, missing=lost)
+    body = http.get("/status.json").json()
+    assert body["num_expected"] == 3
+    assert body["missing"] == [
+        {"rank": 1, "reason": "silent", "age": 75.0},
+        {"rank": 2, "reason": "not_joined", "age": 5.0},
+    ]
 
 
 def view(*engines: EngineEntry, running: bool = True) -> ClusterView:

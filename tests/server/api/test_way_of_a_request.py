@@ -21,8 +21,9 @@ from tests.server.conftest import FakeGenerationClient, FakeStream
 WAYS = ("in", "back", "last", "end")
 """To the engines; with the first delta and with the last; what a renderer has to add then."""
 
-TWICE = {"server.access.budget", "server.access.admission"}
-"""On the way in these judge twice: by what a request says, and by the lengths of its prompts."""
+TWICE = {"server.access.budget", "server.access.admission", "server.access.tenants"}
+"""On the way in these judge twice: by what a request says, and by the lengths of its prompts; and
+admission asks whether there are several tenants, as keys may change at any time."""
 
 
 class Tracer:

@@ -17,7 +17,7 @@ def test_a_request_keeps_its_body_as_it_is() -> None:
     ("changes", "code", "name"),
     [
         ({"method": "GET"}, "invalid_method", "a"),
-        ({"url": "/v1/embeddings"}, "invalid_url", "a"),
+        ({"url": "/v1/images"}, "invalid_url", "a"),
         ({"body": [1]}, "invalid_request", "a"),
         ({"body": {"stream": True}}, "invalid_request", "a"),
         ({"custom_id": 5}, "invalid_request", None),

@@ -15,14 +15,18 @@ from engine.shared.config import ModelConfig, ParallelConfig, SchedulerConfig
 from server.batch.command import run_batch
 from server.batch.config import BatchConfig, RunBatchConfig
 from server.batch.output import OutputBusy, OutputFile
-from server.batch.own_server import serve_arguments
+from server.fleet.own_server import serve_arguments
 from server.router.generation_client import NoEngineAvailable
 
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/responses": {"input": "hello"},
-}
+    "/v1/messages": {
+        "model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]
+    },
+    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": "hello"}]]},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -61,9 +65,9 @@ def test_every_endpoint_is_asked(url: str, files: tuple[Path, Path]) -> None:
     assert run(url, files, [line(path, path) for path in BODIES]) == 0
     found = results(files)
     assert found.keys() == BODIES.keys()
-    objects = {name: each["response"]["body"]["object"] for name, each in found.items()}
-    assert list(objects[path] for path in BODIES) == [
-        "text_completion", "chat.completion", "response",
+    bodies = [found[path]["response"]["body"] for path in BODIES]
+    assert [body.get("object", body.get("type")) for body in bodies] == [
+        "text_completion", "chat.completion", "response", "message", "chat.completion",
     ]  # fmt: skip
     for each in found.values():
         assert each["error"] is None
@@ -82,6 +86,32 @@ def test_a_second_run_asks_for_nothing_that_has_an_answer(
     assert run("http://localhost:1", files, lines) == 0, "nothing is left to ask a server for"
 
 
+def test_answers_are_in_the_order_of_their_requests(
+    url: str, files: tuple[Path, Path], engines: Any
+) -> None:
+    lines = [line(str(number)) for number in range(30)]
+    lines[7] = "no request"
+    assert run(url, files, lines[20:]) == 0
+    answer, held = engines.script, []
+
+    def last_first(stream: Any) -> Any:
+        """Answer nobody before all have asked, and then the last first."""
+        held.append(stream)
+        if len(held) == 19:
+            for each in reversed(held[:-1]):
+                each.feed(*answer(each))
+            return answer(stream)
+        return []
+
+    engines.script = last_first
+    assert run(url, files, lines) == 0
+    found = [json.loads(each) for each in files[1].read_text(encoding="utf-8").splitlines()]
+    names = [each["custom_id"] for each in found]
+    assert names == [None if number == 7 else str(number) for number in range(30)]
+    assert run(url, files, lines[29:]) == 0
+    assert results(files).keys() == set(names) - {None}, "nothing that was answered is lost"
+
+
 def test_a_run_goes_on_after_a_crash(url: str, files: tuple[Path, Path], engines: Any) -> None:
     lines = [line(str(number)) for number in range(3)]
     assert run(url, files, lines) == 0
@@ -94,8 +124,9 @@ def test_a_run_goes_on_after_a_crash(url: str, files: tuple[Path, Path], engines
 
 def test_what_is_wrong_with_a_line_is_in_its_result(url: str, files: tuple[Path, Path]) -> None:
     lines = [line("good"), "not json", line("good"), line("bad", temperature=-1), ""]
-    assert run(url, files, lines) == 1
+    assert run(url, files, lines) == 0, "what is wrong with lines is said"
     found = [json.loads(each) for each in files[1].read_text(encoding="utf-8").splitlines()]
+    assert [each["custom_id"] for each in found] == ["good", None, "good", "bad"]
     refused = next(each for each in found if each["custom_id"] == "bad")["response"]
     assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
     errors = {each["error"]["code"]: each for each in found if each["error"] is not None}

@@ -10,6 +10,8 @@ import pytest
 from server.bench.client import StreamResult, complete, stream_completion
 from server.bench.connection import HttpClient
 
+pytestmark = pytest.mark.slow  # it opens sockets
+
 GUARD_SECONDS = 10
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"

@@ -12,11 +12,14 @@ import pytest
 from rich.console import Console
 
 from engine.shared.messages import ControlQuery, ScaleEngines
-from server.fleet.child import watch_children_without_threads
+from server.fleet.child import Child, watch_children_without_threads
 from server.fleet.keeper import Keeper, StartupFailed
 from server.fleet.restarts import Restarts
 from server.fleet.role import Role
 from server.fleet.scaling import EngineScaler
+from tests.support.waiting import until_async
+
+pytestmark = pytest.mark.slow  # it starts processes
 
 CHILD = """
 import sys
@@ -29,6 +32,12 @@ sys.stdin.read()
 import threading
 threading.Event().wait()
 """
+
+
+def pid_of(role: Role) -> int:
+    """Return the id of the process that fills a place."""
+    assert isinstance(role.holder, Child)
+    return role.holder.pid
 
 
 @pytest.fixture
@@ -51,17 +60,11 @@ def keeper(
     return Keeper(Console(file=io.StringIO()), "text", report_death, prepare)
 
 
-async def until(condition: Callable[[], bool], within: float = 20.0) -> None:
-    async with asyncio.timeout(within):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 async def stop(kept: Keeper, role: Role) -> None:
     await kept.release(role)
-    if role.child is not None and role.child.alive:
-        role.child.kill()
-        await role.child.wait()
+    if role.holder is not None and role.holder.alive:
+        role.holder.kill()
+        await role.holder.wait()
 
 
 def test_an_interpreter_that_is_missing_for_a_while_does_not_end_a_place(
@@ -72,13 +75,13 @@ def test_an_interpreter_that_is_missing_for_a_while_does_not_end_a_place(
         kept.fill(role)
         await kept.until_ready([role])
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        assert role.child is not None
-        first = role.child.pid
-        role.child.kill()
-        await until(lambda: role.phase == "waiting to be started")
+        assert role.holder is not None
+        first = pid_of(role)
+        role.holder.kill()
+        await until_async(lambda: role.phase == "waiting to be started", "it waits")
         monkeypatch.undo()
-        await until(role.ready.is_set)
-        assert role.child.pid != first
+        await until_async(role.ready.is_set, "it is ready")
+        assert pid_of(role) != first
         await stop(kept, role)
 
     asyncio.run(run())
@@ -121,11 +124,11 @@ def test_a_fork_that_fails_is_tried_again(role: Role, failure: Exception) -> Non
         kept = keeper(prepare=prepare)
         kept.fill(role)
         await kept.until_ready([role])
-        assert role.child is not None
-        kills.append(role.child.pid)
-        role.child.kill()
-        await until(lambda: not role.ready.is_set())
-        await until(role.ready.is_set)
+        assert role.holder is not None
+        kills.append(pid_of(role))
+        role.holder.kill()
+        await until_async(lambda: not role.ready.is_set(), "its death is seen")
+        await until_async(role.ready.is_set, "it is ready")
         assert not failures
         await stop(kept, role)
 
@@ -144,8 +147,8 @@ def test_children_need_no_threads_that_there_may_be_no_memory_for(
         kept.fill(role)
         await kept.until_ready([role])
         await stop(kept, role)
-        assert role.child is not None
-        assert not role.child.alive
+        assert role.holder is not None
+        assert not role.holder.alive
 
     watch_children_without_threads()
     asyncio.run(run())
@@ -163,11 +166,11 @@ def test_an_error_around_a_death_does_not_end_a_place(
         kept = keeper(report_death)
         kept.fill(role)
         await kept.until_ready([role])
-        assert role.child is not None
-        first = role.child.pid
-        role.child.kill()
-        await until(lambda: role.child is not None and role.child.pid != first)
-        await until(role.ready.is_set)
+        assert role.holder is not None
+        first = pid_of(role)
+        role.holder.kill()
+        await until_async(lambda: role.holder is not None and pid_of(role) != first, "another")
+        await until_async(role.ready.is_set, "it is ready")
         await stop(kept, role)
 
     asyncio.run(run())
@@ -190,7 +193,7 @@ def test_lines_that_cannot_be_shown_do_not_stop_the_reading(
     async def run() -> None:
         kept = keeper()
         kept.fill(role)
-        await until(lambda: role.phase == "all is written")
+        await until_async(lambda: role.phase == "all is written", "all is written")
         await stop(kept, role)
 
     asyncio.run(run())
@@ -218,10 +221,10 @@ def test_an_unexpected_error_while_scaling_is_told_and_not_the_end_of_scaling(ro
         scaling = scaler(kept, {}, make)
         task = asyncio.create_task(scaling.run())
         scaling.handle(ScaleEngines(1))
-        await until(lambda: not scaling.handle(ControlQuery()).busy)
+        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
         assert "a bug" in (scaling.handle(ControlQuery()).error or "")
         scaling.handle(ScaleEngines(1))
-        await until(lambda: not scaling.handle(ControlQuery()).busy)
+        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
         assert scaling.handle(ControlQuery()).error is None
         assert scaling.engines == {0: role}
         task.cancel()
@@ -243,5 +246,28 @@ def test_a_replacement_waits_for_an_interpreter_that_is_missing(role: Role) -> N
         kept.fill(role)
         await kept.until_ready([role])
         await stop(kept, role)
+
+    asyncio.run(run())
+
+
+def test_a_wish_for_fewer_engines_ends_the_wait_for_one_that_is_not_ready(
+    role: Role, tmp_path: Path
+) -> None:
+    (tmp_path / "sleeper.py").write_text(CHILD.replace('lifeline.ready("it serves")', ""))
+    served = Role(name="served", module="", launch=lambda _: None)
+
+    async def run() -> None:
+        kept = keeper()
+        scaling = scaler(kept, {0: served}, lambda _: role)
+        task = asyncio.create_task(scaling.run())
+        scaling.handle(ScaleEngines(2))
+        await until_async(lambda: role.holder is not None, "it is started")
+        scaling.handle(ScaleEngines(1))
+        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "the wait ends")
+        status = scaling.handle(ControlQuery())
+        assert (status.engines, status.error) == ({"0": "starting"}, None)
+        assert role.holder is not None
+        assert not role.holder.alive
+        task.cancel()
 
     asyncio.run(run())

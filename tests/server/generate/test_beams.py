@@ -26,15 +26,16 @@ def logits_after(token_ids: Sequence[int], seed: int) -> torch.Tensor:
     return torch.randn(VOCABULARY, generator=generator, dtype=torch.float64) * 2
 
 
-class MadeUpModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc, no-untyped-call]
+class MadeUpModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     config_class = PretrainedConfig
 
     def __init__(self, seed: int) -> None:
-        super().__init__(PretrainedConfig(vocab_size=VOCABULARY, is_encoder_decoder=False))
+        config: dict[str, Any] = {"vocab_size": VOCABULARY, "is_encoder_decoder": False}
+        super().__init__(PretrainedConfig(**config))
         self.parameter = torch.nn.Parameter(torch.zeros(1))
         self.seed = seed
 
-    def prepare_inputs_for_generation(self, input_ids: Any, **_: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids: Any, *_: Any, **__: Any) -> dict[str, Any]:
         return {"input_ids": input_ids}
 
     def forward(self, input_ids: Any, **_: Any) -> CausalLMOutput:
@@ -45,7 +46,8 @@ class MadeUpModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc, no-un
 def of_transformers(
     seed: int, beams: Beams, max_tokens: int, ends: list[int]
 ) -> list[tuple[int, ...]]:
-    output = MadeUpModel(seed).generate(
+    model: Any = MadeUpModel(seed)
+    output = model.generate(
         torch.tensor([[0]]),
         max_new_tokens=max_tokens,
         num_beams=beams.width,

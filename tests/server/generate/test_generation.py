@@ -12,6 +12,7 @@ from server.generate.unread import Unread, parts
 from server.router.token_stream import merge, weight
 from server.text.detokenizer import TokenTable
 from server.text.tokenizer import ServedTokenizer
+from tests.server.tokens import id_of
 
 SCORE = TokenLogprob(-0.5, 1, list(range(20)), [-1.0] * 20)
 TEXT = "hello 你好 world 🙂🙂 END of the stream"
@@ -88,7 +89,7 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: ServedTokenizer) -> None:
 def test_the_token_that_stops_is_counted_and_shown_if_asked_for(
     tokenizer: ServedTokenizer, include: bool, text: str
 ) -> None:
-    end = tokenizer.backend.token_to_id("<|end|>")
+    end = id_of(tokenizer.backend, "<|end|>")
     ids = [*tokenizer.encode("hello", add_special_tokens=False), end]
     output = RequestOutput(1, ids, "stop", stop_token_id=end)
     answer, fold = fold_all(
@@ -115,7 +116,7 @@ def test_offsets_point_at_each_tokens_text(tokenizer: ServedTokenizer) -> None:
 
 
 def test_an_incomplete_character_ends_the_text_once(tokenizer: ServedTokenizer) -> None:
-    ids = [tokenizer.backend.token_to_id(token) for token in "aðŁ"]
+    ids = [id_of(tokenizer.backend, token) for token in "aðŁ"]
     answer, _ = fold_all(tokenizer, outputs_of(ids, [1, 1, 1]))
     assert answer.text == "a\ufffd"
 

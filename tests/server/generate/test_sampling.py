@@ -99,7 +99,9 @@ def test_echoed_and_prompt_scores_have_as_many_alternatives_as_each_asked_for(ht
 
 def test_words_are_ruled_out_at_the_start_and_after_a_space(backend: Tokenizer) -> None:
     tokenizer = ServedTokenizer(backend)
-    found = asyncio.run(bad_word_tokens(SamplingFields(bad_words=["hello"]), 1, tokenizer))
+    found = asyncio.run(
+        bad_word_tokens(SamplingFields.model_validate({"bad_words": ["hello"]}), 1, tokenizer)
+    )
     assert found[0] == tuple(tokenizer.encode("hello", add_special_tokens=False))
     spaced = tuple(tokenizer.encode(" hello", add_special_tokens=False))
     assert (spaced in found) == (len(spaced) == len(found[0]))

@@ -1,5 +1,6 @@
 """What requests say about the form of their output becomes a grammar, or a 400."""
 
+import json
 from typing import Any
 
 import pytest
@@ -48,6 +49,18 @@ def grammar_of(http: Any, engines: Any, **fields: Any) -> Any:
         ({"structured_outputs": {"regex": "a+"}}, RegexGrammar("a+")),
         ({"structured_outputs": {"choice": ["a", "b"]}}, ChoiceGrammar(("a", "b"))),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, LarkGrammar('start: "a"')),
+        (
+            {
+                "structured_outputs": {
+                    "json": {"properties": {"properties": {"properties": {}}, "const": {}}},
+                    "disable_additional_properties": True,
+                }
+            },
+            JsonSchemaGrammar(
+                '{"properties": {"properties": {"properties": {}, "additionalProperties": false}, '
+                '"const": {}}, "additionalProperties": false}'
+            ),
+        ),
     ],
     ids=str,
 )
@@ -89,6 +102,84 @@ def test_what_an_engine_cannot_do_because_of_the_request_is_a_400(http: Any, eng
     assert response.json()["error"]["param"] == "allowed_token_ids"
     streamed = http.post("/v1/completions", {**body, "stream": True})
     assert '"param":"allowed_token_ids"' in streamed.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_that_comes_to_a_dead_end_does_not_stop_cleanly(
+    http: Any, engines: Any, path: str
+) -> None:
+    """What has been written fits nothing: who reads it as an answer would be misled."""
+    reason = "nothing that fits the grammar can follow the output"
+    begun = engines.answer('{"a')
+    engines.script = lambda stream: [
+        *[each for each in begun(stream) if each.finish_reason is None],
+        RequestOutput(0, [], "error", error=reason, refused=True),
+    ]
+    body: dict[str, Any] = (
+        {"prompt": "hello"}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    body |= {"structured_outputs": {"json": {"type": "object"}}, "max_tokens": 50}
+    whole = http.post(path, body)
+    assert (whole.status_code, whole.json()["error"]["message"]) == (400, reason)
+    streamed = http.post(path, {**body, "stream": True}).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert events[-1]["error"]["message"] == reason
+    assert not any(choice["finish_reason"] for each in events for choice in each.get("choices", ()))
+
+
+def test_a_grammar_that_an_engine_has_no_room_for_may_be_sent_again(
+    http: Any, engines: Any
+) -> None:
+    engines.script = lambda stream: [
+        RequestOutput(0, [], "error", error="no room; try again later", no_room=True)
+    ]
+    body = {"prompt": "hello", "structured_outputs": {"regex": "[0-9]"}}
+    response = http.post("/v1/completions", body)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert response.json()["error"]["message"] == "no room; try again later"
+    assert response.json()["error"]["param"] is None
+    chat = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    beams = {"prompt": "hello", "use_beam_search": True, "n": 2}
+    assert http.post("/v1/completions", beams).status_code == 503
+    assert http.post("/v1/chat/completions", chat | {"model": None}).status_code == 503
+
+
+def test_a_structural_tag_is_read_from_either_field(http: Any, engines: Any) -> None:
+    tag = {"format": {"type": "const_string", "value": "yes"}}
+    forms: list[dict[str, Any]] = [
+        {"response_format": {"type": "structural_tag", **tag}},
+        {"structured_outputs": {"structural_tag": tag}},
+        {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", **tag})}},
+    ]
+    grammars = [grammar_of(http, engines, **form) for form in forms]
+    assert isinstance(grammars[0], LarkGrammar)
+    assert '"yes"' in grammars[0].text
+    assert grammars[1:] == grammars[:1] * 2
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": "[1]"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"structural_tag": '{"format":' * 100_000}},
+            "structured_outputs.structural_tag",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": {"format": {"type": "qwen_xml"}}}},
+            "structured_outputs.structural_tag",
+        ),
+    ],
+    ids=[0, 1, 2, 3, 4],
+)
+def test_what_is_no_structural_tag_is_a_400(http: Any, form: dict[str, Any], param: str) -> None:
+    answer = http.post("/v1/completions", {"prompt": "a", **form})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' * 100_000])

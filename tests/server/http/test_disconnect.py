@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
@@ -45,7 +45,7 @@ class Connection:
 
 
 def scripted(
-    app: Any, body: dict[str, Any], play: Callable[[Connection], Awaitable[None]]
+    app: Any, body: dict[str, Any], play: Callable[[Connection], Coroutine[Any, Any, None]]
 ) -> Connection:
     """Serve one request while `play` acts as client; both have to end within the guard."""
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -22,6 +22,7 @@ from server.http.listener import HttpServer
 from server.http.protocol import limited_protocol
 from server.http.request_meter import MAX_PIPELINED
 from server.router.token_stream import MAX_BACKLOG, RequestStream
+from tests.support.waiting import until_async
 
 GUARD_SECONDS = 20
 BODY = b'{"prompt": "x", "stream": true}'
@@ -75,11 +76,6 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", port)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", HEAD[:-2]])
@@ -364,7 +360,7 @@ def test_connections_are_refused_when_all_others_are_being_answered(app: Any, en
             busy = [await connect(port) for _ in range(2)]
             for _, writer in busy:
                 writer.write(HEAD + BODY)
-            await until(lambda: len(engines.streams) == 2)
+            await until_async(lambda: len(engines.streams) == 2, "both are submitted")
             reader, writer = await connect(port)
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 503 ")
@@ -439,9 +435,9 @@ class TestReaders:
                     client.connect(("127.0.0.1", port))
                     client.setblocking(False)
                     client.sendall(HEAD + BODY)
-                    await until(lambda: engines.closed.is_set())
+                    await until_async(engines.closed.is_set, "the stream is closed")
                     # It hangs up on the client, without having sent more than buffers hold.
-                    await until(lambda: hung_up(client))
+                    await until_async(lambda: hung_up(client), "the server hangs up")
 
         run(scenario)
 
@@ -454,12 +450,14 @@ class TestReaders:
                 reader, writer = await connect(port)
                 body = b'{"prompt": "x", "stream": true, "n": %d}' % choices
                 writer.write(head(len(body)) + body)
-                writer.transport.pause_reading()
-                await until(lambda: engines.closed.is_set())
+                # uvloop's transports are of classes of its own.
+                transport = cast("asyncio.Transport", writer.transport)
+                transport.pause_reading()
+                await until_async(engines.closed.is_set, "the stream is closed")
                 for stream in engines.streams:
                     unread = sum(len(each.token_ids) for each in stream._unread)
                     assert unread <= MAX_BACKLOG + 64 * 8
-                writer.transport.resume_reading()
+                transport.resume_reading()
                 answer = b""
                 while b"data: [DONE]" not in answer:
                     part = await reader.read(1 << 16)
@@ -467,6 +465,7 @@ class TestReaders:
                     answer = answer[-500:] + part
                 assert b"client_too_slow" in answer
                 writer.close()
+                await writer.wait_closed()
 
         run(scenario)
 

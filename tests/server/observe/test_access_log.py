@@ -23,6 +23,8 @@ class TestAccessLog:
         http.post("/v1/completions?token=secret", {"prompt": "x"}, headers=headers)
         http.post("/v1/completions", {"prompt": ""}, headers=headers)
         http.get("/nowhere%0Aforged%20line")
+        for probe in ("/health", "/ready", "/metrics"):
+            assert http.get(probe).status_code == 200
         done, refused, missing = caplog.records
         assert (done.method, done.path, done.status) == ("POST", "/v1/completions", 200)
         assert (done.request_id, refused.request_id) == ("abc", "abc")
@@ -30,6 +32,13 @@ class TestAccessLog:
         assert (refused.status, missing.status) == (400, 404)
         assert "\n" not in missing.getMessage()
         assert "secret" not in caplog.text
+
+    def test_a_probe_that_fails_has_a_line(self, http: Any, engines: Any, caplog: Any) -> None:
+        caplog.set_level(logging.INFO, "server.observe.access_log")
+        engines.ready = False
+        assert http.get("/ready").status_code == 503
+        (failed,) = caplog.records
+        assert (failed.path, failed.status) == ("/ready", 503)
 
 
 def test_without_the_setting_there_is_none(http: Any, caplog: Any) -> None:
@@ -73,7 +82,7 @@ def test_guesses_are_part_of_the_line_where_there_are_any() -> None:
         stats(200), counters=EngineCounters(spec_draft_tokens=40, spec_accepted_tokens=30)
     )
     (line,) = log.lines(view(guessing), 20.0)
-    assert str(line).endswith("prefix cache hits 0.0 %, guesses accepted 75.0 %")
+    assert str(line).endswith("prefix cache hits 0.0 %, draft tokens accepted 75.0 %")
 
 
 def test_idle_and_restarted_engines_have_none() -> None:

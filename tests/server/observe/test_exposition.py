@@ -2,7 +2,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from engine.shared.messages import EngineSetup
-from server.observe.engine_metrics import EngineCollector
+from server.observe.engine_metrics import Ages, EngineCollector
 from server.observe.exposition import text_of
 from tests.server.observe.test_metrics import engine, view
 
@@ -10,7 +10,9 @@ from tests.server.observe.test_metrics import engine, view
 def test_engines_are_written_as_the_library_writes_them() -> None:
     setup = EngineSetup(100, 16, 512, "f", 8, True, 0.9, None, 1 << 30)
     shown = view(engine(0, running=3, setup=setup), engine(1, stats=None), engine(12, waiting=2))
-    collector: Collector = EngineCollector("x:", 'a "model"\\of\nmine', shown, {0: 0.5}, None)
+    collector: Collector = EngineCollector(
+        "x:", 'a "model"\\of\nmine', shown, Ages(None, {0: 0.5}), None
+    )
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     assert text_of(collector.collect()) == generate_latest(registry)

@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,11 +34,11 @@ def test_a_slow_scrape_does_not_stop_the_event_loop_and_is_done_once_for_all() -
 
 
 def test_who_waits_for_work_that_fails_is_told_and_the_next_try_is_another() -> None:
-    results = iter([ValueError("no file"), 7])
+    results: Iterator[Exception | int] = iter([ValueError("no file"), 7])
 
     def work() -> int:
         result = next(results)
-        if isinstance(result, Exception):
+        if not isinstance(result, int):
             raise result
         return result
 

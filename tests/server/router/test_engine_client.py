@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ from server.router.generation_client import KillsEngines, NoEngineAvailable, NoS
 from server.router.router import build_router
 from server.router.routing import LeastLoaded
 from tests.server.router.played_cluster import GREEDY, SETUP
+from tests.support.waiting import until_async
 
 GUARD = 10.0
 
@@ -108,7 +109,12 @@ class PlayedEngine:
 class World:
     """A client with its sockets, and whatever engines a test plays."""
 
-    def __init__(self, directory: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        min_ready_engines: int = 1,
+    ) -> None:
         self.transport = Transport(ClusterConfig(), context)
         self.requests_address = f"ipc://{directory}/requests"
         self.outputs_address = f"ipc://{directory}/outputs"
@@ -133,16 +139,12 @@ class World:
             notify=self.notices.append,
             requests=self.transport.bind(zmq.ROUTER, self.requests_address),
             outputs=self.transport.bind(zmq.PULL, self.outputs_address),
+            min_ready_engines=min_ready_engines,
         )
 
     @property
     def num_open(self) -> int:
         return sum(route.is_open for route in self.router.members.routes.values())
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(GUARD):
-            while not condition():
-                await asyncio.sleep(0.001)
 
     def engine(self, rank: int, incarnation: int, session: int = 1) -> PlayedEngine:
         engine = PlayedEngine(self, rank, incarnation, session)
@@ -162,25 +164,43 @@ class World:
     async def one_engine(self) -> PlayedEngine:
         engine = self.engine(0, 10)
         self.publish(engine)
-        await self.until(lambda: self.client.ready)
+        await until_async(lambda: self.client.ready, "an engine is ready")
         return engine
 
     async def two_engines(self) -> tuple[PlayedEngine, PlayedEngine]:
         first, second = self.engine(0, 10), self.engine(1, 11)
         self.publish(first, second)
-        await self.until(lambda: self.num_open == 2)
+        await until_async(lambda: self.num_open == 2, "both are open")
         return first, second
 
 
 @asynccontextmanager
-async def world(directory: Path) -> AsyncIterator[World]:
+async def world(directory: Path, **options: int) -> AsyncIterator[World]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made = World(directory, context)
+    made = World(directory, context, **options)
     try:
         yield made
     finally:
         made.client.close()
         context.destroy(linger=0)
+
+
+def test_the_first_time_it_is_ready_when_enough_engines_are_later_with_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, min_ready_engines=2) as w:
+            first, second = w.engine(0, 10), w.engine(1, 11)
+            w.publish(first)
+            await until_async(lambda: w.num_open == 1, "one is open")
+            assert not w.client.ready
+            assert w.client.takes_requests
+            w.publish(first, second)
+            await until_async(lambda: w.client.ready, "it is ready")
+            w.publish(second)
+            assert w.client.ready
+            w.publish()
+            assert not w.client.ready
+
+    asyncio.run(scenario())
 
 
 def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) -> None:
@@ -196,7 +216,7 @@ def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) -> Non
                 assert (request.prompt_token_ids, request.wave) == ([1, 2, 3], 3)
                 engine.send(RequestOutput(request.id, [5], num_cached_tokens=2))
                 engine.send(RequestOutput(request.id, [6, 7], "length"))
-                await w.until(lambda s=stream: s.finished)  # type: ignore[misc]
+                await until_async(lambda s=stream: s.finished, "it ends")  # type: ignore[misc]
                 output = await stream.next()
                 assert (output.token_ids, output.finish_reason) == ([5, 6, 7], "length")
                 assert output.num_cached_tokens == 2
@@ -344,7 +364,7 @@ def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again(tmp_p
             assert isinstance(request, AddRequest)
             stream = w.router.delivery.in_flight[request.id]
             engine.send(RequestOutput(request.id, [7]))
-            await w.until(lambda: stream.output_token_ids == [7])
+            await until_async(lambda: stream.output_token_ids == [7], "a token")
             engine.requests.close(linger=0)
             reconnected = w.engine(0, 10, session=2)
             assert await reconnected.receive() == AbortRequests([request.id])
@@ -371,7 +391,10 @@ def test_a_request_whose_engines_keep_dying_ends_when_one_dies_of_it_alone(tmp_p
                 assert request.alone
                 trial.send(alone=request.id)
                 trial.die("boom")
-                await w.until(lambda: stream.request.suspicion.deaths_alone == number)  # noqa: B023
+                await until_async(
+                    lambda: stream.request.suspicion.deaths_alone == number,  # noqa: B023
+                    "its death is counted",
+                )
             with pytest.raises(KillsEngines, match="ended 4 engines"):
                 await stream.next()
             assert w.client.num_in_flight == 0
@@ -385,7 +408,7 @@ def test_late_last_words_of_a_predecessor_fail_no_call_of_its_successor(tmp_path
             await w.one_engine()
             successor = w.engine(0, 20)
             w.publish(successor)
-            await w.until(lambda: w.num_open == 1)
+            await until_async(lambda: w.num_open == 1, "one is open")
             call = asyncio.create_task(w.client.call_utility(0, "info", {}))
             received = await successor.receive()
             assert isinstance(received, UtilityCall)
@@ -517,7 +540,9 @@ def test_an_engine_that_asks_is_told_as_soon_as_requests_go_to_it(tmp_path: Path
         async with world(tmp_path) as w:
             engine = w.engine(0, 10)
             engine.requests.send(encode(RouteHello(0, 10, 1, asks=True)))
-            await w.until(lambda: w.router.members.last_identity((0, 10)) is not None)
+            await until_async(
+                lambda: w.router.members.last_identity((0, 10)) is not None, "it is heard"
+            )
             assert engine.silent(), "the coordinator has not listed it"
             w.publish(engine)
             assert engine.silent(), "it does not ask all the time"

@@ -14,14 +14,14 @@ def test_one_engine_says_it_all() -> None:
 def test_a_request_that_moved_sums_its_parts() -> None:
     times = EngineTimes()
     times.sent(0, 0.0)
-    times.said(RequestTiming(1.0, 2.0), 4.0, last=False)
+    times.said(RequestTiming(1.0, 2.0, 0.0, 1), 4.0, last=False)
     times.left(9.0)  # five seconds after its first output there
     times.left(9.5)  # no engine yet
     times.sent(1, 10.0)
     times.said(RequestTiming(0.25, 0.5), 11.0, last=False)
-    times.said(RequestTiming(0.25, 0.5, 8.0), 19.0, last=True)
+    times.said(RequestTiming(0.25, 0.5, 8.0, 2), 19.0, last=True)
     assert times.engine == 1
-    assert times.ended(20.0) == RequestTiming(1.0 + 1.0 + 0.25, 2.0 + 0.5, 5.0 + 8.0)
+    assert times.ended(20.0) == RequestTiming(1.0 + 1.0 + 0.25, 2.0 + 0.5, 5.0 + 8.0, 3)
 
 
 def test_an_engine_that_was_lost_before_its_first_output_was_a_queue() -> None:

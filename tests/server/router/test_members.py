@@ -108,8 +108,50 @@ def test_a_restarted_coordinator_that_knows_no_engine_yet_takes_none_away() -> N
     assert members.take_view(view(1, epoch=2), now=1.0) == []
     assert open_ranks(members) == [0, 1]
     assert members.take_view(view(2, entry(0, 10), epoch=2), now=2.0) == []
+    assert members.expire(4.0) == []
     assert members.expire(6.5) == [EngineLost(1, 11, was_silent=True)]
     assert open_ranks(members) == [0]
+
+
+def test_an_engine_stays_ready_while_a_restarted_coordinator_learns_of_it() -> None:
+    members = members_of(10)
+    registers = entry(0, 10, ready=False)
+    assert members.take_view(view(1, registers, entry(1, 11, ready=False), epoch=2), now=1.0) == []
+    assert open_ranks(members) == [0]
+    assert members.max_model_len == 512
+    assert members.view is not None
+    assert [each.ready for each in members.view.engines] == [True, False]
+    drains = msgspec.structs.replace(registers, draining=True)
+    assert members.take_view(view(2, drains, entry(1, 11), epoch=2), now=2.0) == []
+    assert open_ranks(members) == []
+
+
+def test_an_engine_that_is_heard_is_kept_however_late_a_new_coordinator_learns_of_it() -> None:
+    members = members_of(10)
+    for now in (1.0, 3.0, 5.0, 7.0, 9.0):
+        assert members.take_view(view(int(now), epoch=2), now) == []
+        assert members.expire(now) == []
+        hear(members, 0, 10, now=now)
+    assert open_ranks(members) == [0]
+    assert members.expire(11.0) == members.expire(13.0) == []
+    assert members.expire(14.5) == [EngineLost(0, 10, was_silent=True)]
+
+
+def test_a_front_end_that_was_held_up_reads_what_a_restarted_coordinator_says_first() -> None:
+    members = members_of(10)
+    members.take_view(view(1, epoch=2), now=1.0)
+    assert members.take_view(view(2, epoch=2), now=60.0) == []
+    assert members.expire(60.0) == []
+    assert members.take_view(view(3, entry(0, 10), epoch=2), now=60.1) == []
+    assert open_ranks(members) == [0]
+
+
+def test_a_successor_is_not_ready_because_its_predecessor_was() -> None:
+    members = members_of(10)
+    hear(members, 0, 20)
+    lost = members.take_view(view(1, entry(0, 20, ready=False), epoch=2), now=1.0)
+    assert lost == [EngineLost(0, 10)]
+    assert not members.ready
 
 
 def test_paused_is_believed_only_when_nothing_contradicts_it() -> None:

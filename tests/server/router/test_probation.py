@@ -94,4 +94,5 @@ def test_an_engine_that_is_heard_again_has_not_died() -> None:
     suspicion.left(HERE, was_silent=False)
     suspicion.alone_on = HERE
     suspicion.heard(HERE)
-    assert (suspicion.in_doubt, suspicion.alone_on) == (frozenset(), None)
+    assert not suspicion.in_doubt
+    assert not suspicion.alone_on

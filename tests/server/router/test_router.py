@@ -22,6 +22,7 @@ from server.router.events import (
     Close,
     Confirm,
     Deliver,
+    Event,
     Heard,
     Notify,
     Refuse,
@@ -142,7 +143,7 @@ def test_sends_that_fail_together_suspect_only_what_ran_there_before() -> None:
     assert set(router.failover.waiting) == {before, *unsent}
 
 
-MOVED = {
+MOVED: dict[str, Event] = {
     "last words": EngineDead(0, 10, "boom"),
     "view": view(2, entry(1, 11), running=True),
     "another connection": Heard(b"new", RouteHello(0, 10, 2)),

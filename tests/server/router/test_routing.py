@@ -18,6 +18,7 @@ from benchmarks.routing_bench import (
 from server.config import RoutingConfig
 from server.router.routing import (
     AFFINITY_BLOCK,
+    HASHED_BLOCKS,
     POLICIES,
     EngineLoad,
     LeastLoaded,
@@ -75,8 +76,9 @@ class TestPrefixAffinity:
         shared = prompt(1, 4)
         policy.choose([load(0)], shared, cache_root=b"a" * 16)
         loads = [load(0, 1), load(1)]
-        assert policy.choose(loads, shared).rank == 1
-        assert policy.choose(loads, shared, cache_root=b"b" * 16).rank == 1
+        others = [policy.choose(loads, shared, cache_root=bytes([each]) * 16) for each in range(20)]
+        assert {choice.reason for choice in others} == {"prefix_hash"}
+        assert {choice.rank for choice in others} == {0, 1}
         assert policy.choose(loads, shared, cache_root=b"a" * 16) == (0, "prefix")
 
     def test_prompts_that_begin_alike_go_to_one_engine(self) -> None:
@@ -127,7 +129,36 @@ class TestPrefixAffinity:
         assert len(policy._rank_of) == 8
         loads = [load(0), load(1)]
         assert policy.choose(loads, prompt(9, 2)).reason == "prefix"
-        assert policy.choose(loads, prompt(0, 2)).reason == "tie"
+        assert policy.choose(loads, prompt(0, 2)).reason == "prefix_hash"
+
+    def test_front_ends_agree_on_the_engine_of_a_beginning_that_is_new_to_them(self) -> None:
+        loads = [load(rank) for rank in range(8)]
+        homes = Counter[int]()
+        for seed in range(80):
+            shared = prompt(seed, HASHED_BLOCKS + 2)
+            asked = [
+                PrefixAffinity(start).choose(loads, shared + prompt(start, 1)) for start in (1, 2)
+            ]
+            assert asked[0].reason == "prefix_hash"
+            assert asked[0] == asked[1]
+            homes[asked[0].rank] += 1
+        assert len(homes) == 8
+        assert max(homes.values()) < 25, "beginnings spread over engines"
+
+    def test_only_beginnings_of_an_engine_that_has_gone_move(self) -> None:
+        loads = [load(rank) for rank in range(8)]
+        for seed in range(40):
+            home = PrefixAffinity().choose(loads, prompt(seed, 4)).rank
+            left = [each for each in loads if each.rank != (home + 1) % 8]
+            assert PrefixAffinity().choose(left, prompt(seed, 4)).rank == home
+
+    def test_who_is_much_busier_gets_nothing_by_hash(self) -> None:
+        loads = [load(rank) for rank in range(8)]
+        home = PrefixAffinity().choose(loads, prompt(1, 4)).rank
+        loads[home] = load(home, 9)
+        others = [PrefixAffinity(start).choose(loads, prompt(1, 4)).rank for start in range(3)]
+        assert home not in others
+        assert len(set(others)) == 1, "they agree on the next one"
 
     def test_prompts_shorter_than_a_block_go_to_the_least_loaded(self) -> None:
         policy = PrefixAffinity()
@@ -153,6 +184,7 @@ def simulate(workload: Workload, policy: str, directory: Path, requests: int) ->
     return Simulation(POLICIES[policy], 4, 2, 1, directory).run(specs)
 
 
+@pytest.mark.slow
 def test_prefix_affinity_finds_more_in_the_caches_and_answers_sooner(tmp_path: Path) -> None:
     plain = simulate(shared_prefixes, "least-loaded", tmp_path, 400)
     affine = simulate(shared_prefixes, "prefix-affinity", tmp_path, 400)
@@ -161,6 +193,17 @@ def test_prefix_affinity_finds_more_in_the_caches_and_answers_sooner(tmp_path: P
     assert max(affine.busy) < 1.3 * sum(affine.busy) / len(affine.busy)
 
 
+@pytest.mark.slow
+def test_front_ends_that_share_no_memory_find_almost_as_much_in_the_caches(tmp_path: Path) -> None:
+    specs = list(shared_prefixes(random.Random(1), 400, 4))
+    found = {
+        number: Simulation(PrefixAffinity, 4, number, number, tmp_path).run(specs).cached
+        for number in (1, 8)
+    }
+    assert found[8] > 0.9 * found[1]
+
+
+@pytest.mark.slow
 def test_the_least_loaded_engine_answers_sooner_than_the_next_in_turn(tmp_path: Path) -> None:
     waited = {
         policy: percentile(simulate(skewed, policy, tmp_path, 400).first_token, 0.99)

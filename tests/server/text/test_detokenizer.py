@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from server.text.detokenizer import StopStrings, TokenTable
 from server.text.tokenizer import ServedTokenizer
+from tests.server.tokens import id_of
 
 TEXTS = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs"])
@@ -37,7 +38,7 @@ def test_any_tokens_decode_as_all_at_once(
 
 
 def test_an_incomplete_character_at_the_end_is_replaced_once(tokenizer: ServedTokenizer) -> None:
-    ids = [tokenizer.backend.token_to_id(token) for token in "aðŁĻ"]
+    ids = [id_of(tokenizer.backend, token) for token in "aðŁĻ"]
     assert pieces_of(TokenTable(tokenizer), ids, skip=True) == ["a", "", "", "", "\ufffd"]
 
 
@@ -67,7 +68,7 @@ def test_byte_fallback_vocabularies_decode_as_all_at_once(pieces: list[str]) -> 
     for piece in pieces:
         token_id = tokenizer.backend.token_to_id(piece)
         spelled = piece.encode() if token_id is None else b""
-        ids += [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in spelled]
+        ids += [id_of(tokenizer.backend, f"<0x{byte:02X}>") for byte in spelled]
         ids += [] if token_id is None else [token_id]
     text = "".join(pieces_of(TokenTable(tokenizer), ids, skip=True))
     whole = tokenizer.decode(ids, skip_special_tokens=True)
@@ -84,7 +85,7 @@ def test_other_vocabularies_use_the_librarys_decoder() -> None:
 
 
 def test_endless_broken_bytes_are_shown_as_they_come(tokenizer: ServedTokenizer) -> None:
-    token_id = tokenizer.backend.token_to_id("Ģ")
+    token_id = id_of(tokenizer.backend, "Ģ")
     pieces = pieces_of(TokenTable(tokenizer), [token_id] * 50, skip=True)
     assert "".join(pieces) == "\ufffd" * 50
     assert "" not in pieces[:-1]
@@ -92,8 +93,8 @@ def test_endless_broken_bytes_are_shown_as_they_come(tokenizer: ServedTokenizer)
 
 def test_tokens_have_names_and_bytes(tokenizer: ServedTokenizer) -> None:
     table = TokenTable(tokenizer)
-    space = tokenizer.backend.token_to_id("Ġ")
-    broken = tokenizer.backend.token_to_id("ð")
+    space = id_of(tokenizer.backend, "Ġ")
+    broken = id_of(tokenizer.backend, "ð")
     assert (table.name_of(space), table.bytes_of(space)) == (" ", b" ")
     assert (table.name_of(broken), table.bytes_of(broken)) == ("bytes:\\xf0", b"\xf0")
     assert table.name_of(10**6) == ""

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from engine.shared.config import ModelConfig
 from server.text.tokenizer import ServedTokenizer, TokenizerError
+from tests.server.tokens import id_of
 
 
 @pytest.fixture
@@ -57,9 +58,9 @@ def test_without_model_files_the_tokenizer_decides(directory: Path, backend: Tok
     write(directory, tokenizer_config={"eos_token": {"content": "<|eos|>"}})
     tokenizer = load(directory)
     assert tokenizer.vocab_size == backend.get_vocab_size()
-    assert tokenizer.eos_token_ids == {backend.token_to_id("<|eos|>")}
-    assert tokenizer.is_special(backend.token_to_id("<|eos|>"))
-    assert not tokenizer.is_special(backend.token_to_id("«mark»"))
+    assert tokenizer.eos_token_ids == {id_of(backend, "<|eos|>")}
+    assert tokenizer.is_special(id_of(backend, "<|eos|>"))
+    assert not tokenizer.is_special(id_of(backend, "«mark»"))
 
 
 def test_chat_templates_are_found_in_order_of_preference(directory: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from server.api.shared.tools import FunctionDefinition
 from server.text.tokenizer import ServedTokenizer
 from server.tool_calls.formats import CALL_FORMATS, JSON_LIST, CallFormat
 from server.tool_calls.grammar import CallsGrammar
+from tests.server.tokens import id_of
 
 CITY = {
     "type": "object",
@@ -21,7 +22,7 @@ CITY = {
 }
 FUNCTIONS = [
     FunctionDefinition(name="weather", parameters=CITY, strict=True),
-    FunctionDefinition(name="now"),
+    FunctionDefinition.model_validate({"name": "now"}),
 ]
 
 
@@ -35,7 +36,7 @@ def tokenizer(request: pytest.FixtureRequest, backend: Tokenizer) -> ServedToken
     tags = [AddedToken(marker, special=True) for marker in markers]
     if request.param:
         own.add_special_tokens(tags)
-    return ServedTokenizer(own, eos_token_ids=[own.token_to_id("<|eos|>")])
+    return ServedTokenizer(own, eos_token_ids=[id_of(own, "<|eos|>")])
 
 
 def accepts(grammar: LarkGrammar, text: str, tokenizer: ServedTokenizer) -> bool:

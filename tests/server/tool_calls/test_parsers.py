@@ -14,12 +14,13 @@ from server.api.shared.tools import FunctionDefinition
 from server.tool_calls.formats import CALL_FORMATS, JSON_LIST, CallFormat, detect
 
 FUNCTIONS = [
-    FunctionDefinition(name="add"),
+    FunctionDefinition.model_validate({"name": "add"}),
     FunctionDefinition(
         name="get_weather",
         parameters={
             "properties": {"city": {"type": "string"}, "zip": {"type": ["string", "null"]}}
         },
+        strict=None,
     ),
 ]
 CODER, MISTRAL = CALL_FORMATS["qwen3_coder"], CALL_FORMATS["mistral"]
@@ -451,7 +452,8 @@ def test_how_the_text_is_cut_changes_nothing(
         )
         return whole_message(all_parts(reader, pieces))
 
-    pieces, start = [], 0
+    pieces: list[str] = []
+    start = 0
     while start < len(text):
         size = cuts[len(pieces) % len(cuts)]
         pieces.append(text[start : start + size])

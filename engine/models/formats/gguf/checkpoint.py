@@ -9,7 +9,8 @@ from torch import Tensor
 
 from engine.models.formats.checkpoint import compare
 from engine.models.formats.fingerprint import weights_fingerprint
-from engine.models.formats.gguf.expansion import expand
+from engine.models.formats.gguf.expansion import INT4_TYPES, expand, int4_codes
+from engine.models.products.int4 import Int4Weights
 from engine.models.spec import ModelSpec, RopeSpec
 from engine.models.weights import (
     Shape,
@@ -22,7 +23,7 @@ from engine.models.weights import (
 from engine.shared.gguf.reader import TensorInfo, read_gguf
 
 _AT_ONCE = 1 << 22
-"""Elements that are expanded at once, which bounds the memory that takes."""
+"""Elements that are expanded at once, which bounds the memory for it."""
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -52,7 +53,7 @@ _NOT_WEIGHTS = ("rope_freqs.weight",)
 """What has been read with the config."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTERLEAVED = ("LlamaForCausalLM", "MixtralForCausalLM")
-"""Whose queries and keys are stored in pairs that rotate together."""
+"""Architectures whose queries and keys are stored in pairs that rotate together."""
 
 
 class GgufCheckpoint:
@@ -88,14 +89,32 @@ class GgufCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the decoder in memory of its own."""
+        source, info = self._found(name)
+        return source.read(self._expanded(info))
+
+    def int4(self, name: str) -> Int4Weights | None:
+        """Return the codes, scales and zero points of a weight that is stored in 4 bits."""
+        source, info = self._found(name)
+        if info.storage.name not in INT4_TYPES:
+            return None
+        rows = info.shape[0]
+        parts = int4_codes(self._blocks(info), info.storage.name)
+        codes, scales, zeros = (source.read(part.reshape(rows, -1)) for part in parts)
+        return Int4Weights(codes, scales, zeros)
+
+    def _found(self, name: str) -> tuple[Source, TensorInfo]:
+        """Return a tensor's place; if it is one of a stack, the others are not touched."""
         source = self._weights[name]
         info = self._infos[source.name]
         if source.index is None:
-            return source.read(self._expanded(info))
-        # One of the tensors that are stacked, of which no other is touched.
+            return source, info
         one = msgspec.structs.replace(info, shape=info.shape[1:])
         first = info.offset + source.index * one.num_bytes
-        return self._expanded(msgspec.structs.replace(one, offset=first))
+        alone = msgspec.structs.replace(source, index=None, shape=one.shape)
+        return alone, msgspec.structs.replace(one, offset=first)
+
+    def _blocks(self, info: TensorInfo) -> Tensor:
+        return self._stored(info).view(-1, info.storage.num_bytes)
 
     def fingerprint(self) -> str:
         """Digest of the metadata and some bytes of every tensor."""
@@ -111,7 +130,7 @@ class GgufCheckpoint:
 
     def _expanded(self, info: TensorInfo) -> Tensor:
         elements = info.storage.elements
-        blocks = self._stored(info).view(-1, info.storage.num_bytes)
+        blocks = self._blocks(info)
         expanded = torch.empty(prod(info.shape), dtype=self._dtype)
         at_once = _AT_ONCE // elements
         for first in range(0, len(blocks), at_once):

@@ -1,4 +1,4 @@
-"""Expands the blocks of GGUF's quantized types to float32.
+"""Expands the blocks of GGUF's quantized types to float32, or takes 4-bit codes out of them.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Blocks come as bytes
 [blocks, bytes of one]; numbers are little-endian.
@@ -115,6 +115,32 @@ def _q6_k(blocks: Tensor) -> Tensor:
     values = (low | high).view(-1, 16, 16).float() - 32
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)
     return (values * scales.unsqueeze(-1)).flatten(1)
+
+
+INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")
+
+
+def int4_codes(blocks: Tensor, storage: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return blocks of one of `INT4_TYPES` as codes: elements are (code - zero) * scale.
+
+    Returns:
+        codes: [blocks, elements of one] uint8
+        scales, zeros: [blocks, elements / 32] float32
+    """
+    if storage == "Q4_K":
+        codes = _parts_of_nibbles(blocks[:, 16:]).flatten(1)
+        scales, minima = _scales_and_minima(blocks[:, 4:16])
+        scales, lowest = _half(blocks, 0) * scales, -_half(blocks, 2) * minima
+    elif storage == "Q4_1":
+        codes, scales, lowest = _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+    else:
+        codes, scales = _nibbles(blocks[:, 2:]), _half(blocks, 0)
+        lowest = -8 * scales
+    # Where the scale is 0 all elements are the lowest one.
+    flat = scales == 0
+    codes = codes.masked_fill(flat.repeat_interleave(32, 1), 0)
+    scales = scales.masked_fill(flat, 1.0)
+    return codes, scales, -lowest / scales
 
 
 _EXPANSIONS: dict[str, Callable[[Tensor], Tensor]] = {

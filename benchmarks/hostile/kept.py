@@ -1,0 +1,64 @@
+"""Requests that name little, and go on with as much as a server keeps for anybody."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from benchmarks.hostile.operations import Ask
+from server.access.limits import MAX_ADDED_ITEMS, MAX_KEPT_LENGTH, MAX_MESSAGES
+
+_TURN = {"role": "user", "content": ""}
+_RESPONSE = {"input": "hi", "max_output_tokens": 1}
+_ITEM_BYTES = 128
+"""About what an item without any text takes where it is kept."""
+
+
+class Kept(NamedTuple):
+    """A request about what is kept; without a body it is a GET."""
+
+    name: str
+    path: str
+    body: dict[str, Any] | None = None
+
+
+def kept_requests(ask: Ask) -> Iterator[Kept]:
+    """Have things kept, as large as they may be; yield what is asked about each."""
+    for name, made in (
+        ("many turns in a conversation", functools.partial(_conversation, ask, "")),
+        ("long turns in a conversation", functools.partial(_conversation, ask, "a " * 50_000)),
+    ):
+        goes_on = {**_RESPONSE, "conversation": made()}
+        yield from _asked(name, goes_on)
+        yield Kept(
+            f"{name}, listed", f"/v1/conversations/{goes_on['conversation']}/items?limit=100"
+        )
+    yield from _asked("many turns before", {**_RESPONSE, "previous_response_id": _chain(ask)})
+    answer = ask("/v1/responses", {"input": "hi", "max_output_tokens": 200, "ignore_eos": True})
+    references = [{"type": "item_reference", "id": answer["output"][0]["id"]}] * MAX_MESSAGES
+    yield from _asked("one answer referred to many times", {**_RESPONSE, "input": references})
+
+
+def _asked(name: str, body: dict[str, Any]) -> Iterator[Kept]:
+    yield Kept(name, "/v1/responses", body)
+    counted = {field: value for field, value in body.items() if field != "max_output_tokens"}
+    yield Kept(f"{name}, counted", "/v1/responses/input_tokens", counted)
+
+
+def _conversation(ask: Ask, text: str) -> str:
+    """Fill a conversation with turns; return its name."""
+    name: str = ask("/v1/conversations", {})["id"]
+    turns = [{**_TURN, "content": text}] * MAX_ADDED_ITEMS
+    number = min(MAX_MESSAGES, MAX_KEPT_LENGTH // (len(text) + _ITEM_BYTES) - 1)
+    for _ in range(number // MAX_ADDED_ITEMS):
+        ask(f"/v1/conversations/{name}/items", {"items": turns})
+    return name
+
+
+def _chain(ask: Ask) -> str:
+    """Make responses that each go on with the one before; return the last one's name."""
+    previous: dict[str, str] = {}
+    turns = [_TURN] * (MAX_MESSAGES // 8)
+    for _ in range(MAX_MESSAGES // (len(turns) + 1)):  # each has an answer, too
+        body = {**_RESPONSE, **previous, "input": turns, "truncation": "auto"}
+        previous = {"previous_response_id": ask("/v1/responses", body)["id"]}
+    return previous["previous_response_id"]

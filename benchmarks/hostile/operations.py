@@ -1,0 +1,85 @@
+"""The operations whose fields are attacked, with small bodies that each of them accepts."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks.hostile.inputs import RIGHT_INPUTS
+
+_HI = [{"role": "user", "content": "hi"}]
+_PROMPT = {"prompt": "ROMEO:", "max_tokens": 1}
+_CHAT = {"messages": _HI, "max_tokens": 1}
+_RESPONSE = {"input": "hi", "max_output_tokens": 1}
+_MESSAGE = {"model": "swell-shakespeare", "messages": _HI}
+
+
+_POOLING = RIGHT_INPUTS | {
+    "/classify": {"input": ["What news?"]},
+    "/v1/score": RIGHT_INPUTS["/score"],
+    "/v1/rerank": RIGHT_INPUTS["/rerank"],
+    "/v2/rerank": RIGHT_INPUTS["/rerank"],
+}
+"""What only models that pool answer."""
+
+
+class Operation(NamedTuple):
+    """A path as the OpenAPI document names it, and right bodies for it.
+
+    `{response_id}` and `{conversation_id}` stand for something that the server keeps.
+    """
+
+    path: str
+    rights: tuple[dict[str, Any], ...]
+    pools: bool = False
+    """Whether it is for models that pool, and for no others."""
+
+
+OPERATIONS = {
+    operation.path: operation
+    for operation in (
+        Operation("/v1/completions", (_PROMPT,)),
+        Operation("/v1/chat/completions", (_CHAT,)),
+        Operation("/v1/chat/completions/batch", ({**_CHAT, "messages": [_HI]},)),
+        Operation(
+            "/v1/responses",
+            (
+                _RESPONSE,
+                {**_RESPONSE, "previous_response_id": "{response_id}"},
+                {**_RESPONSE, "conversation": "{conversation_id}"},
+                {**_RESPONSE, "background": True},
+            ),
+        ),
+        Operation(
+            "/v1/responses/input_tokens",
+            (_RESPONSE, {"input": "hi", "previous_response_id": "{response_id}"}),
+        ),
+        Operation("/v1/messages", ({**_MESSAGE, "max_tokens": 1},)),
+        Operation("/v1/messages/count_tokens", (_MESSAGE,)),
+        Operation("/v1/conversations", ({"items": [], "metadata": {"a": "b"}},)),
+        Operation("/v1/conversations/{conversation_id}", ({"metadata": {"a": "b"}},)),
+        Operation("/v1/conversations/{conversation_id}/items", ({"items": _HI},)),
+        Operation("/tokenize", ({"prompt": "hi"}, {"messages": _HI})),
+        Operation("/detokenize", ({"tokens": [1]},)),
+        Operation("/invocations", (_PROMPT, _CHAT, _RESPONSE)),
+        *(Operation(path, (right,), pools=True) for path, right in _POOLING.items()),
+    )
+}
+"""By path. A test holds them against all that a server has."""
+
+Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
+"""Sends a body to a path; returns the answer."""
+
+
+def keep_something(ask: Ask) -> dict[str, str]:
+    """Have a server keep a response and a conversation; return what to put for their names."""
+    return {
+        "response_id": ask("/v1/responses", _RESPONSE)["id"],
+        "conversation_id": ask("/v1/conversations", {"items": _HI})["id"],
+    }
+
+
+def named(body: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return a right body with the names of what is kept in their places."""
+    return {
+        field: value.format(**names) if isinstance(value, str) else value
+        for field, value in body.items()
+    }

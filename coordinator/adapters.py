@@ -1,0 +1,226 @@
+"""Which adapters the cluster has: the one place that decides, without I/O.
+
+An adapter is loaded in two phases. First all engines read it; only when each engine that takes
+requests has said that it has it may requests name it. It is unloaded in the opposite order: first
+front ends stop taking requests for it, then, when none of them has a request left, engines forget
+it. Another adapter of the same name is another entry: requests that have begun with the one before
+end with it.
+
+What is decided is one sheet, which engines and front ends keep. A coordinator that starts again
+knows none and goes on from the newest sheet that members bring when they register.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from engine.shared.messages import (
+    AdapterEntry,
+    AdapterOutcome,
+    AdapterSheet,
+    AdaptersInUse,
+    AdaptersView,
+    AdapterWish,
+    HeldAdapter,
+)
+
+MAX_ENTRIES = 1024
+_MAX_OUTCOMES = 64
+"""Answers that are kept for whoever asks again."""
+
+Process = tuple[int, int]
+"""Rank or number of a member, and its incarnation."""
+
+
+class _Known(NamedTuple):
+    """What a front end has said last."""
+
+    revision: int
+    in_use: frozenset[str]
+
+
+class AdapterRegistry:
+    """The sheet of one cluster, and how far engines and front ends are with it."""
+
+    def __init__(self) -> None:
+        self.sheet: AdapterSheet | None = None
+        """None before any member has brought one: no engine has adapters, or none is back yet."""
+        self._held: dict[Process, dict[int, HeldAdapter]] = {}
+        self._known: dict[Process, _Known] = {}
+        self._left_at: dict[int, int] = {}
+        """The revision from which on an entry is leaving, by its serial."""
+        self._awaited: dict[int, int] = {}
+        """Tickets of wishes that are fulfilled once all front ends know this revision."""
+        self._outcomes: dict[int, AdapterOutcome] = {}
+        self._last_serial = 0
+        """The highest that an entry has had: what an engine says of one is of no other."""
+        self._engines: frozenset[Process] = frozenset()
+        self._front_ends: frozenset[Process] = frozenset()
+
+    # -- what members say ------------------------------------------------------------------------
+
+    def brought(self, sheet: AdapterSheet | None) -> bool:
+        """A member that registers knows this sheet; whether it is newer than the one here."""
+        if sheet is None or (self.sheet is not None and sheet.revision <= self.sheet.revision):
+            return False
+        self.sheet = sheet
+        for entry in sheet.entries:
+            self._last_serial = max(self._last_serial, entry.serial)
+            if entry.state == "leaving":
+                self._left_at.setdefault(entry.serial, sheet.revision)
+        return True
+
+    def engine_has(self, engine: Process, held: Collection[HeldAdapter]) -> None:
+        """An engine says what became of the entries."""
+        self._held[engine] = {each.serial: each for each in held}
+
+    def engine_left(self, engine: Process) -> None:
+        """An engine has gone."""
+        self._held.pop(engine, None)
+
+    def versions(self, engine: Process) -> list[str]:
+        """Return the versions that an engine has said that it has."""
+        held = self._held.get(engine, {}).values()
+        return sorted({each.version for each in held if each.version})
+
+    def front_end_has(self, front_end: Process, message: AdaptersInUse) -> None:
+        """A front end knows a revision, and has requests with these versions."""
+        self._known[front_end] = _Known(message.revision, frozenset(message.versions))
+
+    def wished(self, wish: AdapterWish) -> None:
+        """Somebody wants an adapter to be loaded or unloaded; told again until it is answered."""
+        if self.sheet is None or wish.ticket in self._outcomes or wish.ticket in self._awaited:
+            return
+        if wish.path is None:
+            self._unload(self.sheet, wish)
+        else:
+            self._load(self.sheet, wish, wish.path)
+
+    def _load(self, sheet: AdapterSheet, wish: AdapterWish, path: str) -> None:
+        for entry in sheet.entries:
+            if entry.ticket == wish.ticket:
+                if entry.state != "loading":
+                    self._awaited[wish.ticket] = sheet.revision
+                return
+        name, serving = wish.name, sheet.serving
+        if any(entry.name == name and entry.state == "loading" for entry in sheet.entries):
+            self._answer(wish.ticket, 400, f"The adapter {name!r} is being loaded already.")
+        elif name in serving and not wish.in_place:
+            text = f"The adapter {name!r} has already been loaded; load_inplace replaces it."
+            self._answer(wish.ticket, 400, text)
+        elif len(sheet.entries) >= MAX_ENTRIES:
+            self._answer(wish.ticket, 400, f"There are {MAX_ENTRIES} adapters already.")
+        elif not self._engines:
+            self._answer(wish.ticket, 503, "No engine can load an adapter now; try again.")
+        else:
+            self._last_serial = 1 + max(self._last_serial, sheet.revision)
+            entry = AdapterEntry(self._last_serial, name, path, ticket=wish.ticket)
+            self._change([*sheet.entries, entry])
+
+    def _unload(self, sheet: AdapterSheet, wish: AdapterWish) -> None:
+        states = {entry.state for entry in sheet.entries if entry.name == wish.name}
+        if "serving" in states:
+            self._awaited[wish.ticket] = sheet.revision + 1
+            self._leave({sheet.serving[wish.name].serial})
+        elif "leaving" in states:
+            self._awaited[wish.ticket] = sheet.revision
+        else:
+            self._answer(wish.ticket, 404, f"The adapter {wish.name!r} cannot be found.")
+
+    # -- what follows ----------------------------------------------------------------------------
+
+    def advance(self, engines: Collection[Process], front_ends: Collection[Process]) -> bool:
+        """Look how far everybody is; return whether there is news for all.
+
+        Args:
+            engines: those that take requests.
+            front_ends: all that are there.
+        """
+        self._engines, self._front_ends = frozenset(engines), frozenset(front_ends)
+        self._known = {each: self._known[each] for each in front_ends if each in self._known}
+        if self.sheet is None:
+            return False
+        before = self.sheet, len(self._outcomes), len(self._awaited)
+        for entry in self.sheet.entries:
+            if entry.state == "loading" and self._engines:
+                self._look_at(entry)
+        self._forget_left()
+        self._settle()
+        return (self.sheet, len(self._outcomes), len(self._awaited)) != before
+
+    def _look_at(self, entry: AdapterEntry) -> None:
+        """Let requests name an entry if all engines have it; drop it if one cannot."""
+        found = {engine: self._held.get(engine, {}).get(entry.serial) for engine in self._engines}
+        for (rank, _), held in sorted(found.items()):
+            if held is not None and held.error:
+                self._drop(entry, f"{held.error} (engine {rank})")
+                return
+        versions = {held.version for held in found.values() if held is not None}
+        if len(versions) > 1:
+            self._drop(entry, "engines read different files there")
+        elif None not in found.values():
+            self._serve(entry, versions.pop())
+
+    def _serve(self, entry: AdapterEntry, version: str) -> None:
+        assert self.sheet is not None
+        before = self.sheet.serving.get(entry.name)
+        if before is not None:
+            self._leave({before.serial})
+        serving = replace(entry, version=version, state="serving")
+        self._change([serving if e.serial == entry.serial else e for e in self.sheet.entries])
+        if entry.ticket:
+            self._awaited[entry.ticket] = self.sheet.revision
+
+    def _drop(self, entry: AdapterEntry, reason: str) -> None:
+        assert self.sheet is not None
+        self._change([each for each in self.sheet.entries if each.serial != entry.serial])
+        self._answer(entry.ticket, 400, f"The adapter cannot be loaded: {reason}.")
+
+    def _leave(self, serials: set[int]) -> None:
+        assert self.sheet is not None
+        entries = self.sheet.entries
+        self._change([replace(e, state="leaving") if e.serial in serials else e for e in entries])
+        self._left_at.update(dict.fromkeys(serials, self.sheet.revision))
+
+    def _forget_left(self) -> None:
+        """Let engines forget what no front end has requests for any more."""
+        assert self.sheet is not None
+        leaving = [entry for entry in self.sheet.entries if entry.state == "leaving"]
+        gone = {entry.serial for entry in leaving if not self._is_used(entry)}
+        if gone:
+            self._change([entry for entry in self.sheet.entries if entry.serial not in gone])
+            for serial in gone:
+                self._left_at.pop(serial, None)
+
+    def _is_used(self, entry: AdapterEntry) -> bool:
+        known = (self._known.get(front_end) for front_end in self._front_ends)
+        since = self._left_at.get(entry.serial, 0)
+        return any(
+            each is None or each.revision < since or entry.version in each.in_use for each in known
+        )
+
+    def _settle(self) -> None:
+        known = (self._known.get(front_end) for front_end in self._front_ends)
+        settled = min((-1 if each is None else each.revision for each in known), default=None)
+        for ticket, revision in list(self._awaited.items()):
+            if settled is None or settled >= revision:
+                del self._awaited[ticket]
+                self._answer(ticket, 200, "")
+
+    def _change(self, entries: list[AdapterEntry]) -> None:
+        assert self.sheet is not None
+        self.sheet = AdapterSheet(self.sheet.revision + 1, entries)
+
+    def _answer(self, ticket: int, status: int, reason: str) -> None:
+        if ticket:
+            self._outcomes[ticket] = AdapterOutcome(ticket, status, reason)
+        while len(self._outcomes) > _MAX_OUTCOMES:
+            del self._outcomes[next(iter(self._outcomes))]
+
+    @property
+    def view(self) -> AdaptersView | None:
+        """What front ends are told; None before any sheet is known."""
+        if self.sheet is None:
+            return None
+        return AdaptersView(self.sheet, list(self._outcomes.values()))

@@ -1,0 +1,135 @@
+"""Engine groups side by side: each a cluster of its own behind one coordinator.
+
+While one model replaces another both are served, each by engines and front ends of its own group
+(`--engine-group`). A group has its own ranks, settings to agree on, views and waves: a
+`CoordinatorState` that knows nothing of the others. What is published says for whom it is.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from coordinator.events import (
+    Action,
+    Event,
+    FromMember,
+    FromNode,
+    Notice,
+    PublishOrder,
+    PublishView,
+    Reply,
+    Tick,
+)
+from coordinator.state import CoordinatorParameters, CoordinatorState
+from engine.shared.messages import (
+    AdaptersInUse,
+    AdapterWish,
+    Draining,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Ready,
+    Refused,
+    WakeUp,
+)
+
+MAX_GROUPS = 64
+"""Maximum groups at a time; two are usual, and only while one replaces the other."""
+
+
+class EngineGroups:
+    """All groups of a coordinator, and which of them an event is for."""
+
+    def __init__(
+        self,
+        parameters: CoordinatorParameters,
+        expected: Callable[[str], int | None] = lambda group: None,
+    ) -> None:
+        """`expected` says how many engines a group shall have, None if that is not known."""
+        self._parameters = parameters
+        self._expected = expected
+        self._groups = {"": self._state("", parameters.epoch)}
+        self._made = 1
+        self._began_at: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The groups that there are, the unnamed one first."""
+        return list(self._groups)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event at `now` (seconds, monotonic) and return what has to be done."""
+        if self._began_at is None:
+            self._began_at = now
+        match event:
+            case FromNode(sender, report):
+                return self._in_group(report.group, sender, event, now)
+            case FromMember(sender, Hello() as hello):
+                return self._in_group(hello.group, sender, event, now)
+            case FromMember(_, Goodbye()):
+                actions = self._all(event, now)  # only who knows the process minds
+            case FromMember(_, (Ready() | Heartbeat() | Draining()) as message):
+                knowing = (name for name, each in self._groups.items() if each.knows(message))
+                return self._one(next(knowing, ""), event, now)
+            case WakeUp() | AdapterWish() | AdaptersInUse():
+                return self._one(event.group, event, now) if event.group in self._groups else []
+            case _:
+                actions = self._all(event, now)
+        if isinstance(event, Tick):
+            actions += self._forget_empty()
+        return actions
+
+    def next_deadline(self, now: float) -> float:
+        """Return when `Tick` has to be handled at the latest."""
+        return min(group.next_deadline(now) for group in self._groups.values())
+
+    def _in_group(self, name: str, sender: bytes, event: Event, now: float) -> list[Action]:
+        """Have a group take who comes to it, which may be the first."""
+        begins = name not in self._groups
+        if begins and len(self._groups) >= MAX_GROUPS:
+            reason = f"there are {MAX_GROUPS} engine groups already"
+            return [Reply(sender, Refused(reason, field="engine_group"))]
+        if begins:
+            # To members of a forgotten group of that name it is a coordinator that has restarted.
+            epoch = self._parameters.epoch + self._made
+            self._groups[name] = self._state(name, epoch)
+            self._groups[name].begin(now if self._began_at is None else self._began_at)
+        actions = self._one(name, event, now)
+        if begins and self._groups[name].is_empty:  # it was refused
+            del self._groups[name]
+        elif begins:
+            self._made += 1
+            actions.insert(0, Notice(f"engine group {name} begins"))
+        return actions
+
+    def _state(self, name: str, epoch: int) -> CoordinatorState:
+        number = self._expected(name)
+        parameters = dataclasses.replace(self._parameters, epoch=epoch, expected_engines=number)
+        return CoordinatorState(parameters)
+
+    def _forget_empty(self) -> list[Action]:
+        empty = [name for name, each in self._groups.items() if name and each.is_empty]
+        for name in empty:
+            del self._groups[name]
+        return [Notice(f"engine group {name} has ended") for name in empty]
+
+    def _all(self, event: Event, now: float) -> list[Action]:
+        return [action for name in self._groups for action in self._one(name, event, now)]
+
+    def _one(self, name: str, event: Event, now: float) -> list[Action]:
+        actions = self._groups[name].handle(event, now)
+        return [_addressed(action, name) for action in actions] if name else actions
+
+
+def _addressed(action: Action, group: str) -> Action:
+    """Say in what is published, and in what people read, which group it is for."""
+    match action:
+        case PublishView(view):
+            return PublishView(replace(view, group=group))
+        case PublishOrder(order):
+            return PublishOrder(replace(order, group=group))
+        case Notice(text):
+            return Notice(f"{text} (engine group {group})")
+        case _:
+            return action

@@ -1,0 +1,194 @@
+"""Who is there: the engines and front ends of one cluster, as they said themselves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from coordinator.agreement import refused_by_protocol, refused_by_settings
+from coordinator.formation import Standing
+from engine.shared.messages import (
+    Draining,
+    EngineEntry,
+    EngineSetup,
+    EngineStats,
+    FrontEndAddresses,
+    FrontEndEntry,
+    Goodbye,
+    GroupStatus,
+    Heartbeat,
+    Hello,
+    MemberKind,
+    Ready,
+    Refused,
+)
+from engine.shared.scope import EVERYTHING, Scope
+
+
+@dataclass
+class Member:
+    """What is known of one engine or front end."""
+
+    index: int
+    incarnation: int
+    host: str
+    pid: int
+    last_seen: float
+    ready: bool = False
+    draining: bool = False
+    group_config: dict[str, str] = field(default_factory=dict)
+    addresses: FrontEndAddresses | None = None
+    scope: Scope = EVERYTHING
+    setup: EngineSetup | None = None
+    stats: EngineStats | None = None
+    group_status: GroupStatus | None = None
+
+
+class Members:
+    """All members by kind and number, and how often each engine's place was filled anew."""
+
+    def __init__(self) -> None:
+        self.engines: dict[int, Member] = {}
+        self.front_ends: dict[int, Member] = {}
+        self._restarts: dict[int, int] = {}
+        self._last_incarnation: dict[int, int] = {}
+        self._looked_at: float | None = None
+
+    def of(self, kind: MemberKind) -> dict[int, Member]:
+        """Return the members of a kind by number."""
+        return self.engines if kind == "engine" else self.front_ends
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is there."""
+        return not self.engines and not self.front_ends
+
+    def find(self, message: Ready | Heartbeat | Draining) -> Member | None:
+        """Return who says this, None if it is no member."""
+        member = self.of(message.kind).get(message.index)
+        return member if member and member.incarnation == message.incarnation else None
+
+    def leaving(self, message: Goodbye) -> Member | None:
+        """Return whom a goodbye is about, None if it is no member, or is none any more."""
+        for index, member in self.of(message.kind).items():
+            if member.incarnation == message.incarnation and message.index in (index, -1):
+                return member
+        return None
+
+    def silent(self, now: float, timeout: float) -> list[tuple[MemberKind, int]]:
+        """Return the members that have not been heard of for `timeout` seconds.
+
+        Has to be called at least every quarter of that. If it was not, this process itself was
+        held up: what members said meanwhile is still unread, and nobody is taken for silent.
+        """
+        held_up = self._looked_at is not None and now - self._looked_at > timeout / 2
+        self._looked_at = now
+        kinds: tuple[MemberKind, MemberKind] = ("engine", "front_end")
+        found = []
+        for kind in kinds:
+            for index, member in self.of(kind).items():
+                if held_up:
+                    member.last_seen = now
+                elif member.last_seen < now - timeout:
+                    found.append((kind, index))
+        return found
+
+    def why_refused(self, hello: Hello) -> Refused | None:
+        """Return why a newcomer may not join beside those that are there, None if it may."""
+        refusal = refused_by_protocol(hello.protocol, hello.version)
+        if refusal is not None:
+            return refusal
+        held = self.of(hello.kind).get(hello.index)
+        if held is not None and held.incarnation != hello.incarnation:
+            return _number_is_held(hello, held)
+        others = {
+            peer.index: peer.group_config
+            for peer in self.engines.values()
+            if hello.kind != "engine" or peer.incarnation != hello.incarnation
+        }
+        return refused_by_settings(hello, others)
+
+    def add(self, hello: Hello, index: int, now: float) -> None:
+        """A newcomer has joined under a number."""
+        self.of(hello.kind)[index] = Member(
+            index, hello.incarnation, hello.host, hello.pid, now,
+            group_config=hello.group_config, addresses=hello.addresses, scope=hello.scope,
+        )  # fmt: skip
+        if hello.kind == "engine":
+            # One that was only silent for a while comes back as the same incarnation.
+            known = self._last_incarnation.get(index)
+            self._last_incarnation[index] = hello.incarnation
+            restarted = known is not None and known != hello.incarnation
+            self._restarts[index] = self._restarts.get(index, 0) + restarted
+
+    @property
+    def ready_ranks(self) -> frozenset[int]:
+        """The engines that take part."""
+        return frozenset(engine.index for engine in self.engines.values() if engine.ready)
+
+    @property
+    def setups(self) -> dict[int, EngineSetup]:
+        """What engines have found out while they set themselves up, by rank."""
+        every = self.engines.values()
+        return {each.index: each.setup for each in every if each.setup is not None}
+
+    @property
+    def standings(self) -> dict[int, Standing]:
+        """Where each engine stands with its lockstep group, by rank."""
+        return {
+            index: Standing(member.incarnation, member.group_status)
+            for index, member in self.engines.items()
+        }
+
+    @property
+    def is_balanced_outside(self) -> bool:
+        """Whether every front end serves one engine, so that nobody here needs to know loads."""
+        every = self.front_ends.values()
+        return bool(every) and all(each.scope.rank is not None for each in every)
+
+    @property
+    def ready_engines(self) -> set[tuple[int, int]]:
+        """Ranks and incarnations of the engines that take part."""
+        return {(each.index, each.incarnation) for each in self.engines.values() if each.ready}
+
+    @property
+    def all_front_ends(self) -> set[tuple[int, int]]:
+        """Numbers and incarnations of the front ends."""
+        return {(each.index, each.incarnation) for each in self.front_ends.values()}
+
+    def engine_entries(self, adapters: Callable[[tuple[int, int]], list[str]]) -> list[EngineEntry]:
+        """Return the engines as front ends are told of them.
+
+        Args:
+            adapters: returns the versions of the adapters of an engine.
+        """
+        return [
+            EngineEntry(
+                member.index, member.incarnation, member.ready, member.host,
+                self._restarts[member.index], member.setup, member.stats, member.draining,
+                adapters((member.index, member.incarnation)),
+            )
+            for _, member in sorted(self.engines.items())
+        ]  # fmt: skip
+
+    def front_end_entries(self) -> list[FrontEndEntry]:
+        """Return the front ends as engines are told of them."""
+        return [
+            FrontEndEntry(member.index, member.incarnation, member.addresses, member.scope)
+            for member in self.front_ends.values()
+            if member.addresses is not None
+        ]
+
+
+def _number_is_held(hello: Hello, holder: Member) -> Refused:
+    where = f"pid {holder.pid} on {holder.host}"
+    if hello.given:
+        return Refused(
+            f"{hello.kind} {hello.index} was silent for so long that {where} has its number by "
+            "now: it has to start again",
+            field="index",
+        )
+    return Refused(
+        f"{hello.kind} {hello.index} is held by {where}, "
+        "which has not been silent for long enough to be gone",
+        field="index",
+        final=False,
+    )

@@ -1,0 +1,188 @@
+"""The adapters that an engine has: those of the cluster's sheet and those its requests use.
+
+Adapters are read in a thread of their own; what became of them is taken when that says so. One
+that has left the sheet stays until the last request with it has ended.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.executor.interface import CannotDo
+from engine.lora.store import AdapterLoading, AdapterStore
+from engine.scheduler.scheduler import Scheduler
+from engine.shared.config import LoraConfig
+from engine.shared.messages import AdapterEntry, AdapterLoad, AdapterSheet, HeldAdapter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Held:
+    """One entry of the sheet, and how reading it ended."""
+
+    entry: AdapterEntry
+    loading: AdapterLoading | None
+    """None once the outcome is known."""
+    outcome: HeldAdapter | None = None
+
+
+class HeldAdapters:
+    """Keeps an engine's adapters in step with the cluster's.
+
+    Args:
+        store: reads and keeps them; None for an engine that is started without adapters.
+        scheduler: is told which ones requests may use.
+        report: is given the sheet, and what became of its entries, whenever that changes.
+    """
+
+    def __init__(
+        self,
+        config: LoraConfig,
+        store: AdapterStore[Any] | None,
+        scheduler: Scheduler,
+        report: Callable[[AdapterSheet, list[HeldAdapter]], None],
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._scheduler = scheduler
+        self._report = report
+        self._sheet = AdapterSheet(-1)
+        self._held: dict[int, _Held] = {}
+        self.lingers = False
+        """Whether an adapter that has left the sheet is kept for its last requests."""
+
+    # -- the sheet -------------------------------------------------------------------------------
+
+    def take(self, sheet: AdapterSheet) -> None:
+        """Take a sheet: read what is new on it, forget what is not there any more."""
+        if self._store is None or sheet.revision < self._sheet.revision:
+            return
+        if sheet == self._sheet:
+            return  # told again
+        self._sheet = sheet
+        listed = {entry.serial: entry for entry in sheet.entries}
+        for serial in self._held.keys() - listed.keys():
+            del self._held[serial]
+        for serial, entry in sorted(listed.items()):
+            known = self._held.get(serial)
+            if known is not None and (known.entry.name, known.entry.path) == (
+                entry.name,
+                entry.path,
+            ):
+                known.entry = entry
+            else:
+                self._held[serial] = self._begin(entry, self._store)
+        self.sweep()
+        self._tell()
+
+    def _begin(self, entry: AdapterEntry, store: AdapterStore[Any]) -> _Held:
+        if entry.version and entry.version in store:
+            self._scheduler.adapters.held.add(entry.version)
+            return _Held(entry, None, HeldAdapter(entry.serial, entry.version))
+        others = sum(each.entry.state != "leaving" for each in self._held.values())
+        if entry.state != "leaving" and others >= self._config.max_held:
+            error = f"there are {others} adapters already (--max-cpu-loras)"
+            return _Held(entry, None, HeldAdapter(entry.serial, error=error))
+        root = self._config.lora_dir if entry.confined else None
+        if entry.confined and root is None:
+            error = "adapters can only be loaded from below --lora-dir, which is not set"
+            return _Held(entry, None, HeldAdapter(entry.serial, error=error))
+        return _Held(entry, store.load(entry.path, root))
+
+    def settled(self) -> None:
+        """Take the outcome of what has been read."""
+        news = False
+        for held in self._held.values():
+            if held.loading is not None and held.loading.settled:
+                held.outcome = self._outcome(held.entry, held.loading)
+                held.loading = None
+                news = True
+        self.sweep()
+        if news:
+            self._tell()
+
+    def _outcome(self, entry: AdapterEntry, loading: AdapterLoading) -> HeldAdapter:
+        error = loading.error
+        if error is None and entry.version and entry.version != loading.version:
+            error = "its files have changed since it was loaded: load it again"
+        if error is not None:
+            logger.error("adapter %s cannot be served: %s", entry.name, error)
+            return HeldAdapter(entry.serial, error=error)
+        logger.info("adapter %s is loaded, version %s", entry.name, loading.version)
+        self._scheduler.adapters.held.add(loading.version)
+        return HeldAdapter(entry.serial, loading.version)
+
+    def wait(self) -> list[tuple[AdapterEntry, str]]:
+        """Wait for all that is being read; return the entries that cannot be served, with why."""
+        for held in self._held.values():
+            if held.loading is not None:
+                held.loading.wait()
+        self.settled()
+        return [
+            (held.entry, held.outcome.error)
+            for held in self._held.values()
+            if held.outcome is not None and held.outcome.error
+        ]
+
+    def _tell(self) -> None:
+        outcomes = (held.outcome for held in self._held.values())
+        self._report(self._sheet, [outcome for outcome in outcomes if outcome is not None])
+
+    def sweep(self) -> None:
+        """Forget adapters that are not on the sheet any more and have no requests left."""
+        if self._store is None:
+            return
+        listed = {held.outcome.version for held in self._held.values() if held.outcome}
+        if any(held.loading is not None for held in self._held.values()):
+            return  # what is being read may turn out to be what is here
+        self.lingers = False
+        for version in self._store:
+            if version in listed:
+                continue
+            if self._scheduler.uses_adapter(version):
+                self.lingers = True
+                continue
+            self._scheduler.adapters.drop(version)
+            self._store.drop(version)
+
+    # -- questions and pins ----------------------------------------------------------------------
+
+    def load(self) -> AdapterLoad | None:
+        """Return which adapters steps are computed with; None without any."""
+        if self._store is None:
+            return None
+        slots = self._scheduler.adapters
+        return AdapterLoad(slots.residents, slots.running, self._scheduler.waiting_adapters)
+
+    def versions(self) -> dict[str, str]:
+        """Return the version of each adapter that requests may name."""
+        return {
+            held.entry.name: held.outcome.version
+            for held in self._held.values()
+            if held.outcome is not None and held.outcome.version and held.entry.state != "leaving"
+        }
+
+    def pin(self, name: str) -> None:
+        """Let an adapter keep its slot from its next request on.
+
+        Raises:
+            CannotDo: there is none of that name, or no slot would be left for others.
+        """
+        version = self.versions().get(name)
+        if version is None:
+            raise CannotDo(f"there is no adapter {name!r}")
+        if not self._scheduler.adapters.pin(version):
+            raise CannotDo("one slot has to stay for other adapters: raise --max-loras")
+
+    def unpin(self, name: str) -> None:
+        """Let others have its slot again.
+
+        Raises:
+            CannotDo: there is none of that name.
+        """
+        version = self.versions().get(name)
+        if version is None:
+            raise CannotDo(f"there is no adapter {name!r}")
+        self._scheduler.adapters.unpin(version)

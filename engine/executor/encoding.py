@@ -1,0 +1,148 @@
+"""Runs an encoder in the engine's own process: whole sequences in, vectors out, no KV cache."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.executor.environment import num_cores
+from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
+from engine.executor.loading import device_for, set_threads
+from engine.executor.step_thread import StepThread
+from engine.models.encoders.loading import LoadedEncoder, load_encoder
+from engine.runner.encoder_runner import EncoderRunner
+from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
+from engine.runner.pooler import Pooler
+from engine.scheduler.batch import BatchPlan
+from engine.shared.config import EngineConfig
+from engine.shared.model_files import model_directory
+from engine.shared.pooling import PoolingSpec
+
+logger = logging.getLogger(__name__)
+
+
+class EncoderExecutor:
+    """Executor of a model without a KV cache.
+
+    Where steps overlap they run in a thread of their own, as those of `InProcessExecutor` do.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pooling: PoolingSpec,
+        engines_on_node: int = 1,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Load the model.
+
+        Raises:
+            ModelNotFound: there is no such model.
+            UnsupportedModel: the model's config asks for something that is not implemented.
+            CheckpointError: the weights do not fit the config.
+        """
+        self._config = config
+        self._pooling = pooling
+        self._report = progress or logger.info
+        self._device = device_for(config)
+        set_threads(config, engines_on_node, cores=num_cores())
+        loaded = self._load()
+        self._info = ExecutorInfo(
+            num_kv_blocks=config.scheduler.max_num_seqs,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=(),
+            model_fingerprint=loaded.fingerprint,
+            pools=True,
+            in_one_step=True,
+            has_kv=False,
+        )
+        self._runner: EncoderRunner | None = self._new_runner(loaded)
+        self._steps = StepThread(own=config.scheduler.steps_overlap)
+        keep_freed_memory()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What was found while loading."""
+        return self._info
+
+    @property
+    def grammars(self) -> None:
+        """Nothing is generated."""
+        return
+
+    @property
+    def adapters(self) -> None:
+        """Encoders have none."""
+        return None
+
+    def submit(self, plan: BatchPlan) -> PendingResult:
+        """Run a step, or have the worker thread run it after those before it.
+
+        Raises:
+            RuntimeError: the executor sleeps or was shut down.
+        """
+        runner = self._runner
+        if runner is None:
+            raise RuntimeError("the executor sleeps or was shut down")
+        return self._steps.submit(runner.run, plan)
+
+    def sleep(self, level: int) -> None:
+        """Free the weights, at level 1 only those on an accelerator."""
+        if level > 1 or self._device.type != "cpu":
+            self._runner = None
+        give_back_freed_memory()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """Load the weights again if they are gone.
+
+        Raises:
+            CannotDo: the model has changed since the start.
+        """
+        if self._runner is not None:
+            return
+        loaded = self._load()
+        if loaded.fingerprint != self._info.model_fingerprint:
+            raise CannotDo("the model's weights have changed: the engine has to be restarted")
+        self._runner = self._new_runner(loaded)
+
+    def start_profile(self) -> None:
+        """Begin to record what steps do.
+
+        Raises:
+            CannotDo: a profile is being recorded.
+        """
+        self._steps.start_profile()
+
+    def stop_profile(self, path: Path) -> None:
+        """End the recording and write its trace.
+
+        Raises:
+            CannotDo: nothing is being recorded.
+            OSError: the trace cannot be written.
+        """
+        self._steps.stop_profile(path)
+
+    def shutdown(self) -> None:
+        """Free the model."""
+        self._steps.shutdown()
+        self._runner = None
+
+    def _load(self) -> LoadedEncoder:
+        directory = model_directory(
+            self._config.model, weights=self._config.model.load_format == "auto"
+        )
+        self._report(f"loading weights of {directory.name}")
+        return load_encoder(
+            directory,
+            self._config.model,
+            self._pooling,
+            self._device,
+            batch_invariant=self._config.executor.batch_invariant,
+        )
+
+    def _new_runner(self, loaded: LoadedEncoder) -> EncoderRunner:
+        return EncoderRunner(loaded.encoder, Pooler(self._pooling, loaded.head))

@@ -1,0 +1,81 @@
+"""Several steps of a pipeline in flight: each begins as soon as its tokens are known."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+
+from engine.runner.model_runner import BegunStep, ModelRunner
+from engine.scheduler.batch import BatchPlan, BatchResult
+
+
+class _Step:
+    """A plan that was submitted."""
+
+    __slots__ = ("begun", "error", "follows", "number", "plan")
+
+    def __init__(self, number: int, plan: BatchPlan, follows: int) -> None:
+        self.number = number
+        self.plan = plan
+        self.follows = follows
+        """The step that draws the last of its tokens."""
+        self.begun: BegunStep | None = None
+        self.error: Exception | None = None
+        """Why it could not be begun."""
+
+
+class PipelinedSteps:
+    """Runs the plans of one runner in order, each in two parts.
+
+    A step is begun, which has the earlier stages compute it, in the thread that submits it or, if a
+    token of it is still to be drawn, right after the step that draws that. It is finished in a
+    thread of its own. So tokens reach the first stage without waiting for the engine's loop.
+    """
+
+    def __init__(self, runner: ModelRunner, thread: Executor) -> None:
+        """Run steps on a runner; `thread` runs one function at a time, in order."""
+        self._runner = runner
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._submitted = 0
+        self._finished = 0
+        self._waiting: deque[_Step] = deque()
+        """Steps that are not begun."""
+        self._drawn_by: dict[int, int] = {}
+        """By slot: the newest step that draws a token for it."""
+
+    def submit(self, plan: BatchPlan) -> "Future[BatchResult]":
+        """Begin a step if that is possible; return its result, which comes later."""
+        with self._lock:
+            self._submitted += 1
+            before = self._waiting[-1].follows if self._waiting else 0
+            follows = max([before, *(self._drawn_by.get(slot, 0) for slot in plan.slots)])
+            step = _Step(self._submitted, plan, follows)
+            self._note_draws(step, plan.slots, plan.samples)
+            self._waiting.append(step)
+            self._begin_ready()
+        return self._thread.submit(self._finish, step)
+
+    def _note_draws(self, step: _Step, slots: Sequence[int], samples: Sequence[bool]) -> None:
+        for slot, draws in zip(slots, samples, strict=True):
+            if draws:
+                self._drawn_by[slot] = step.number
+
+    def _begin_ready(self) -> None:
+        """Begin the steps whose tokens are known, in order; the lock is held."""
+        while self._waiting and self._waiting[0].follows <= self._finished:
+            step = self._waiting.popleft()
+            try:
+                step.begun = self._runner.begin(step.plan)
+            except Exception as error:  # belongs to whoever waits for this step
+                step.error = error
+
+    def _finish(self, step: _Step) -> BatchResult:
+        try:
+            if step.error is not None:
+                raise step.error
+            return self._runner.finish(step.begun)
+        finally:
+            with self._lock:
+                self._finished = step.number
+                self._begin_ready()

@@ -1,0 +1,34 @@
+"""Settings that a model which makes vectors instead of tokens does not work with."""
+
+from engine.shared.config import EngineConfig
+from engine.shared.pooling import BadPooling, PoolingSpec
+
+
+def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
+    """Refuse such settings at the start.
+
+    Raises:
+        BadPooling: naming the setting to change.
+    """
+    parallel = config.parallel
+    refused = {
+        "--speculative-ngram proposes tokens, and this model generates none": (
+            config.scheduler.speculative_ngram > 0
+        ),
+        "--enable-expert-parallel is for models that generate": parallel.enable_expert_parallel,
+        "--pipeline-parallel-size is for models that generate: leave it at 1": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "--enable-lora is for models that generate": config.lora.enable_lora,
+    }
+    if pooling.is_encoder:
+        refused |= {
+            "an encoder is computed by one process: leave --tensor-parallel-size and "
+            "--pipeline-parallel-size at 1": parallel.processes > 1,
+            "an encoder is computed with the weights as stored: leave out --quantization": (
+                config.model.quantization is not None
+            ),
+        }
+    reasons = [reason for reason, asked in refused.items() if asked]
+    if reasons:
+        raise BadPooling(f"this model makes vectors (--runner pooling): {'; '.join(reasons)}")

@@ -1,0 +1,95 @@
+"""Where an executor runs its steps: in a thread of their own, or in the caller's."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.executor.interface import CannotDo, PendingResult
+from engine.runner.profiling import StepProfiler
+from engine.scheduler.batch import BatchPlan, BatchResult
+
+
+class FinishedStep(msgspec.Struct, frozen=True):
+    """A step that has run: its result, or what went wrong in it."""
+
+    outcome: BatchResult | Exception
+
+    def result(self) -> BatchResult:
+        """Return the result or raise."""
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+class StepThread:
+    """Runs steps one after the other, in order.
+
+    Where steps overlap they run in a thread of their own and `submit` returns at once (torch
+    releases the GIL while it computes); else `submit` returns when the step is done.
+    """
+
+    def __init__(self, *, own: bool) -> None:
+        """Make it; `own` if steps overlap with what the caller does."""
+        self.pool = _one_thread() if own else None
+        """The thread, where there is one of its own."""
+        self._profiler: StepProfiler | None = None
+
+    def submit(self, run: Callable[[BatchPlan], BatchResult], plan: BatchPlan) -> PendingResult:
+        """Run a step, or have the thread run it after those before it."""
+        if self.pool is not None:
+            return self.pool.submit(run, plan)
+        try:
+            return FinishedStep(run(plan))
+        except Exception as error:  # belongs to whoever waits for this step
+            return FinishedStep(error)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function between two steps, and wait for it; raises what it raises."""
+        if self.pool is None:
+            function()
+        else:
+            self.pool.submit(function).result()
+
+    def start_profile(self) -> None:
+        """Begin to record what steps do.
+
+        Raises:
+            CannotDo: a profile is being recorded.
+        """
+        if self._profiler is not None:
+            raise CannotDo("a profile is being recorded already")
+        profiler = StepProfiler()
+        self.call(profiler.start)
+        self._profiler = profiler
+
+    def stop_profile(self, path: Path) -> None:
+        """End the recording and write its trace.
+
+        Raises:
+            CannotDo: nothing is being recorded.
+            OSError: the trace cannot be written.
+        """
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise CannotDo("no profile is being recorded")
+        self.call(partial(profiler.stop, path))
+
+    def shutdown(self) -> None:
+        """Let the step that runs end; the others never begin."""
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    """Return one thread that computes with as many threads as the caller would."""
+    return ThreadPoolExecutor(
+        1,
+        thread_name_prefix="executor",
+        # The libraries below torch keep this number per thread.
+        initializer=torch.set_num_threads,
+        initargs=(torch.get_num_threads(),),
+    )

@@ -1,0 +1,139 @@
+"""What an adapter's `adapter_config.json` says: ranks and scales, or why it cannot be served."""
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+MAX_CONFIG_SIZE = 1 << 20
+"""Bytes of the file."""
+
+_MAX_PATTERNS = 1000
+_MAX_PATTERN_SIZE = 300
+_MAX_REPEATS = 2
+"""Maximum repetitions in a pattern: each multiplies the worst cost of matching a name."""
+
+
+class BadAdapter(ValueError):
+    """An adapter cannot be served; the message says why."""
+
+
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of PEFT's `LoraConfig` that matters once an adapter is trained.
+
+    Which modules have one is known from its tensors, as PEFT saves those of adapted modules only:
+    `target_modules` may have any of its forms and is not evaluated.
+    """
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = {}
+    """Ranks of modules that have another, by the ends of their names or by patterns of these."""
+    alpha_pattern: dict[str, float] = {}
+    base_model_name_or_path: str | None = None
+    """What it was trained on, for people."""
+
+    def rank(self, module: str) -> int:
+        """Return the rank that a module's tensors have to have."""
+        return int(_matching(self.rank_pattern, module, self.r))
+
+    def scale(self, module: str) -> float:
+        """Return what the product of a module's two matrices is multiplied by."""
+        alpha, rank = _matching(self.alpha_pattern, module, self.lora_alpha), self.rank(module)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_dora": ((None, False), "it is trained with DoRA"),
+    "use_qalora": ((None, False), "it is trained with QALoRA"),
+    "bias": ((None, "none"), "it changes biases"),
+    "lora_bias": ((None, False), "its matrices have biases"),
+    "fan_in_fan_out": ((None, False), "its base stores weights transposed (fan_in_fan_out)"),
+    "modules_to_save": ((None, []), "it replaces whole modules (modules_to_save)"),
+    "layer_replication": ((None, []), "it repeats layers (layer_replication)"),
+    "trainable_token_indices": ((None, [], {}), "it replaces embeddings of single tokens"),
+    "alora_invocation_tokens": ((None, []), "it begins in the middle of a prompt (aLoRA)"),
+}
+"""By key: the values that are served, and what another one means."""
+
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of `init_lora_weights` that leave the base's weights as they were."""
+
+
+def parse_adapter_config(data: bytes) -> AdapterConfig:
+    """Read the file's content.
+
+    Raises:
+        BadAdapter: it is none, or asks for what is not served.
+    """
+    try:
+        content = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadAdapter(f"adapter_config.json is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BadAdapter("adapter_config.json does not hold a JSON object")
+    kind = content.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise BadAdapter(f"adapter_config.json: peft_type is {_shown(kind)}, not LORA")
+    for key, (served, meaning) in _REFUSED.items():
+        if content.get(key) not in served:
+            raise BadAdapter(f"adapter_config.json: {meaning}, which is not supported")
+    start = content.get("init_lora_weights")
+    if start not in _PLAIN_STARTS:
+        raise BadAdapter(
+            f"adapter_config.json: init_lora_weights {_shown(start)} changes the base's weights; "
+            "convert the adapter to a plain one with PEFT"
+        )
+    config = _converted(content)
+    _check(config)
+    return config
+
+
+def _converted(content: dict[str, Any]) -> AdapterConfig:
+    given = {name: content[name] for name in AdapterConfig.__struct_fields__ if name in content}
+    missing = [name for name in ("r", "lora_alpha") if given.get(name) is None]
+    if missing:
+        raise BadAdapter(f"adapter_config.json has no {missing[0]}")
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        return msgspec.convert(given, AdapterConfig)
+    except msgspec.ValidationError as error:
+        raise BadAdapter(f"adapter_config.json: {error}") from error
+
+
+def _check(config: AdapterConfig) -> None:
+    ranks = [config.r, *config.rank_pattern.values()]
+    if min(ranks) < 1:
+        raise BadAdapter(f"adapter_config.json: r is {min(ranks)}: it must be at least 1")
+    if max(len(config.rank_pattern), len(config.alpha_pattern)) > _MAX_PATTERNS:
+        raise BadAdapter(f"adapter_config.json has more than {_MAX_PATTERNS} patterns")
+    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+        _check_pattern(pattern)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Refuse patterns that could take long to match, or are none."""
+    repeats = len(re.findall(r"(?<!\\)[*+?{]", pattern))
+    if len(pattern) > _MAX_PATTERN_SIZE or repeats > _MAX_REPEATS or re.search(r"\)[*+{]", pattern):
+        raise BadAdapter(f"adapter_config.json: the pattern {_shown(pattern)} is too complex")
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise BadAdapter(
+            f"adapter_config.json: {_shown(pattern)} is no regular expression: {error}"
+        ) from error
+
+
+def _matching(patterns: dict[str, Any], module: str, otherwise: float) -> float:
+    """Return the value of the first pattern that a module's name ends with, as PEFT does."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return float(value)
+    return otherwise
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,171 @@
+"""Reads the two files of an adapter's directory, which are not trusted.
+
+Everything is checked before it is used: their sizes, the header's size, and where each tensor
+says that it lies. What is read is kept as bytes, so that an adapter's version is a digest of the
+very bytes that are served.
+"""
+
+import os
+import stat
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from engine.lora.adapter_config import (
+    MAX_CONFIG_SIZE,
+    AdapterConfig,
+    BadAdapter,
+    parse_adapter_config,
+)
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+MAX_HEADER_SIZE = 4 << 20
+"""Bytes of a header: an adapter of everything in a hundred layers has less than one megabyte."""
+
+_MAX_TENSORS = 20_000
+_ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """Where a tensor lies in the file's data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class AdapterFiles(msgspec.Struct, frozen=True):
+    """The content of an adapter's directory."""
+
+    config: AdapterConfig
+    tensors: dict[str, StoredTensor]
+    data: memoryview
+    """What `data_offsets` refer to."""
+    version: str
+    """Digest of both files: equal for equal adapters, wherever they lie."""
+
+
+def resolve_adapter(path: str, root: str | None) -> Path:
+    """Return the adapter's directory, with all links followed.
+
+    Args:
+        path: absolute, or relative to the root if there is one.
+        root: the only directory below which adapters may lie; None: anywhere.
+
+    Raises:
+        BadAdapter: it is no directory, or lies outside.
+    """
+    try:
+        if "\0" in path:
+            raise BadAdapter("the path has a zero byte in it")
+        base = Path(root).expanduser().resolve() if root is not None else Path.cwd()
+        directory = (base / Path(path).expanduser()).resolve()
+        if root is not None and not directory.is_relative_to(base):
+            raise BadAdapter(f"{path} is outside of --lora-dir")
+        if not directory.is_dir():
+            raise BadAdapter(f"{path} is no directory")
+    except (OSError, RuntimeError) as error:
+        raise BadAdapter(f"{path} cannot be opened: {_reason(error)}") from error
+    return directory
+
+
+def read_adapter(directory: Path, root: str | None, max_size: int) -> AdapterFiles:
+    """Read a directory that `resolve_adapter` returned.
+
+    Args:
+        directory: has the two files.
+        root: where the files have to be, too, as links may lead elsewhere.
+        max_size: bytes that an adapter's weights may have for the model that is served.
+
+    Raises:
+        BadAdapter: something is missing, wrong or too large.
+    """
+    config = _read(directory, CONFIG_FILE, root, MAX_CONFIG_SIZE)
+    parsed = parse_adapter_config(config)
+    weights = _read(directory, WEIGHTS_FILE, root, max_size + MAX_HEADER_SIZE)
+    tensors, data = _parse_safetensors(weights)
+    digest = blake2b(digest_size=16, person=b"swell adapters")
+    for part in (len(config).to_bytes(8), config, weights):
+        digest.update(part)
+    return AdapterFiles(parsed, tensors, data, digest.hexdigest())
+
+
+def _read(directory: Path, name: str, root: str | None, limit: int) -> bytes:
+    try:
+        path = (directory / name).resolve()
+        if root is not None and not path.is_relative_to(Path(root).expanduser().resolve()):
+            raise BadAdapter(f"{name} leads to outside of --lora-dir")
+        if not path.exists():
+            raise BadAdapter(_missing(directory, name))
+        # The path has no links left, and what is opened may be a pipe by now: neither may block.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadAdapter(f"{name} is no file")
+            if status.st_size > limit:
+                raise BadAdapter(
+                    f"{name} has {status.st_size:,} bytes; an adapter for this model has at most "
+                    f"{limit:,}"
+                )
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(limit)
+        finally:
+            os.close(descriptor)  # that of a directory cannot be made a file, which would close it
+    except (OSError, RuntimeError) as error:
+        raise BadAdapter(f"{name} cannot be read: {_reason(error)}") from error
+
+
+def _missing(directory: Path, name: str) -> str:
+    if name == WEIGHTS_FILE and (directory / "adapter_model.bin").exists():
+        return (
+            f"there is no {name}: adapter_model.bin is a pickle, which is not opened; save the "
+            "adapter with safe_serialization=True"
+        )
+    return f"there is no {name} in {directory.name}"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+
+
+def _parse_safetensors(content: bytes) -> tuple[dict[str, StoredTensor], memoryview]:
+    """Return where the tensors are, and their data.
+
+    Raises:
+        BadAdapter: the header is not what the format asks for, or does not fit the file.
+    """
+    size = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or size > len(content) - 8:
+        raise BadAdapter(f"{WEIGHTS_FILE} ends before its header does")
+    if size > MAX_HEADER_SIZE:
+        raise BadAdapter(f"{WEIGHTS_FILE} has a header of {size:,} bytes")
+    try:
+        header = msgspec.json.decode(content[8 : 8 + size], type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        if len(header) > _MAX_TENSORS:
+            raise BadAdapter(f"{WEIGHTS_FILE} has {len(header):,} tensors")
+        tensors = {
+            name: msgspec.json.decode(value, type=StoredTensor) for name, value in header.items()
+        }
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAdapter(f"the header of {WEIGHTS_FILE} is wrong: {error}") from error
+    data = memoryview(content)[8 + size :]
+    for name, tensor in tensors.items():
+        _check_place(name, tensor, len(data))
+    return tensors, data
+
+
+def _check_place(name: str, tensor: StoredTensor, available: int) -> None:
+    first, end = tensor.data_offsets
+    item = _ITEM_SIZES.get(tensor.dtype)
+    if item is None:
+        raise BadAdapter(f"{name} is of type {tensor.dtype[:20]}: served are {list(_ITEM_SIZES)}")
+    if not 0 <= first <= end <= available or min(tensor.shape, default=0) < 0:
+        raise BadAdapter(f"{name} lies outside of {WEIGHTS_FILE}")
+    if len(tensor.shape) > 4 or prod(tensor.shape) * item != end - first:
+        raise BadAdapter(f"{name} has not as many bytes as its shape says")

@@ -1,0 +1,258 @@
+"""Which modules of a model can have adapters, and what they are in the decoder; no torch.
+
+Of sparse layers PEFT knows routers, single experts, and modules of all experts of a layer whose
+parameters have an axis of experts (`target_parameters`). Of the latter an adapter has one A with
+the rows of all experts, and one B whose columns go rank by rank through the experts.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from engine.lora.adapter_config import AdapterConfig, BadAdapter
+from engine.lora.files import AdapterFiles
+from engine.models.families.registry import family_of
+from engine.models.spec import ModelSpec, MoeSpec
+from engine.models.weights import Source
+
+Kind = Literal["linear", "embedding", "experts"]
+
+_PREFIX = "base_model.model."
+_TENSORS: dict[str, tuple[Kind, Literal["a", "b"]]] = {
+    ".lora_A.weight": ("linear", "a"),
+    ".lora_B.weight": ("linear", "b"),
+    ".lora_embedding_A": ("embedding", "a"),
+    ".lora_embedding_B": ("embedding", "b"),
+}
+_EMBEDDING = "model.embed_tokens"
+_BLOCKS = ("mlp", "block_sparse_moe")
+_ROUTERS = ("gate", "router", "router.layer")
+"""Names that sparse blocks and their routers have in checkpoints or in transformers."""
+
+
+class Module(NamedTuple):
+    """A module as checkpoints know it; some hold several of the decoder's tensors."""
+
+    name: str
+    inputs: int
+    outputs: int
+    parts: dict[str, Source]
+    """By the decoder's names, without `.weight`: which of the outputs they are."""
+
+
+class ModulePair(NamedTuple):
+    """The two matrices of one adapted module, by the names of their tensors."""
+
+    module: Module
+    kind: Kind
+    a: str
+    """[rank, inputs]; of embeddings [rank, vocab]."""
+    b: str
+    """[outputs, rank]; of embeddings [hidden, rank]."""
+    rank: int
+    scale: float
+    num_experts: int = 1
+    """How many have matrices in these two: A [experts * rank, inputs], B [outputs, rank * experts].
+    """
+
+
+class AdaptableModules:
+    """The modules of one model."""
+
+    def __init__(self, spec: ModelSpec, *, experts_here: bool = True) -> None:
+        """Find them; if an engine has a share of the experts only, these may have none."""
+        family = family_of(spec.architecture)
+        self._experts_here = experts_here
+        self._moe = spec.moe
+        self._prefixes = tuple(dict.fromkeys((*family.text_prefixes, "model.")))
+        self._modules: dict[str, Module] = {}
+        self._aliases: dict[str, Module] = {}
+        """What transformers and the decoder call modules of sparse layers."""
+        self._all_experts: dict[str, tuple[Module, ...]] = {}
+        """By the name of a layer's experts: gates and ups of all in one, and downs."""
+        sources = family.weights(spec)
+        if spec.tie_word_embeddings:
+            shape = (spec.vocab_size, spec.hidden_size)
+            sources = {**sources, "lm_head.weight": Source(name="lm_head.weight", shape=shape)}
+        for name, source in sources.items():
+            self._place(name, source)
+        for layer in range(spec.num_layers):
+            if spec.moe is not None and spec.is_sparse(layer) and experts_here:
+                modules = _all_experts(spec, spec.moe, f"model.layers.{layer}.mlp.experts")
+                for block in _BLOCKS:
+                    self._all_experts[f"model.layers.{layer}.{block}.experts"] = modules
+
+    def _place(self, name: str, source: Source) -> None:
+        part, module = name.removesuffix(".weight"), source.name.removesuffix(".weight")
+        if part == name or module == source.name:
+            return
+        if len(source.shape) != 2 or (".experts." in part and not self._experts_here):
+            return
+        known = self._modules.get(module)
+        if known is None:
+            outputs, inputs = source.shape
+            known = self._modules[module] = Module(module, inputs, outputs, {})
+        known.parts[part] = source
+        if ".experts." in part:
+            self._aliases[part] = known
+        elif part.endswith(".router"):
+            layer = part.removesuffix("mlp.router")
+            for block in _BLOCKS:
+                self._aliases |= {f"{layer}{block}.{router}": known for router in _ROUTERS}
+
+    @property
+    def by_name(self) -> Mapping[str, Module]:
+        """All modules that may have adapters, as checkpoints know them."""
+        return self._modules
+
+    def max_size(self, max_rank: int) -> int:
+        """Return how many bytes an adapter of all modules has, with what PEFT saves beside it."""
+        sizes = [each.inputs + each.outputs for each in self._modules.values()]
+        if self._moe is not None:
+            blocks = {id(each): each for each in self._all_experts.values()}.values()
+            each_of = [module.inputs + module.outputs for block in blocks for module in block]
+            sizes += [self._moe.num_experts * size for size in each_of]
+        pairs = sum(sizes)
+        whole = [self._modules[name] for name in (_EMBEDDING, "lm_head") if name in self._modules]
+        return 4 * (max_rank * pairs + sum(each.inputs * each.outputs for each in whole))
+
+    def pairs(self, files: AdapterFiles, max_rank: int) -> list[ModulePair]:
+        """Return the adapted modules of an adapter.
+
+        Raises:
+            BadAdapter: it is not for this model, or of a larger rank.
+        """
+        found: dict[tuple[str, Kind], dict[str, str]] = {}
+        for tensor in files.tensors:
+            named = self._name(tensor, files)
+            if named is not None:
+                module, kind, matrix = named
+                found.setdefault((module, kind), {})[matrix] = tensor
+        if not found:
+            raise BadAdapter("the adapter has no tensors")
+        pairs = [
+            self._pair(module, kind, tensors, files, max_rank)
+            for (module, kind), tensors in found.items()
+        ]
+        adapted: set[str] = set()
+        for pair in pairs:
+            if not adapted.isdisjoint(pair.module.parts):
+                raise BadAdapter(f"the adapter has {_shown(pair.module.name)} twice")
+            adapted |= pair.module.parts.keys()
+        return pairs
+
+    def _name(self, tensor: str, files: AdapterFiles) -> tuple[str, Kind, str] | None:
+        """Return what a tensor belongs to; None for a copy of the base's own."""
+        name = tensor.removeprefix(_PREFIX)
+        for suffix, (kind, matrix) in _TENSORS.items():
+            if name.endswith(suffix):
+                return self._plain(name.removesuffix(suffix)), kind, matrix
+        if "lora_magnitude_vector" in name:
+            raise BadAdapter("the adapter is trained with DoRA, which is not supported")
+        plain = self._plain(name.removesuffix(".weight").removesuffix(".base_layer"))
+        base = self._modules.get(plain) if plain in (_EMBEDDING, "lm_head") else None
+        if base is None:
+            raise BadAdapter(f"{_shown(tensor)} is no part of a LoRA adapter")
+        if files.tensors[tensor].shape != (base.outputs, base.inputs):
+            raise BadAdapter(f"{_shown(tensor)}: the adapter is for a vocabulary of another size")
+        return None
+
+    def _plain(self, module: str) -> str:
+        """Return a module's name as it is where the text model is all there is."""
+        if module.rsplit(".", 1)[-1] == "lm_head":
+            return "lm_head"
+        for prefix in self._prefixes:
+            if module.startswith(prefix):
+                return "model." + module.removeprefix(prefix)
+        return module
+
+    def _pair(
+        self, name: str, kind: Kind, tensors: dict[str, str], files: AdapterFiles, max_rank: int
+    ) -> ModulePair:
+        of_experts = name.removesuffix(".base_layer") in self._all_experts and kind == "linear"
+        module = self._modules.get(name) or self._aliases.get(name)
+        if not of_experts and (module is None or (kind == "embedding") != (name == _EMBEDDING)):
+            raise BadAdapter(self._unknown(name))
+        if tensors.keys() != {"a", "b"}:
+            raise BadAdapter(f"of {_shown(name)} only one of the two matrices is there")
+        if module is None:
+            return self._pair_of_experts(name, tensors, files, max_rank)
+        config: AdapterConfig = files.config
+        rank = _rank(config, name, max_rank)
+        inputs, outputs = module.inputs, module.outputs
+        if kind == "embedding":  # from a token of the vocabulary to a state
+            inputs, outputs = outputs, inputs
+        shapes = [files.tensors[tensors[matrix]].shape for matrix in "ab"]
+        if shapes != [(rank, inputs), (outputs, rank)]:
+            raise BadAdapter(
+                f"the adapter is for another model: its matrices for {_shown(name)} are "
+                f"{shapes[0]} and {shapes[1]}, here they have to be {(rank, inputs)} and "
+                f"{(outputs, rank)}"
+            )
+        return ModulePair(module, kind, tensors["a"], tensors["b"], rank, config.scale(name))
+
+    def _pair_of_experts(
+        self, name: str, tensors: dict[str, str], files: AdapterFiles, max_rank: int
+    ) -> ModulePair:
+        """Return which of a layer's two parameters of all experts is meant: shapes tell.
+
+        PEFT names both after the module, the one that it adapted first with `.base_layer`.
+        """
+        assert self._moe is not None
+        experts, block = self._moe.num_experts, name.removesuffix(".base_layer")
+        shapes = [files.tensors[tensors[matrix]].shape for matrix in "ab"]
+        expected = []
+        for module in self._all_experts[block]:
+            parameter = f"{block}.{module.name.rsplit('.', 1)[-1]}"
+            rank = _rank(files.config, parameter, max_rank)
+            wanted = [(experts * rank, module.inputs), (module.outputs, experts * rank)]
+            if shapes == wanted:
+                scale = files.config.scale(parameter)
+                return ModulePair(
+                    module, "experts", tensors["a"], tensors["b"], rank, scale, experts
+                )
+            expected.append(f"{wanted[0]} and {wanted[1]}")
+        raise BadAdapter(
+            f"the adapter is for another model: its matrices for {_shown(name)} are {shapes[0]} "
+            f"and {shapes[1]}, here they have to be {' or '.join(expected)}"
+        )
+
+    def _unknown(self, name: str) -> str:
+        if self._moe is not None and ".experts" in name and not self._experts_here:
+            return (
+                f"{_shown(name)}: adapters of experts need all experts in each engine: leave "
+                "--enable-expert-parallel out"
+            )
+        return f"the adapter is for another model: this one has no module {_shown(name)}"
+
+
+def _all_experts(spec: ModelSpec, moe: MoeSpec, prefix: str) -> tuple[Module, Module]:
+    """Return the modules that all experts of a layer are in transformers."""
+    hidden, inner, experts = spec.hidden_size, moe.intermediate_size, range(moe.num_experts)
+    gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+    halves = {
+        f"{prefix}.{number}.{half}_proj": Source(
+            name=gate_up,
+            shape=(2 * inner, hidden),
+            index=number,
+            first_row=first,
+            num_rows=inner,
+        )
+        for number in experts
+        for half, first in (("gate", 0), ("up", inner))
+    }
+    downs = {
+        f"{prefix}.{number}.down_proj": Source(name=down, shape=(hidden, inner), index=number)
+        for number in experts
+    }
+    return Module(gate_up, hidden, 2 * inner, halves), Module(down, inner, hidden, downs)
+
+
+def _rank(config: AdapterConfig, module: str, max_rank: int) -> int:
+    rank = config.rank(module)
+    if rank > max_rank:
+        raise BadAdapter(f"the rank is {rank}: more than --max-lora-rank {max_rank}")
+    return rank
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= 100 else name[:97] + "..."

@@ -1,0 +1,335 @@
+"""Adapters beside a decoder's products: a few rows of A and B for each slot.
+
+A product with adapters is y = x W + x A B, with A and B of the adapter of each row, and nothing
+added where a row has none. Few rows are multiplied with the matrices of all slots that occur in
+the step, and what is not theirs is left out by a mask: two small products, however many adapters
+there are. Many rows are gathered slot by slot, so that their arithmetic is only their own.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.layers import Rows
+from engine.models.parallel.tensors import Cut
+from engine.models.products.dense import Linear
+
+NO_ADAPTER = -1
+
+_MASKED_ROWS = 1024
+"""Rows times slots up to which all rows are multiplied with all slots' matrices."""
+_BLOCK_ROWS = 16
+"""Rows of every product where no row may depend on the others."""
+
+
+class LowRank(NamedTuple):
+    """The change of one matrix [outputs, inputs]: B A, the adapter's scale in B."""
+
+    a: Tensor
+    """[rank, inputs]"""
+    b: Tensor
+    """[outputs, rank]"""
+
+
+AdapterWeights = Mapping[str, LowRank]
+"""By the decoder's names, without `.weight`."""
+
+
+class AdapterRows:
+    """Which slot's adapter each row of a step has."""
+
+    def __init__(self, slots: Tensor, present: Sequence[int], dtype: torch.dtype) -> None:
+        """Take slots [rows] int64, `NO_ADAPTER` for none, and those of them that occur."""
+        self.slots = slots
+        self.present = present
+        self.first = present[0]
+        self.end = present[-1] + 1
+        self._dtype = dtype
+        self._mask: Tensor | None = None
+        self._by_slot: list[tuple[int, Tensor]] | None = None
+
+    @staticmethod
+    def of(
+        slots: npt.NDArray[np.int64], device: torch.device, dtype: torch.dtype
+    ) -> "AdapterRows | None":
+        """Return the rows of these slots [rows]; None if none has an adapter."""
+        present = np.unique(slots[slots != NO_ADAPTER]).tolist()
+        if not present:
+            return None
+        return AdapterRows(torch.from_numpy(slots).to(device), present, dtype)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def select(self, rows: Tensor) -> "AdapterRows":
+        """Return some of the rows; the same slots count as present."""
+        return AdapterRows(self.slots.index_select(0, rows), self.present, self._dtype)
+
+    @property
+    def mask(self) -> Tensor:
+        """[rows, end - first, 1]: 1 where a row has a slot's adapter, else 0."""
+        if self._mask is None:
+            slots = torch.arange(self.first, self.end, device=self.slots.device)
+            self._mask = (self.slots[:, None] == slots).to(self._dtype).unsqueeze(-1)
+        return self._mask
+
+    @property
+    def by_slot(self) -> list[tuple[int, Tensor]]:
+        """Each slot that occurs, with its rows."""
+        if self._by_slot is None:
+            found = ((slot, (self.slots == slot).nonzero().flatten()) for slot in self.present)
+            self._by_slot = [(slot, rows) for slot, rows in found if len(rows)]
+        return self._by_slot
+
+
+class _Matrices:
+    """A and B of all slots for one product; its outputs may consist of several modules'."""
+
+    def __init__(self, bank: "AdapterBank", names: Sequence[str], widths: Sequence[int]) -> None:
+        self.names = names
+        self._bank = bank
+        ends = np.cumsum([0, *widths]).tolist()
+        self._slices = [slice(*each) for each in pairwise(ends)]
+        self._a: Tensor | None = None
+        """[slots, modules * rank, inputs]; made when the first adapter comes."""
+        self._b: list[Tensor] = []
+        """Per module [slots, rank, width]."""
+        self._used: set[int] = set()
+
+    @property
+    def any_used(self) -> bool:
+        """Whether any slot has an adapter of this product."""
+        return bool(self._used)
+
+    def allocate(self, inputs: int) -> None:
+        """Make room for all slots."""
+        bank = self._bank
+        rank, size = bank.rank, bank.num_slots
+        self._a = bank.zeros(size, len(self.names) * rank, inputs)
+        self._b = [bank.zeros(size, rank, part.stop - part.start) for part in self._slices]
+
+    def write(self, slot: int, weights: AdapterWeights) -> None:
+        """Replace the adapter of a slot."""
+        parts = [weights.get(name) for name in self.names]
+        there = [part for part in parts if part is not None]
+        if slot in self._used and self._a is not None:
+            self._a[slot].zero_()
+            for each in self._b:
+                each[slot].zero_()
+            self._used.discard(slot)
+        if not there:
+            return
+        if self._a is None:
+            self.allocate(there[0].a.shape[1])
+        assert self._a is not None
+        for index, part in enumerate(parts):
+            if part is None:
+                continue
+            rank, first = len(part.a), index * self._bank.rank
+            self._a[slot, first : first + rank].copy_(part.a)
+            self._b[index][slot, :rank].copy_(part.b.T)
+        self._used.add(slot)
+
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        """Add to y [rows, outputs], in place, what the adapters make of x [rows, inputs]."""
+        if self._a is None or not self._used:
+            return
+        assert len(rows) == len(x), "rows of another step"
+        count = rows.end - rows.first
+        if self._bank.by_rows or (count > 1 and len(x) * count > _MASKED_ROWS):
+            self._add_gathered(y, x, rows)
+            return
+        a = self._a[rows.first : rows.end]
+        inner = F.linear(x, a.flatten(0, 1)).view(len(x), count, -1)
+        inner = (inner * rows.mask).view(len(x), count, len(self._b), -1)
+        for index, part in enumerate(self._slices):
+            b = self._b[index][rows.first : rows.end].flatten(0, 1)
+            y[:, part].addmm_(inner[:, :, index].reshape(len(x), -1), b)
+
+    def _add_gathered(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        assert self._a is not None
+        product = _by_blocks if self._bank.by_rows else _product
+        for slot, here in rows.by_slot:
+            if slot not in self._used:
+                continue
+            inner = product(x.index_select(0, here), self._a[slot].T)
+            for part, b, own in zip(
+                self._slices, self._b, inner.chunk(len(self._b), dim=1), strict=True
+            ):
+                y[:, part].index_add_(0, here, product(own, b[slot]))
+
+    def add_embedded(self, y: Tensor, token_ids: Tensor, rows: AdapterRows) -> None:
+        """Do as `add` for inputs that are tokens [rows]: each takes its column of A."""
+        if self._a is None or not self._used:
+            return
+        for slot, here in rows.by_slot:
+            inner = self._a[slot].T.index_select(0, token_ids.index_select(0, here))
+            product = _by_blocks if self._bank.by_rows else _product
+            y.index_add_(0, here, product(inner, self._b[0][slot]))
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    return x @ matrix
+
+
+def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return x @ matrix in products of one shape, as in `engine.models.products.row_blocks`."""
+    padded = F.pad(x, (0, 0, 0, -len(x) % _BLOCK_ROWS))
+    return torch.cat([block @ matrix for block in padded.view(-1, _BLOCK_ROWS, padded.shape[1])])[
+        : len(x)
+    ]
+
+
+class AdaptedLinear:
+    """A product and the adapters beside it."""
+
+    __slots__ = ("_bank", "_base", "_matrices")
+
+    def __init__(self, bank: "AdapterBank", base: Rows, matrices: _Matrices) -> None:
+        self._bank = bank
+        self._base = base
+        self._matrices = matrices
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._base(x)
+        rows = self._bank.current
+        if rows is not None:
+            self._matrices.add(y, x, rows)
+        return y
+
+
+class AdaptedEmbedding:
+    """Embeddings and the adapters beside them."""
+
+    __slots__ = ("_bank", "_base", "_matrices")
+
+    def __init__(self, bank: "AdapterBank", base: Rows, matrices: _Matrices) -> None:
+        self._bank = bank
+        self._base = base
+        self._matrices = matrices
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        y = self._base(token_ids)
+        rows = self._bank.current
+        if rows is not None:
+            self._matrices.add_embedded(y, token_ids, rows)
+        return y
+
+
+class AdapterBank:
+    """The adapters that a model on a device can compute with, and those of the present rows.
+
+    The loader wraps the model's products; before each of a model's parts is run, `current` says
+    which rows it is run on.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        cut: Cut | None = None,
+        by_rows: bool = False,
+    ) -> None:
+        """Make slots for adapters of at most this rank.
+
+        Args:
+            cut: which part of each matrix is here.
+            by_rows: no row's result may depend on the other rows, nor on the slot.
+        """
+        self.num_slots = num_slots
+        self.rank = rank
+        self.by_rows = by_rows
+        self.current: AdapterRows | None = None
+        """Of the rows that are being computed; None if none has an adapter."""
+        self._dtype = dtype
+        self._device = device
+        self._cut = cut
+        self._products: list[_Matrices] = []
+        self._head: _Matrices | None = None
+        self._experts: list[_Matrices] = []
+        self._adapts_experts = False
+
+    def rows(self, slots: npt.NDArray[np.int64]) -> AdapterRows | None:
+        """Return rows with the adapters of these slots; None if none has one."""
+        return AdapterRows.of(slots, self._device, self._dtype)
+
+    def linear(
+        self, base: Linear, names: Sequence[str], widths: Sequence[int], inputs: int
+    ) -> "AdaptedLinear":
+        """Return a product with adapters.
+
+        Args:
+            base: the product.
+            names: the modules that its outputs are of, by the decoder's names.
+            widths: outputs of each that are here.
+            inputs: inputs that are here.
+        """
+        matrices = _Matrices(self, names, widths)
+        matrices.allocate(inputs)
+        self._products.append(matrices)
+        return AdaptedLinear(self, base, matrices)
+
+    def head(self, base: Rows, name: str, width: int) -> Rows:
+        """Return the LM head with adapters; they take memory when the first one comes."""
+        self._head = _Matrices(self, [name], [width])
+        self._products.append(self._head)
+        return AdaptedLinear(self, base, self._head)
+
+    def embedding(self, base: Rows, name: str, width: int) -> Rows:
+        """Return embeddings with adapters, likewise."""
+        matrices = _Matrices(self, [name], [width])
+        self._products.append(matrices)
+        return AdaptedEmbedding(self, base, matrices)
+
+    def expert(self, base: Linear, names: Sequence[str], widths: Sequence[int]) -> "AdaptedLinear":
+        """Return a product of one expert, as `linear` does; its adapters take memory likewise."""
+        matrices = _Matrices(self, names, widths)
+        self._products.append(matrices)
+        self._experts.append(matrices)
+        return AdaptedLinear(self, base, matrices)
+
+    @property
+    def rows_of_experts(self) -> AdapterRows | None:
+        """The rows that are being computed, if experts depend on their adapters."""
+        return self.current if self._adapts_experts else None
+
+    @property
+    def adapts_head(self) -> bool:
+        """Whether logits depend on adapters beyond the states."""
+        return self._head is not None and self._head.any_used
+
+    @torch.inference_mode()
+    def write(self, slot: int, weights: AdapterWeights) -> None:
+        """Put an adapter into a slot, whatever was there; no step may be running.
+
+        Args:
+            weights: of the whole model; only this process's part is taken.
+        """
+        if self._cut is not None:
+            weights = {name: _part(self._cut, name, pair) for name, pair in weights.items()}
+        for matrices in self._products:
+            matrices.write(slot, weights)
+        self._adapts_experts = any(matrices.any_used for matrices in self._experts)
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Return zeros of the type that is computed in."""
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+
+def _part(cut: Cut, name: str, pair: LowRank) -> LowRank:
+    """Return the part of a pair that one rank of a cut model has."""
+    module, weight = name.rsplit(".", 1)[-1], name + ".weight"
+    if module == "embed_tokens":  # whose sum over the ranks is there before
+        return pair
+    if module in ("o_proj", "down_proj"):
+        return LowRank(cut.part(weight, pair.a), pair.b)
+    return LowRank(pair.a, cut.part(weight, pair.b))

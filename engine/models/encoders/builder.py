@@ -1,0 +1,138 @@
+"""Makes the parts of an encoder from the tensors of a checkpoint."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.encoders.tensors import Tensors
+from engine.models.layers import Chain, Rows
+from engine.models.products.dense import gelu_product, prepare_linear
+from engine.models.products.row_blocks import RowBlocks, probe_rows
+from engine.models.spec import UnsupportedModel
+
+Config = dict[str, Any]
+
+
+class Builder:
+    """Makes parts in one type on one device."""
+
+    def __init__(
+        self, tensors: Tensors, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
+    ) -> None:
+        """Take tensors from `tensors`; if `batch_invariant`, no row depends on the others."""
+        self.tensors = tensors
+        self.dtype = dtype
+        self.device = device
+        self._batch_invariant = batch_invariant
+
+    def copy(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor in new memory."""
+        stored = self.tensors.take(name, *shape)
+        return stored.to(device=self.device, dtype=dtype or self.dtype, copy=True)
+
+    def linear(self, *names: str, rows: int, width: int, bias: bool = True) -> Rows:
+        """Return products, each [rows, width], side by side."""
+        product = self._product(*names, rows=rows, width=width, bias=bias)
+        return self._by_rows(product, width, self.dtype)
+
+    def mlp(self, names: tuple[str, str], activation: Rows, sizes: tuple[int, int]) -> Rows:
+        """Return the MLP of products with biases, through the inner of two widths."""
+        width, inner = sizes
+        weight = self.copy(f"{names[0]}.weight", inner, width)
+        bias = self.copy(f"{names[0]}.bias", inner)
+        outer = self._product(names[1], rows=width, width=inner)
+        fused = gelu_product(weight, bias) if activation is _gelu else None
+        parts = (fused, outer) if fused else (prepare_linear(weight, bias), activation, outer)
+        return self._by_rows(Chain(*parts), width, self.dtype)
+
+    def gated_mlp(
+        self, names: tuple[str, str], activation: Rows, sizes: tuple[int, int], *, bias: bool
+    ) -> Rows:
+        """Return the MLP of which half of the inner results gates the other."""
+        width, inner = sizes
+        function = Chain(
+            self._product(names[0], rows=2 * inner, width=width, bias=bias),
+            partial(gated, activation=activation),
+            self._product(names[1], rows=width, width=inner, bias=bias),
+        )
+        # What comes between the products is rounded alike only where it is laid out alike.
+        return self._by_rows(function, width, self.dtype)
+
+    def _product(self, *names: str, rows: int, width: int, bias: bool = True) -> Rows:
+        weight = torch.cat([self.copy(f"{name}.weight", rows, width) for name in names])
+        shift = torch.cat([self.copy(f"{name}.bias", rows) for name in names]) if bias else None
+        return prepare_linear(weight, shift)
+
+    def _by_rows(self, function: Rows, width: int, dtype: torch.dtype) -> Rows:
+        """Return a function that computes each row by itself, if so wished."""
+        if not self._batch_invariant:
+            return function
+        return RowBlocks(function, probe_rows(width, dtype))
+
+    def norm(
+        self,
+        name: str,
+        width: int,
+        eps: float,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> Rows:
+        """Return a layer norm."""
+        return partial(
+            _layer_norm,
+            weight=self.copy(f"{name}.weight", width, dtype=dtype),
+            bias=self.copy(f"{name}.bias", width, dtype=dtype) if bias else None,
+            eps=eps,
+        )
+
+    def head(self, name: str, *, rows: int, width: int, bias: bool = True) -> Rows:
+        """Return a product in float32, for the few rows that are pooled."""
+        weight = self.copy(f"{name}.weight", rows, width, dtype=torch.float32)
+        shift = self.copy(f"{name}.bias", rows, dtype=torch.float32) if bias else None
+        product = partial(F.linear, weight=weight, bias=shift)
+        return self._by_rows(product, width, torch.float32)
+
+
+def activation_of(config: Config, key: str) -> Rows:
+    """Return the activation that a config names.
+
+    Raises:
+        UnsupportedModel: it is unknown.
+    """
+    name = config.get(key) or "gelu"
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModel(
+            f"config.json: {key} {name!r} is not supported, only {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Rows] = {
+    "gelu": _gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": torch.relu,
+    "silu": F.silu,
+}
+
+
+def gated(x: Tensor, activation: Rows) -> Tensor:
+    """Return activation(first half) * second half of each row."""
+    first, second = x.chunk(2, dim=-1)
+    return activation(first).mul_(second)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)

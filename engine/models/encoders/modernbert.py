@@ -1,0 +1,107 @@
+"""ModernBERT: rotated positions, norms before attention and MLP; most layers see neighbours."""
+
+import torch
+
+from engine.models.attention.rotary import rotary_table
+from engine.models.encoders.builder import Builder, Config, activation_of
+from engine.models.encoders.encoder import Encoder, EncoderLayer
+from engine.models.families.reading import integer, number
+from engine.models.layers import Chain, Rows
+from engine.models.spec import RopeSpec
+
+PREFIXES = ("model.",)
+EMBEDDING = "embeddings.tok_embeddings.weight"
+IGNORED = ("head.", "decoder.", "classifier.")
+
+
+def longest(config: Config) -> int:
+    """Return how many tokens the model was made for."""
+    return integer(config, "max_position_embeddings")
+
+
+def load(config: Config, build: Builder) -> Encoder:
+    """Return the encoder of a checkpoint.
+
+    Raises:
+        UnsupportedModel: the config asks for something that is not implemented.
+        CheckpointError: the tensors do not fit the config.
+    """
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    eps = number(config, "norm_eps", 1e-5)
+    bias = bool(config.get("norm_bias"))
+    tables = [
+        rotary_table(
+            RopeSpec(theta=theta), hidden // heads, longest(config), build.dtype, build.device
+        )
+        for theta in _thetas(config)
+    ]
+    return Encoder(
+        embedding=build.copy(EMBEDDING, integer(config, "vocab_size"), hidden),
+        positions=None,
+        types=None,
+        embedding_norm=build.norm("embeddings.norm", hidden, eps, bias=bias),
+        layers=[
+            _layer(config, build, index) for index in range(integer(config, "num_hidden_layers"))
+        ],
+        final_norm=build.norm("final_norm", hidden, eps, bias=bias),
+        norm_first=True,
+        rotary=tables,
+        num_heads=heads,
+    )
+
+
+def _thetas(config: Config) -> tuple[float, float]:
+    """Return the bases of layers that see everything, and of the others."""
+    given = config.get("rope_parameters") or {}
+    whole = (given.get("full_attention") or {}).get("rope_theta")
+    local = (given.get("sliding_attention") or {}).get("rope_theta")
+    return (
+        whole or number(config, "global_rope_theta", 160000.0),
+        local or number(config, "local_rope_theta", 10000.0),
+    )
+
+
+def _sees_all(config: Config, index: int) -> bool:
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return bool(kinds[index] == "full_attention")
+    return index % int(config.get("global_attn_every_n_layers") or 3) == 0
+
+
+def _layer(config: Config, build: Builder, index: int) -> EncoderLayer:
+    hidden, inner = integer(config, "hidden_size"), integer(config, "intermediate_size")
+    eps, prefix = number(config, "norm_eps", 1e-5), f"layers.{index}."
+    norm_bias = bool(config.get("norm_bias"))
+    attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    whole = _sees_all(config, index)
+    return EncoderLayer(
+        qkv=build.linear(f"{prefix}attn.Wqkv", rows=3 * hidden, width=hidden, bias=attention_bias),
+        output=build.linear(f"{prefix}attn.Wo", rows=hidden, width=hidden, bias=attention_bias),
+        mlp=build.gated_mlp(
+            (f"{prefix}mlp.Wi", f"{prefix}mlp.Wo"),
+            activation_of(config, "hidden_activation"),
+            (hidden, inner),
+            bias=mlp_bias,
+        ),
+        # What comes out of the embeddings is normalized already.
+        attention_norm=build.norm(f"{prefix}attn_norm", hidden, eps, bias=norm_bias)
+        if index
+        else None,
+        mlp_norm=build.norm(f"{prefix}mlp_norm", hidden, eps, bias=norm_bias),
+        rotary=0 if whole else 1,
+        reach=None if whole else int(config.get("local_attention") or 128) // 2,
+    )
+
+
+def head(config: Config, build: Builder, labels: int) -> Rows:
+    """Return what makes outputs [rows, labels] of pooled states."""
+    hidden, eps = integer(config, "hidden_size"), number(config, "norm_eps", 1e-5)
+    norm_bias = bool(config.get("norm_bias"))
+    return Chain(
+        build.head(
+            "head.dense", rows=hidden, width=hidden, bias=bool(config.get("classifier_bias"))
+        ),
+        activation_of(config, "classifier_activation"),
+        build.norm("head.norm", hidden, eps, bias=norm_bias, dtype=torch.float32),
+        build.head("classifier", rows=labels, width=hidden),
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints whose weights are stored in few bits: GPTQ, AWQ, FP8, compressed-tensors."""

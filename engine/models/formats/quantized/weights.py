@@ -1,0 +1,132 @@
+"""Which tensors of a checkpoint make up each weight, and the expanded weight."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.models.formats.quantized.floats import FloatWeight, read_float8, read_nvfp4
+from engine.models.formats.quantized.integers import (
+    BadQuantization,
+    IntegerWeight,
+    read_awq,
+    read_gptq,
+    read_int8,
+    read_packed,
+)
+from engine.models.formats.quantized.scheme import Scheme
+from engine.models.weights import Layout, Shape
+
+_AT_ONCE = 1 << 22
+"""Weights that are expanded at once, which bounds the memory for it."""
+
+PARTS = (
+    "activation_scale_ub",
+    "g_idx",
+    "input_global_scale",
+    "input_scale",
+    "input_zero_point",
+    "qweight",
+    "qzeros",
+    "scales",
+    "weight_g_idx",
+    "weight_global_scale",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_shape",
+    "weight_zero_point",
+)
+"""Last parts of the names of a quantized weight's tensors."""
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
+"""Scales of an 8-bit KV cache, which the engine does not have."""
+
+
+class StoredWeight(NamedTuple):
+    """A weight that is stored quantized, by the tensors that make it up."""
+
+    shape: Shape
+    names: dict[str, str]
+    """Full names of its tensors by their last parts."""
+
+
+def quantized_weights(
+    scheme: Scheme, shapes: Layout, types: Mapping[str, str], read: Callable[[str], Tensor]
+) -> dict[str, StoredWeight]:
+    """Find the quantized weights of a checkpoint, by the names that they would have unquantized.
+
+    Args:
+        shapes: of all stored tensors.
+        types: of all stored tensors, as safetensors calls them.
+        read: reads one of them.
+
+    Raises:
+        BadQuantization: tensors of one weight do not fit each other.
+    """
+    groups: dict[str, dict[str, str]] = {}
+    for name in shapes:
+        base, _, part = name.rpartition(".")
+        if part in PARTS or (part == "weight" and types[name] in ("F8_E4M3", "F8_E5M2", "I8")):
+            groups.setdefault(base, {})[part] = name
+    return {
+        f"{base}.weight": StoredWeight(_shape(scheme, names, shapes, types, read), names)
+        for base, names in groups.items()
+    }
+
+
+def _shape(
+    scheme: Scheme,
+    names: dict[str, str],
+    shapes: Layout,
+    types: Mapping[str, str],
+    read: Callable[[str], Tensor],
+) -> Shape:
+    if "qweight" in names and "scales" in names:
+        num_outputs = shapes[names["scales"]][-1]
+        rows = shapes[names["qweight"]][0]
+        return num_outputs, rows if scheme.method == "awq" else rows * 32 // scheme.bits
+    if "weight_shape" in names:
+        rows, columns = (int(size) for size in read(names["weight_shape"]))
+        return rows, columns
+    if "weight_packed" in names and types[names["weight_packed"]] == "U8":
+        rows, columns = shapes[names["weight_packed"]]
+        return rows, 2 * columns
+    if "weight" in names:
+        return shapes[names["weight"]]
+    raise BadQuantization(f"there is no weight for {', '.join(sorted(names.values()))}")
+
+
+def expanded(weight: IntegerWeight | FloatWeight, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Return a weight [out, in] as floats in memory of its own."""
+    whole = torch.empty(shape, dtype=dtype)
+    at_once = max(1, _AT_ONCE // max(1, whole.shape[1]))
+    for first in range(0, len(whole), at_once):
+        rows = weight.rows(first, min(first + at_once, len(whole)))
+        whole[first : first + at_once].copy_(rows)
+    return whole
+
+
+def open_weight(
+    weight: StoredWeight, scheme: Scheme, read: Callable[[str], Tensor]
+) -> IntegerWeight | FloatWeight:
+    """Read the tensors of a weight.
+
+    Raises:
+        BadQuantization: they do not fit each other.
+    """
+
+    def parts(part: str) -> Tensor | None:
+        name = weight.names.get(part)
+        return None if name is None else read(name)
+
+    if "qweight" in weight.names:
+        return read_awq(parts) if scheme.method == "awq" else read_gptq(parts, scheme)
+    if "weight_global_scale" in weight.names:
+        return read_nvfp4(parts)
+    if "weight_packed" in weight.names:
+        return read_packed(parts)
+    values = parts("weight")
+    if values is not None and values.dtype == torch.int8:
+        return read_int8(parts)
+    return read_float8(parts, scheme.block)

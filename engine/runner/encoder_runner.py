@@ -1,0 +1,50 @@
+"""Turns batch plans into vectors with a model that computes whole sequences and keeps nothing."""
+
+import numpy as np
+import torch
+
+from engine.models.attention.varlen import to_device
+from engine.models.encoders.encoder import Encoder, EncoderBatch, groups_of
+from engine.runner.pooler import Pooler
+from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.messages import PoolingParams
+
+
+class EncoderRunner:
+    """Runs the plans of one engine, in order, on one encoder."""
+
+    def __init__(self, encoder: Encoder, pooler: Pooler) -> None:
+        self._encoder = encoder
+        self._pooler = pooler
+
+    @torch.inference_mode()
+    def run(self, plan: BatchPlan) -> BatchResult:
+        """Compute the plan's sequences, each of which starts in it and is all there."""
+        starts = {start.slot: start for start in plan.starting}
+        # The shortest first: those of equal length are computed together.
+        rows = sorted(range(len(plan.slots)), key=plan.counts.__getitem__)
+        if not rows:
+            return BatchResult([])
+        sequences = [starts[plan.slots[row]] for row in rows]
+        counts = np.array([len(each.token_ids) for each in sequences], np.int64)
+        firsts = np.cumsum(counts) - counts
+        params = [each.pooling or PoolingParams() for each in sequences]
+        states = self._encoder.states(self._batch([s.token_ids for s in sequences], params, counts))
+        vectors = self._pooler.vectors(states, firsts, counts, params)
+        return BatchResult([], pooled=dict(zip(rows, vectors, strict=True)))
+
+    def _batch(
+        self, token_ids: list[list[int]], params: list[PoolingParams], counts: "np.ndarray"
+    ) -> EncoderBatch:
+        device = self._encoder.device
+        ends = np.cumsum(counts)
+        positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        second = np.array([each.types_from for each in params], np.int64)
+        types = (positions >= np.repeat(second, counts)) & np.repeat(second > 0, counts)
+        flat = np.fromiter((i for ids in token_ids for i in ids), np.int64, int(ends[-1]))
+        return EncoderBatch(
+            token_ids=to_device(flat, device),
+            positions=to_device(positions, device),
+            types=to_device(types.astype(np.int64), device),
+            groups=groups_of(counts.tolist()),
+        )

@@ -1,0 +1,284 @@
+"""Whether a model embeds or classifies instead of generating, and how: read from its files.
+
+Engines pool by it, front ends prepare inputs by it; both read the same files. What the files of
+sentence-transformers say goes before what the architecture suggests, and `--pooler-config` before
+both.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from engine.shared.config import ModelConfig
+
+Task = Literal["embed", "classify"]
+Pooling = Literal["cls", "mean", "last", "max", "mean_sqrt_len"]
+Activation = Literal["identity", "sigmoid", "softmax"]
+
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
+"""Prefixes of the names of architectures whose tokens attend to later ones."""
+MAX_PROMPT_LENGTH = 4096
+"""Characters of a prompt that stands before inputs."""
+
+_MODES: dict[str, Pooling] = {
+    "cls": "cls",
+    "mean": "mean",
+    "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "lasttoken": "last",
+}
+_SWITCHES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""What older files say instead of `pooling_mode`: one of them is true."""
+_CLASSIFIERS = ("ForSequenceClassification",)
+
+
+class BadPooling(ValueError):
+    """The model's files or the settings ask for a pooling that is not supported."""
+
+
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model makes one vector of each sequence."""
+
+    task: Task
+    """embed: vectors to compare; classify: a score for each label, of one text or of a pair."""
+    pooling: Pooling
+    """Which states the vector is made of."""
+    normalize: bool = False
+    """Whether embeddings are scaled to a length of one."""
+    activation: Activation = "identity"
+    """What makes scores of a classifier's outputs."""
+    size: int
+    """Numbers of each vector: the hidden size, or the number of labels."""
+    labels: tuple[str, ...] = ()
+    is_encoder: bool = False
+    """Whether tokens see those after them, so that a sequence is computed in one step."""
+    max_length: int | None = None
+    """Longest sequence in tokens by the files of sentence-transformers."""
+    prompts: dict[str, str] = {}
+    """What may stand before inputs, by name."""
+    default_prompt: str | None = None
+    """Name of the one that stands before inputs for which none is named."""
+    dimensions: tuple[int, ...] | None = None
+    """Sizes to which embeddings may be cut (Matryoshka); empty: any; None: none."""
+
+    @property
+    def in_one_step(self) -> bool:
+        """Whether a sequence has to be computed in one step."""
+        return self.is_encoder or self.pooling != "last"
+
+
+class _Overrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `--pooler-config` may say; names as in vLLM where it has them."""
+
+    task: Task | None = None
+    pooling_type: Literal["CLS", "MEAN", "LAST", "MAX"] | None = None
+    normalize: bool | None = None
+    activation: Activation | None = None
+    use_activation: bool | None = None
+    """False: outputs of classifiers as they are, embeddings of any length."""
+    max_embed_len: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: tuple[Annotated[int, Meta(ge=1)], ...] | None = None
+    """Sizes to which embeddings may be cut; an empty list allows any."""
+
+
+def read_pooling(directory: Path, model: ModelConfig) -> PoolingSpec | None:
+    """Return how the model of a directory pools; None if it generates.
+
+    Raises:
+        BadPooling: settings and files contradict each other, or ask for what is not supported.
+    """
+    config = _object(directory / "config.json")
+    config |= config.get("text_config") or {}
+    architecture = str((config.get("architectures") or [""])[0])
+    is_encoder = architecture.startswith(ENCODERS)
+    modules = _modules(directory)
+    classifies = architecture.endswith(_CLASSIFIERS)
+    pools = is_encoder or classifies or architecture.endswith("Model") or bool(modules)
+    if model.runner == "generate" and (is_encoder or classifies):
+        raise BadPooling(
+            f"--runner generate: {architecture} generates nothing; leave --runner at auto"
+        )
+    if model.runner == "generate" or (model.runner == "auto" and not pools):
+        if model.pooler_config != "{}":
+            raise BadPooling("--pooler-config: this model generates; set --runner pooling")
+        return None
+    overrides = _overrides(model.pooler_config)
+    task = overrides.task or ("classify" if classifies else "embed")
+    if task != ("classify" if classifies else "embed"):
+        raise BadPooling(f"--pooler-config: {architecture} cannot {task}")
+    read = _classifier if classifies else _embedder
+    spec = read(directory, config, modules, is_encoder=is_encoder)
+    return _overridden(spec, overrides)
+
+
+def _embedder(
+    directory: Path, config: dict[str, Any], modules: list[tuple[str, str]], *, is_encoder: bool
+) -> PoolingSpec:
+    pooling: Pooling = "cls" if is_encoder else "last"
+    normalize = True
+    known = {"Transformer", "Pooling", "Normalize"}
+    unknown = [kind for kind, _ in modules if kind not in known]
+    if unknown:
+        raise BadPooling(
+            f"{directory / 'modules.json'}: modules {', '.join(unknown)} are not supported, only "
+            f"{', '.join(sorted(known))}"
+        )
+    for kind, path in modules:
+        if kind == "Pooling":
+            pooling = _pooling_mode(directory / path / "config.json")
+    if modules:
+        normalize = any(kind == "Normalize" for kind, _ in modules)
+    first = next((path for kind, path in modules if kind == "Transformer"), "")
+    sentence = _object(directory / first / "sentence_bert_config.json")
+    library = _object(directory / "config_sentence_transformers.json")
+    prompts = {
+        str(name): text
+        for name, text in (library.get("prompts") or {}).items()
+        if isinstance(text, str)
+    }
+    if any(len(text) > MAX_PROMPT_LENGTH for text in prompts.values()):
+        raise BadPooling(f"prompts have at most {MAX_PROMPT_LENGTH} characters")
+    return PoolingSpec(
+        task="embed",
+        pooling=pooling,
+        normalize=normalize,
+        size=_hidden_size(config),
+        is_encoder=is_encoder,
+        max_length=sentence.get("max_seq_length"),
+        prompts=prompts,
+        default_prompt=library.get("default_prompt_name"),
+        dimensions=_matryoshka(config),
+    )
+
+
+def _classifier(
+    directory: Path, config: dict[str, Any], modules: list[tuple[str, str]], *, is_encoder: bool
+) -> PoolingSpec:
+    names = config.get("id2label") or {}
+    labels = tuple(str(names[key]) for key in sorted(names, key=int))
+    count = config.get("num_labels") or len(labels) or 2
+    labels = labels or tuple(f"LABEL_{index}" for index in range(count))
+    pooling: Pooling = "cls" if is_encoder else "last"
+    if config.get("classifier_pooling") == "mean":
+        pooling = "mean"
+    library = _object(directory / "config_sentence_transformers.json")
+    return PoolingSpec(
+        task="classify",
+        pooling=pooling,
+        activation=_activation(config, library, count),
+        size=count,
+        labels=labels,
+        is_encoder=is_encoder,
+    )
+
+
+def _activation(config: dict[str, Any], library: dict[str, Any], labels: int) -> Activation:
+    """Return what sentence-transformers names, else what one label or several suggest."""
+    nested = config.get("sentence_transformers")
+    named = (
+        library.get("activation_fn")
+        or (nested.get("activation_fn") if isinstance(nested, dict) else None)
+        or config.get("sbert_ce_default_activation_function")
+    )
+    if named is not None:
+        kinds: dict[str, Activation] = {
+            "Identity": "identity",
+            "Sigmoid": "sigmoid",
+            "Softmax": "softmax",
+        }
+        kind = str(named).rsplit(".", 1)[-1]
+        if kind not in kinds:
+            raise BadPooling(f"config.json: activation {named!r} is not supported")
+        return kinds[kind]
+    if config.get("problem_type") == "regression":
+        return "identity"
+    one_by_one = labels == 1 or config.get("problem_type") == "multi_label_classification"
+    return "sigmoid" if one_by_one else "softmax"
+
+
+def _overridden(spec: PoolingSpec, overrides: _Overrides) -> PoolingSpec:
+    changes: dict[str, Any] = {}
+    if overrides.pooling_type is not None:
+        changes["pooling"] = overrides.pooling_type.lower()
+    if overrides.normalize is not None:
+        changes["normalize"] = overrides.normalize
+    if overrides.use_activation is False:
+        changes |= {"normalize": False, "activation": "identity"}
+    if overrides.activation is not None:
+        changes["activation"] = overrides.activation
+    if overrides.max_embed_len is not None:
+        changes["max_length"] = overrides.max_embed_len
+    if overrides.dimensions is not None:
+        changes["dimensions"] = overrides.dimensions
+    return msgspec.structs.replace(spec, **changes)
+
+
+def _overrides(text: str) -> _Overrides:
+    try:
+        return msgspec.json.decode(text, type=_Overrides)
+    except msgspec.DecodeError as error:
+        raise BadPooling(f"--pooler-config: {error}") from error
+
+
+def _modules(directory: Path) -> list[tuple[str, str]]:
+    """Return kind and directory of each module, in order, by modules.json; none without it."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        return []
+    try:
+        modules = msgspec.json.decode(path.read_bytes(), type=list[_Module])
+    except msgspec.DecodeError as error:
+        raise BadPooling(f"{path}: {error}") from error
+    return [(module.type.rsplit(".", 1)[-1], module.path) for module in modules]
+
+
+class _Module(msgspec.Struct):
+    type: str
+    path: str
+
+
+def _pooling_mode(path: Path) -> Pooling:
+    config = _object(path)
+    chosen = config.get("pooling_mode")
+    if chosen is None:
+        switches = [name for name, on in config.items() if name.startswith("pooling_") and on]
+        chosen = [_SWITCHES.get(name, name) for name in switches]
+    modes = chosen if isinstance(chosen, list) else [chosen]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise BadPooling(
+            f"{path}: pooling {modes} is not supported, only one of {', '.join(_MODES)}"
+        )
+    if config.get("include_prompt") is False:
+        raise BadPooling(f"{path}: include_prompt false is not supported")
+    return _MODES[modes[0]]
+
+
+def _hidden_size(config: dict[str, Any]) -> int:
+    size = config.get("hidden_size")
+    if not isinstance(size, int):
+        raise BadPooling("config.json: hidden_size must be an integer")
+    return size
+
+
+def _matryoshka(config: dict[str, Any]) -> tuple[int, ...] | None:
+    sizes = config.get("matryoshka_dimensions")
+    if isinstance(sizes, list):
+        return tuple(sizes)
+    return () if config.get("is_matryoshka") else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise BadPooling(f"{path}: {error}") from error

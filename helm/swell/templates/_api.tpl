@@ -1,0 +1,103 @@
+{{- /* The container of API servers: list ROOT GROUP POOLED. Pooled is one in an engine's pod, which serves
+that engine alone. */}}
+{{- define "swell.apiContainer" -}}
+{{- $root := index . 0 }}{{- $group := index . 1 }}{{- $pooled := index . 2 -}}
+- name: api
+  image: {{ include "swell.image" (list $root "api") | quote }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  args: [api-server]
+  env:
+    - {name: SWELL_COORDINATOR, value: "{{ include "swell.fullname" $root }}-coordinator:7550"}
+    - {name: SWELL_ADVERTISE_HOST, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+    {{- include "swell.clusterEnv" $root | nindent 4 }}
+    {{- include "swell.modelEnv" (list $root $group) | nindent 4 }}
+    {{- if $pooled }}
+    # It serves the engine of its own pod; pickers ask for metrics without a key, by vLLM's names.
+    - {name: SWELL_DATA_PARALLEL_LB, value: external}
+    {{- include "swell.rankEnv" $root | nindent 4 }}
+    - {name: SWELL_METRICS_PREFIX, value: "vllm:"}
+    - {name: SWELL_OPEN_METRICS, value: "true"}
+    {{- else if $group.minReadyEngines }}
+    - {name: SWELL_MIN_READY_ENGINES, value: {{ $group.minReadyEngines | quote }}}
+    {{- end }}
+    - {name: SWELL_API_SERVER_COUNT, value: {{ ternary 1 $root.Values.api.processes $pooled | quote }}}
+    - {name: SWELL_ACCESS_LOG, value: {{ $root.Values.api.accessLog | quote }}}
+    - {name: SWELL_SHUTDOWN_TIMEOUT, value: {{ $root.Values.api.shutdownSeconds | quote }}}
+    {{- if or $root.Values.apiKeys.existingSecret $root.Values.apiKeys.value }}
+    - {name: SWELL_API_KEY_FILE, value: /run/secrets/swell-api/api-keys}
+    {{- end }}
+    {{- if or $root.Values.adminKey.existingSecret $root.Values.adminKey.value }}
+    - {name: SWELL_ADMIN_KEY_FILE, value: /run/secrets/swell-api/admin-key}
+    {{- end }}
+    {{- if include "swell.hasMetricsKey" $root }}
+    - {name: SWELL_METRICS_KEY_FILE, value: /run/secrets/swell-api/metrics-key}
+    {{- end }}
+    {{- if $root.Values.api.tls.secret }}
+    - {name: SWELL_SSL_CERTFILE, value: /run/secrets/swell-tls/tls.crt}
+    - {name: SWELL_SSL_KEYFILE, value: /run/secrets/swell-tls/tls.key}
+    {{- end }}
+    {{- include "swell.ownEnv" $root.Values.api.env | nindent 4 }}
+    {{- with $root.Values.api.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with $root.Values.api.envFrom }}
+  envFrom: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  ports:
+    - {name: http, containerPort: 8000}
+  startupProbe:
+    {{- include "swell.apiProbe" (list $root "/health") | nindent 4 }}
+    periodSeconds: 1
+    failureThreshold: {{ $root.Values.api.startupSeconds }}
+  livenessProbe:
+    {{- include "swell.apiProbe" (list $root "/health") | nindent 4 }}
+    periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 6
+  readinessProbe:
+    {{- include "swell.apiProbe" (list $root "/ready") | nindent 4 }}
+    periodSeconds: 2
+    timeoutSeconds: 2
+  lifecycle:
+    # First load balancers stop sending, then SIGTERM lets what runs end.
+    preStop: {exec: {command: [sleep, {{ $root.Values.api.preStopSeconds | quote }}]}}
+  securityContext: {{- include "swell.containerSecurity" (list $root "api") | nindent 4 }}
+  resources: {{- toYaml (ternary $root.Values.inferencePool.resources $root.Values.api.resources $pooled) | nindent 4 }}
+  volumeMounts:
+    {{- include "swell.clusterKeyMounts" $root | nindent 4 }}
+    {{- include "swell.modelMount" $root | nindent 4 }}
+    - {name: api-keys, mountPath: /run/secrets/swell-api, readOnly: true}
+    {{- if $root.Values.api.tls.secret }}
+    - {name: tls, mountPath: /run/secrets/swell-tls, readOnly: true}
+    {{- end }}
+    {{- with $root.Values.api.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end }}
+
+{{- /* Volumes of API servers, without the cluster's key and models. */}}
+{{- define "swell.apiVolumes" -}}
+{{- $root := . -}}
+{{- with $root.Values.api.tls.secret }}
+- name: tls
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+- name: api-keys
+  projected:
+    defaultMode: 0440
+    sources:
+      {{- $none := true }}
+      {{- range $name, $path := dict "apiKeys" "api-keys" "adminKey" "admin-key" "metricsKey" "metrics-key" }}
+      {{- $key := index $root.Values $name }}
+      {{- $generated := and (eq $name "metricsKey") (include "swell.hasMetricsKey" $root) }}
+      {{- if or $key.existingSecret $key.value $generated }}
+      {{- $none = false }}
+      - secret:
+          name: {{ include "swell.secret" (list $root $name) }}
+          items: [{key: {{ $key.key }}, path: {{ $path }}}]
+      {{- end }}
+      {{- end }}
+      {{- if $none }} []{{ end }}
+{{- end }}
+
+{{- /* The rank of a pod's engine: its ordinal. */}}
+{{- define "swell.rankEnv" -}}
+- name: SWELL_DATA_PARALLEL_RANK
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
+{{- end }}

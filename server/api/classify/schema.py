@@ -1,0 +1,36 @@
+"""POST /classify: request and response."""
+
+from typing import Literal
+
+import msgspec
+
+from server.api.shared.pooling import Input, PoolingFields, PoolingUsage
+
+
+class ClassifyRequest(PoolingFields):
+    """Texts, or token ids, to classify."""
+
+    input: Input
+    add_special_tokens: bool | None = True
+
+
+class Classified(msgspec.Struct):
+    """What class an input is of."""
+
+    index: int
+    label: str
+    """The class with the highest score."""
+    probs: list[float]
+    """The score of each class."""
+    num_classes: int
+
+
+class ClassifyResponse(msgspec.Struct):
+    """The class of each input, in order."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Classified]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"

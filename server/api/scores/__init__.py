@@ -1,0 +1,1 @@
+"""POST /score and POST /rerank: how well texts fit others."""

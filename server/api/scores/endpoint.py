@@ -1,0 +1,142 @@
+"""POST /score and POST /rerank, the latter in the shapes of Jina and Cohere."""
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from operator import mul
+from typing import cast
+
+import msgspec
+
+from server.access.limits import MAX_PROMPTS, MAX_VECTOR_NUMBERS
+from server.api.body import read_body
+from server.api.context import Context
+from server.api.purpose import unsuitable
+from server.api.scores.schema import (
+    ApiVersion,
+    BilledUnits,
+    DocumentText,
+    RerankMeta,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    Score,
+    ScoreRequest,
+    ScoreResponse,
+)
+from server.api.vectors import PooledCall, encoded, numbers
+from server.http.call import Call
+from server.http.errors import invalid
+from server.pooling.inputs import Length
+
+COHERE_PATH = "/v2/rerank"
+_COHERE_TOKENS = 4096
+"""Tokens that Cohere's API cuts documents to by itself."""
+_NUMBERS_AT_ONCE = 1 << 16
+
+
+async def score(call: Call, context: Context) -> None:
+    """Score pairs of texts."""
+    body = read_body(ScoreRequest, call.body)
+    called = PooledCall(call, context, body)
+    first, firsts = _given(body, ("queries", "text_1", "data_1"))
+    second, seconds = _given(body, ("documents", "items", "text_2", "data_2"))
+    if len(firsts) not in (1, len(seconds)):
+        raise invalid(
+            f"{first}: {len(firsts)} texts cannot be paired with {len(seconds)}; give one, or as "
+            "many",
+            first,
+        )
+    scores = await _scores(called, firsts, seconds, (first, second))
+    data = cast("list[Score]", await encoded(scores, Score))
+    await called.send(
+        ScoreResponse(f"score-{called.request_id}", called.created, called.name, data, called.usage)
+    )
+
+
+async def rerank(call: Call, context: Context) -> None:
+    """Put documents in the order in which they fit a query."""
+    body = read_body(RerankRequest, call.body)
+    called = PooledCall(call, context, body)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    cohere = call.path.endswith(COHERE_PATH)
+    most = body.max_tokens_per_doc or (_COHERE_TOKENS if cohere else None)
+    scores = await _scores(called, [body.query], texts, ("query", "documents"), most)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    shows = not cohere if body.return_documents is None else body.return_documents
+
+    def show(_: int, index: int) -> RerankResult:
+        document = DocumentText(texts[index]) if shows else msgspec.UNSET
+        return RerankResult(index, scores[index], document)
+
+    results = cast("list[RerankResult]", await encoded(order[: body.top_n or None], show))
+    meta = RerankMeta(ApiVersion(), BilledUnits()) if cohere else msgspec.UNSET
+    await called.send(
+        RerankResponse(f"rerank-{called.request_id}", called.name, called.usage, results, meta)
+    )
+
+
+def _given(body: ScoreRequest, names: tuple[str, ...]) -> tuple[str, Sequence[str]]:
+    """Return the texts of the one field of several that is given, and its name."""
+    found = [name for name in names if getattr(body, name) is not None]
+    if len(found) != 1:
+        raise invalid(f"{names[0]}: exactly one of {', '.join(names)} must be given", names[0])
+    texts = getattr(body, found[0])
+    return found[0], [texts] if isinstance(texts, str) else texts
+
+
+async def _scores(
+    called: PooledCall,
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    fields: tuple[str, str],
+    most_of_second: int | None = None,
+) -> list[float]:
+    """Return how well each pair fits, by a cross-encoder or by the angle between embeddings."""
+    spec = called.model.spec
+    if spec.task == "classify":
+        if spec.size != 1:
+            lacks = f"has {spec.size} classes, which rank nothing"
+            raise unsuitable(called.name, lacks, called.model)
+        called.admit(len(seconds), fields[1])
+        inputs = await called.model.inputs.of_pairs(
+            firsts, seconds, _cutting(called.length, most_of_second), fields, most_of_second
+        )
+        return [numbers(vector)[0] for vector in await called.vectors(inputs)]
+    total = len(firsts) + len(seconds)
+    if total > MAX_PROMPTS or total * spec.size > MAX_VECTOR_NUMBERS:
+        raise invalid(f"{fields[1]}: {len(seconds)} texts are too many for one request", fields[1])
+    called.admit(total, fields[1])
+    maker, model = called.model.inputs, called.model
+    length = called.length
+    query = [model.prompt(None, "query") + text for text in firsts]
+    texts = [model.prompt(None, "document", "passage") + text for text in seconds]
+    inputs = await maker.of_texts(query, length, fields[0])
+    if most_of_second is not None:
+        length = _cutting(length, most_of_second)
+        length = msgspec.structs.replace(length, keep=min(length.keep or 0, most_of_second))
+    inputs += await maker.of_texts(texts, length, fields[1])
+    vectors = await called.vectors(inputs)
+    left, right = vectors[: len(firsts)], vectors[len(firsts) :]
+    return await _cosines(left * len(right) if len(left) == 1 else left, right)
+
+
+def _cutting(length: Length, most_of_second: int | None) -> Length:
+    """Return the length for documents that are to be cut, whatever else the request says."""
+    if most_of_second is None or length.keep is not None:
+        return length
+    return msgspec.structs.replace(length, keep=length.most)
+
+
+async def _cosines(left: Sequence[bytes], right: Sequence[bytes]) -> list[float]:
+    """Return the cosine of each pair; others get their turn in between."""
+    found, done = [], 0
+    for one, other in zip(left, right, strict=True):
+        a, b = array("f", one), array("f", other)
+        scale = (sum(map(mul, a, a)) * sum(map(mul, b, b))) ** 0.5
+        found.append(sum(map(mul, a, b)) / scale if scale else 0.0)
+        done += len(a)
+        if done > _NUMBERS_AT_ONCE:
+            done = 0
+            await asyncio.sleep(0)
+    return found

@@ -1,0 +1,212 @@
+"""One way to the engines and back for the endpoints that return vectors or scores."""
+
+import asyncio
+import base64
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from server.access.tenants import Wishes
+from server.api.context import Context
+from server.api.generation import admit
+from server.api.purpose import pooling_model, unsuitable
+from server.api.shared.pooling import Input, PoolingFields, PoolingUsage
+from server.generate.run import Sender
+from server.http.call import Call, CancelOnDisconnect
+from server.http.errors import ApiError, invalid, timed_out
+from server.observe.tracing import EndedRequest
+from server.pooling.inputs import Length, PoolingInput
+from server.pooling.run import UNSAMPLED, PoolingRequest, PoolingRun
+
+_TURN_BYTES = 1 << 16
+"""Bytes of an answer that are made without a break."""
+
+_LACKS = {"embed": "makes no embeddings", "classify": "has no classes"}
+
+T = TypeVar("T")
+
+
+class PooledCall:
+    """One request at a model that makes vectors, from its checks to its last vector."""
+
+    def __init__(self, call: Call, context: Context, body: PoolingFields) -> None:
+        """Check what all these requests have in common.
+
+        Raises:
+            ApiError: there is no such model, or it generates, or a field is wrong.
+        """
+        call.request_id = body.request_id or call.request_id
+        self.name = context.model_name(body.model)
+        self._call = call
+        self._context = context
+        self._body = body
+        self.model = pooling_model(context)
+        self.created = int(time.time())
+        self.length = _length(body, context)
+
+    @property
+    def request_id(self) -> str:
+        """The client's name for the request, or ours."""
+        return self._call.request_id
+
+    def wants(self, task: str) -> None:
+        """Check what the model is for.
+
+        Raises:
+            ApiError: something else.
+        """
+        if self.model.spec.task != task:
+            raise unsuitable(self.name, _LACKS[task], self.model)
+
+    def admit(self, count: int, field: str) -> None:
+        """Reserve a place for so many sequences until the call ends.
+
+        Raises:
+            ApiError: the request asks for what the operator does not allow; the sequences are
+                those of `field`.
+            NoEngineAvailable: nothing can serve now.
+            Overloaded: the queue is full.
+        """
+        body, call = self._body, self._call
+        wishes = Wishes(body.user, body.priority, call.pins_rank, body.cache_salt)
+        try:
+            self._cache_root = admit(call, self._context, wishes, count, 1)
+        except ApiError as error:
+            raise error.renamed(lambda name: field if name in ("prompt", "n") else name) from error
+
+    async def vectors(
+        self, inputs: list[PoolingInput], *, dimensions: int = 0, activate: bool = True
+    ) -> list[bytes]:
+        """Return one vector of each input, as float32 numbers.
+
+        Raises:
+            ApiError: it took too long.
+            ClientDisconnected: everything was aborted.
+            GenerationFailed, NoEngineAvailable, Overloaded: as they say.
+        """
+        call, context = self._call, self._context
+        total = sum([len(each.token_ids) for each in inputs])
+        self.usage = PoolingUsage(total, total)
+        if call.reservation is not None:
+            call.reservation.recount(total, time.monotonic())
+        request = PoolingRequest(
+            request_id=call.request_id,
+            inputs=inputs,
+            dimensions=dimensions,
+            activate=activate and self._body.use_activation is not False,
+            priority=self._body.priority or 0,
+        )
+        sender = Sender(
+            arrived=call.arrived,
+            pinned_rank=call.pinned_rank,
+            reservation=call.reservation,
+            tenant=call.tenant.id,
+            cache_root=self._cache_root,
+        )
+        run = PoolingRun(request, sender, context.client, context.metrics)
+        with CancelOnDisconnect(call.receive):
+            try:
+                return await _in_time(run, call, context.request_timeout)
+            except Exception:
+                run.close("error")
+                raise
+            finally:
+                run.close()
+                if context.tracer is not None:
+                    context.tracer.record(self._ended(total, run.cached_tokens))
+
+    def _ended(self, tokens: int, cached: int) -> EndedRequest:
+        call, failure = self._call, sys.exception()
+        return EndedRequest(
+            operation="embeddings",
+            request_id=call.request_id,
+            model=self._context.names[0],
+            carrier=call.trace_context,
+            sampling=UNSAMPLED,
+            n=1,
+            arrived=call.arrived,
+            first_token=None,
+            prompt_tokens=tokens,
+            cached_tokens=cached,
+            completion_tokens=0,
+            finish_reasons=[],
+            error=None if failure is None else type(failure).__name__,
+        )
+
+    async def send(self, payload: msgspec.Struct) -> None:
+        """Answer."""
+        await self._call.send_struct(payload)
+
+
+async def inputs_of(
+    called: PooledCall, given: Input, *, prompt: str = "", add_special_tokens: bool = True
+) -> list[PoolingInput]:
+    """Admit a request for so many inputs and return them as token ids.
+
+    Raises:
+        ApiError: one is wrong or too long; `param` is "input".
+    """
+    texts = [given] if isinstance(given, str) else [each for each in given if isinstance(each, str)]
+    maker, length = called.model.inputs, called.length
+    if texts:
+        called.admit(len(texts), "input")
+        return await maker.of_texts(
+            [prompt + text for text in texts],
+            length,
+            "input",
+            add_special_tokens=add_special_tokens,
+        )
+    ids = [each for each in given if isinstance(each, int)]
+    lists = [ids] if ids else [each for each in given if isinstance(each, list)]
+    called.admit(len(lists), "input")
+    return maker.of_token_ids(lists, length, "input")
+
+
+def numbers(vector: bytes) -> list[float]:
+    """Return a vector's numbers."""
+    return array("f", vector).tolist()
+
+
+def shown(vector: bytes, encoding: str | None) -> "list[float] | str":
+    """Return a vector as an answer shows it; base64 without making numbers of it."""
+    if encoding == "base64":
+        return base64.b64encode(vector).decode("ascii")
+    return numbers(vector)
+
+
+async def encoded(
+    items: Sequence[T], show: Callable[[int, T], msgspec.Struct]
+) -> "list[msgspec.Raw]":
+    """Return the JSON of each item; others get their turn in between."""
+    found, size = [], 0
+    for index, item in enumerate(items):
+        text = msgspec.json.encode(show(index, item))
+        size += len(text)
+        if size > _TURN_BYTES:
+            size = 0
+            await asyncio.sleep(0)
+        found.append(msgspec.Raw(text))
+    return found
+
+
+def _length(body: PoolingFields, context: Context) -> Length:
+    most, keep = context.client.max_model_len, body.truncate_prompt_tokens
+    if keep is not None and (keep == 0 or keep > most):
+        raise invalid(
+            f"truncate_prompt_tokens: must be -1 or from 1 to {most}", "truncate_prompt_tokens"
+        )
+    return Length(most, most if keep == -1 else keep, body.truncation_side != "left")
+
+
+async def _in_time(run: PoolingRun, call: Call, most: float | None) -> list[bytes]:
+    if most is None:
+        return await run.vectors()
+    try:
+        async with asyncio.timeout(call.arrived + most - time.monotonic()):
+            return await run.vectors()
+    except TimeoutError:
+        raise timed_out(f"The request took longer than {most:g} s.") from None

@@ -1,0 +1,25 @@
+"""Fetches a model and says where it lies."""
+
+import sys
+
+from engine.shared.config import ModelConfig
+from engine.shared.model_files import ModelNotFound, model_directory
+from server.fetch.config import FetchConfig
+
+
+def fetch(config: FetchConfig) -> int:
+    """Fetch what is missing, print the directory and return the exit code."""
+    target = config.fetch
+    if not target.model:
+        print("swell fetch: which model? e.g. swell fetch Qwen/Qwen3-0.6B", file=sys.stderr)
+        return 2
+    wanted = ModelConfig(model=target.model, revision=target.revision)
+    try:
+        directory = model_directory(wanted, weights=not target.text_only)
+    except ModelNotFound as error:
+        print(f"swell fetch: {error}", file=sys.stderr)
+        return 1
+    files = [file for file in directory.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    print(f"{directory}: {len(files)} files, {size / 1e6:,.1f} MB", file=sys.stderr)
+    return 0

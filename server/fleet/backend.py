@@ -1,0 +1,46 @@
+"""Where the engines of a supervisor run: processes of its node, or actors of a Ray cluster."""
+
+from pathlib import Path
+from typing import Protocol
+
+from server.config import ServeConfig
+from server.fleet.joining import Joining, joining
+from server.fleet.role import Role, engine_role
+
+
+class CannotServe(Exception):
+    """Engines cannot be run as the settings ask; the message is for people."""
+
+
+class Backend(Protocol):
+    """Makes the places of engines; what happens in them is the supervisor's policy."""
+
+    @property
+    def joined(self) -> Joining:
+        """The node's place in its cluster, with the settings that follow from it."""
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the engines of all nodes are here, so that no other supervisor has a share."""
+
+    def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
+        """Return the place of one engine."""
+
+    def close(self) -> None:
+        """Free what was reserved for engines, all of which have ended."""
+
+
+class ProcessBackend:
+    """Engines as processes of this node."""
+
+    def __init__(self, config: ServeConfig, directory: Path) -> None:
+        """Make it; raises what `joining` does."""
+        self.joined = joining(config, f"ipc://{directory}/coordinator")
+        self.has_all = self.joined.is_alone
+
+    def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
+        """Return the place of one engine of this node."""
+        return engine_role(config, place, numbered=numbered)
+
+    def close(self) -> None:
+        """Do nothing: nothing was reserved."""

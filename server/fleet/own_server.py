@@ -1,0 +1,109 @@
+"""A server that a command, like run-batch or chat, starts for itself and stops at its end."""
+
+import re
+import subprocess
+import sys
+import threading
+from collections import deque
+from types import TracebackType
+from typing import Any, Self
+
+from engine.shared.config import Section
+from engine.shared.settings import settings_of
+from server.config import ServeConfig
+
+_READY = re.compile(r"swell is ready after [\d.]+ s: (https?://\S+)")
+_PROGRAM = "server.fleet.own_server_main"
+_STOP_TIMEOUT = 30.0
+
+
+class ServerFailed(Exception):
+    """The server did not become ready; the message holds its last output."""
+
+
+def serve_arguments(config: Section) -> list[str]:
+    """Return the arguments of `swell serve` for the sections that a command shares with it.
+
+    Only settings that differ from their defaults are among them.
+    """
+    arguments: list[str] = []
+    known = {(setting.section, setting.name) for setting in settings_of(ServeConfig)}
+    for setting in settings_of(type(config)):
+        section: Section = getattr(config, setting.section)
+        value: Any = getattr(section, setting.name)
+        if (setting.section, setting.name) not in known or value == setting.default:
+            continue
+        if setting.name == "model":
+            arguments.insert(0, value)
+        elif setting.is_bool:
+            arguments.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
+        elif setting.is_list:
+            arguments += [setting.flag, *map(str, value)]
+        else:
+            arguments += [setting.flag, str(value)]
+    return arguments
+
+
+class OwnServer:
+    """`swell serve` on a port of this machine, as a context manager; port 0 is a free one."""
+
+    def __init__(self, arguments: list[str], startup_timeout: float, port: int = 0) -> None:
+        self._arguments = [*arguments, "--port", str(port)]
+        self._timeout = startup_timeout
+        self._lines: deque[str] = deque(maxlen=30)
+        self._ready = threading.Event()
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        """Start it and wait until it is ready.
+
+        Raises:
+            ServerFailed: it does not become ready.
+        """
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _PROGRAM, "serve", *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which then stops the server
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self._ready.wait(self._timeout)
+            if not self.url:
+                raise ServerFailed("the server did not start:\n" + "\n".join(self._lines))
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line.rstrip())
+            if found := _READY.search(line):
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(_STOP_TIMEOUT)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()

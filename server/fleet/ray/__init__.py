@@ -1,0 +1,1 @@
+"""Places on the nodes of a Ray cluster; nothing else imports Ray."""

@@ -1,0 +1,96 @@
+"""An actor on a node of a Ray cluster: starts an engine there and tells the supervisor of it.
+
+The engine is a process of its own below the actor, the same `python -m engine` as on a plain
+node, for three reasons. Ray takes over the signals and threads of an actor's process. An engine
+that dies leaves its actor to say how. And the lifeline between the two closes with whichever
+goes first: however an actor ends (killed, with its raylet, with the driver's job), its engine
+ends within `engine.shared.lifeline.ORPHAN_GRACE` seconds, as every orphan does.
+
+The class goes to other nodes by value and imports nothing of this project before it has said
+which version of it is there; so a node with another one, or none, is refused by name.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import os
+from importlib import metadata
+from typing import Any
+
+
+class EngineActor:
+    """Holds one engine on this node for a supervisor elsewhere.
+
+    Methods take and return bytes; `server.fleet.ray.messages` says what they mean.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+        self._lines = 0
+        self._news = asyncio.Event()
+        self._child: Any = None
+
+    async def installed(self) -> dict[str, str]:
+        """Return the versions of what is installed here, and the process's id."""
+        found = {"pid": str(os.getpid())}
+        for name, module, attribute in (
+            ("swell", "engine.shared.version", "SWELL_VERSION"),
+            ("relay", "server.fleet.ray.messages", "__name__"),
+        ):
+            try:
+                found[name] = str(getattr(importlib.import_module(module), attribute))
+            except (ImportError, AttributeError) as error:
+                found[name] = f"none ({error})"
+        try:
+            found["torch"] = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            found["torch"] = "none"
+        return found
+
+    async def start(self, launch: bytes) -> None:
+        """Start the engine; what happens to it is reported by `events`.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        from server.fleet.ray.relay import start_engine
+
+        self._child = await start_engine(launch, self._put)
+        self._ending = asyncio.get_running_loop().create_task(self._wait())
+
+    async def _wait(self) -> None:
+        from server.fleet.ray.messages import Exited
+
+        end = await self._child.wait()
+        self._put(Exited(end.code))
+
+    def _put(self, event: Any) -> None:
+        from server.fleet.ray.messages import MAX_WAITING_LINES, Line
+
+        if isinstance(event, Line):
+            self._lines += 1
+            if self._lines > MAX_WAITING_LINES:
+                return
+        self._events.append(event)
+        self._news.set()
+
+    async def events(self) -> bytes:
+        """Wait until there are events, and return all of them."""
+        import msgspec
+
+        await self._news.wait()
+        self._news.clear()
+        told, self._events, self._lines = self._events, [], 0
+        return msgspec.msgpack.encode(told)
+
+    async def terminate(self) -> None:
+        """Ask the engine to end."""
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.terminate()
+
+    async def kill(self) -> None:
+        """End the engine at once."""
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()

@@ -1,0 +1,153 @@
+"""`--data-parallel-backend ray`: what the supervisor needs to have engines on a Ray cluster."""
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from engine.shared.addresses import first_free_ports, join_host_port
+from server.config import ServeConfig
+from server.fleet.backend import CannotServe
+from server.fleet.joining import Joining
+from server.fleet.ray.cluster import RayCluster
+from server.fleet.ray.needs import (
+    copied_environment,
+    engine_config,
+    needs_of_rank,
+    uses_gpus,
+)
+from server.fleet.ray.packing import Packing, most_on_a_node
+from server.fleet.ray.starter import Ranks
+from server.fleet.role import Role, engine_role
+
+logger = logging.getLogger(__name__)
+
+COORDINATOR_PORTS = 4
+"""The coordinator listens on this many ports in a row."""
+
+
+class RayBackend:
+    """Places the engines of one supervisor on a Ray cluster.
+
+    Args:
+        config: the settings of `swell serve`.
+        directory: private directory of this node, for a key if none was given.
+
+    Raises:
+        CannotServe: there is no cluster to use, or it is too small and need not be waited for,
+            or settings contradict each other.
+        OSError: the coordinator's ports are taken.
+    """
+
+    has_all = True
+
+    def __init__(self, config: ServeConfig, directory: Path) -> None:
+        _check(config)
+        self._cluster = RayCluster(config.ray.ray_address, config.ray.ray_namespace)
+        try:
+            nodes = self._cluster.look()
+            has_gpus = any(node.total.get("GPU") for node in nodes)
+            engine, parallel = config.engine(), config.parallel
+            needs = needs_of_rank(engine, config.ray, has_gpus=has_gpus)
+            existing = [
+                self._cluster.existing(name, needs) for name in config.ray.ray_placement_groups
+            ]
+            packing = Packing(
+                config.ray.ray_dp_pack_strategy,
+                needs,
+                parallel.data_parallel_size_local or parallel.data_parallel_size,
+            )
+            to_place = max(0, parallel.data_parallel_size - len(existing))
+            refusal = packing.refusal(nodes, to_place)
+            if refusal is not None and not config.ray.ray_wait_for_nodes:
+                raise CannotServe(refusal)
+            planned = packing.plan(nodes, to_place)
+            self._gpus = uses_gpus(engine, has_gpus=has_gpus)
+            self._most_on_node = most_on_a_node(planned)
+            joined = self._joined(config, directory)
+        except BaseException:
+            self._cluster.close()
+            raise
+        self.joined = Joining(joined, leads=True, is_alone=False)
+        key_file = joined.cluster.cluster_key_file
+        self._ranks = Ranks(
+            self._cluster,
+            packing,
+            environment=copied_environment(config.ray.ray_env, os.environ),
+            cluster_key=None if key_file is None else Path(key_file).read_bytes(),
+            planned={f"engine {rank}": node.id for rank, node in enumerate(planned, len(existing))},
+            existing={f"engine {rank}": group for rank, group in enumerate(existing)},
+        )
+        if len(nodes) > 1:
+            _warn_if_open(os.environ)
+
+    def _joined(self, config: ServeConfig, directory: Path) -> ServeConfig:
+        """Return the settings with a coordinator that other nodes reach, and its key."""
+        host = config.nodes.data_parallel_address or self._cluster.host
+        port = first_free_ports(host, config.nodes.data_parallel_rpc_port, COORDINATOR_PORTS)
+        key_file = config.cluster.cluster_key_file
+        if key_file is None and not config.cluster.insecure_cluster:
+            own = directory / "cluster.key"
+            own.touch(mode=0o600)
+            own.write_text(secrets.token_hex(32))
+            key_file = str(own)
+        cluster = msgspec.structs.replace(
+            config.cluster, coordinator=join_host_port(host, port), cluster_key_file=key_file
+        )
+        parallel = msgspec.structs.replace(
+            config.parallel, data_parallel_size_local=None, data_parallel_start_rank=0
+        )
+        return msgspec.structs.replace(config, cluster=cluster, parallel=parallel)
+
+    def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
+        """Return the place of a rank; all are numbered here."""
+        role = engine_role(config, place)
+        launch = role.launch
+
+        def on_its_node(incarnation: int) -> object:
+            of_rank = launch(incarnation)
+            settled = engine_config(
+                of_rank.config, gpus=self._gpus, most_on_node=self._most_on_node
+            )
+            return msgspec.structs.replace(of_rank, config=settled)
+
+        role.launch = on_its_node
+        role.start = self._ranks.start
+        return role
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self._cluster.close()
+
+
+def _check(config: ServeConfig) -> None:
+    nodes, cluster, parallel = config.nodes, config.cluster, config.parallel
+    if nodes.headless or cluster.coordinator is not None:
+        raise CannotServe(
+            "--data-parallel-backend ray places the engines of all nodes with one command: leave "
+            "out --headless and --coordinator"
+        )
+    if parallel.data_parallel_lb != "internal":
+        raise CannotServe(
+            "--data-parallel-backend ray has its front ends on the node of `swell serve`, which "
+            f"balance over all engines: leave out --data-parallel-lb {parallel.data_parallel_lb}"
+        )
+    if parallel.data_parallel_rank is not None or parallel.data_parallel_start_rank is not None:
+        raise CannotServe(
+            "--data-parallel-backend ray gives the ranks itself: leave out --data-parallel-rank "
+            "and --data-parallel-start-rank"
+        )
+    if parallel.data_parallel_size_local == 0:
+        raise CannotServe("--data-parallel-size-local has to be at least 1 rank on each node")
+
+
+def _warn_if_open(environment: Mapping[str, str]) -> None:
+    """Warn that Ray's own connections are not encrypted; Swell's always are."""
+    if environment.get("RAY_USE_TLS") != "1":
+        logger.warning(
+            "Ray's own connections are not encrypted (RAY_USE_TLS=1 does it), and engines get the "
+            "cluster key over them: let nobody else into this network"
+        )

@@ -1,0 +1,301 @@
+"""The connection to a Ray cluster, as its driver. All calls into Ray that may wait are here.
+
+What is made here belongs to this process's Ray job and is not detached: when the supervisor ends,
+however it does, Ray removes its actors and placement groups.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import ray
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.shared.addresses import split_host_port
+from engine.shared.logs import LogLines
+from server.fleet.backend import CannotServe
+from server.fleet.ray import actor as actor_module
+from server.fleet.ray.packing import RayNode, Resources, amounts
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT = 5.0
+"""Seconds within which the cluster has to take a connection."""
+
+OWN_OBJECT_STORE_BYTES = 128 * 2**20
+"""Size of the object store of a cluster that we start ourselves; nothing is kept there."""
+
+NODE_LABEL = "ray.io/node-id"
+
+
+class ActorLost(Exception):
+    """An actor has gone.
+
+    Args:
+        alone: whether its node is known to have outlived it.
+    """
+
+    def __init__(self, reason: str, *, alone: bool) -> None:
+        super().__init__(reason)
+        self.alone = alone
+
+
+class Group(NamedTuple):
+    """A placement group of one bundle, made but maybe not placed yet."""
+
+    handle: Any
+    bundle: Resources
+    is_ours: bool = True
+    """Whether it goes when its rank does."""
+
+
+class RayCluster:
+    """A Ray cluster to which this process is connected."""
+
+    def __init__(self, address: str | None, namespace: str | None = None) -> None:
+        """Connect to the cluster at `address`, to one of this node, or to one of our own.
+
+        To be called from the main thread; replaces the handler of SIGTERM.
+
+        Raises:
+            CannotServe: there is none, or one of other versions.
+        """
+        address = address or os.environ.get("RAY_ADDRESS") or _running_here()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {
+            "log_to_driver": False,  # engines' lines come by way of their actors
+            "configure_logging": False,
+            "logging_level": logging.WARNING,
+            "namespace": namespace,
+        }
+        self.is_own = address in (None, "local")
+        try:
+            if self.is_own:
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=OWN_OBJECT_STORE_BYTES,
+                    **options,
+                )
+            else:
+                assert address is not None
+                _check_reachable(address)
+                ray.init(address=address, **options)
+        except (RuntimeError, ConnectionError, ValueError) as error:
+            raise CannotServe(_explained(address, error)) from error
+        _hear_ray()
+        self.own_node = str(ray.get_runtime_context().get_node_id())
+        self.host = str(ray.util.get_node_ip_address())
+        ray.cloudpickle.register_pickle_by_value(actor_module)
+        self._actor = ray.remote(actor_module.EngineActor)
+
+    def look(self) -> list[RayNode]:
+        """Return the living nodes, the one of this process first, the others by address."""
+        free = ray._private.state.available_resources_per_node()
+        nodes = [
+            RayNode(
+                each["NodeID"],
+                each["NodeManagerAddress"],
+                each["Resources"],
+                free.get(each["NodeID"], {}),
+            )
+            for each in ray.nodes()
+            if each["Alive"]
+        ]
+        return sorted(nodes, key=lambda node: (node.id != self.own_node, node.name, node.id))
+
+    async def nodes(self) -> list[RayNode]:
+        """Return the living nodes as `look` does, without blocking the event loop."""
+        return await _beside(self.look)
+
+    async def reserve(
+        self, name: str, bundle: Resources, *, node: str | None, never: Collection[str]
+    ) -> Group:
+        """Ask for room on one node.
+
+        Args:
+            bundle: how much.
+            node: id of the node; None: any that has room, now or when one joins.
+            never: ids of nodes that it must not be.
+        """
+        selector = {}
+        if node is not None:
+            selector = {NODE_LABEL: node}
+        elif never:
+            selector = {NODE_LABEL: f"!in({','.join(never)})"}
+        make = partial(
+            placement_group,
+            [dict(bundle)],
+            strategy="STRICT_PACK",
+            name=name,
+            bundle_label_selector=[selector] if selector else None,
+        )
+        making = asyncio.ensure_future(_beside(make))
+        try:
+            return Group(await asyncio.shield(making), bundle)
+        except asyncio.CancelledError:
+            await self.release(Group(await making, bundle))
+            raise
+
+    def existing(self, name: str, bundle: Resources) -> Group:
+        """Return an existing placement group, whose first bundle we may use.
+
+        Raises:
+            CannotServe: there is none of that name, or too little in that bundle.
+        """
+        try:
+            handle = get_placement_group(name)
+        except ValueError as error:
+            raise CannotServe(
+                f"--ray-placement-groups: there is no {name} in Ray's namespace "
+                f"{ray.get_runtime_context().namespace} (--ray-namespace)"
+            ) from error
+        first = handle.bundle_specs[0]
+        if any(first.get(each, 0.0) < amount for each, amount in bundle.items()):
+            raise CannotServe(
+                f"--ray-placement-groups: the first bundle of {name} has {amounts(first)}, and a "
+                f"rank needs {amounts(bundle)}"
+            )
+        return Group(handle, bundle, is_ours=False)
+
+    async def placed_on(self, group: Group) -> str | None:
+        """Return the id of the node on which a placement group is; None: on none yet."""
+        table = await _beside(partial(placement_group_table, group.handle))
+        if table.get("state") != "CREATED":
+            return None
+        return str(table["bundles_to_node_id"][0])
+
+    async def release(self, group: Group) -> None:
+        """Remove a placement group of ours, and with it what runs there."""
+        if not group.is_ours:
+            return
+        with contextlib.suppress(Exception):  # gone already, or with the cluster
+            await _beside(partial(remove_placement_group, group.handle))
+
+    def start_actor(self, name: str, group: Group) -> "RemoteActor":
+        """Start an actor that takes the whole of a placement group."""
+        resources = dict(group.bundle)
+        memory = resources.pop("memory", None)
+        handle = self._actor.options(
+            name=name,
+            num_cpus=resources.pop("CPU", 0.0),
+            num_gpus=resources.pop("GPU", 0.0),
+            memory=None if memory is None else int(memory),
+            resources=resources,
+            max_restarts=0,  # its place is filled again by the keeper
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group.handle, placement_group_bundle_index=0
+            ),
+        ).remote()
+        return RemoteActor(handle)
+
+    def close(self) -> None:
+        """Leave the cluster, which removes what is left of ours; ends a cluster of our own."""
+        ray.shutdown()
+
+
+class RemoteActor:
+    """An actor of ours, as `server.fleet.ray.actor.EngineActor` says."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method and wait for what it returns.
+
+        Raises:
+            ActorLost: it has died, or cannot be reached.
+            OSError: it says that something cannot be done on its node.
+        """
+        try:
+            return await getattr(self._handle, method).remote(*arguments)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.as_instanceof_cause()
+            raise OSError(str(getattr(cause, "cause", None) or cause)) from error
+        except ray.exceptions.RayError as error:
+            alone = isinstance(error, ray.exceptions.ActorDiedError)
+            raise ActorLost(str(error).partition("\n")[0], alone=alone) from error
+
+    def tell(self, method: str) -> None:
+        """Call a method without waiting for it."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            getattr(self._handle, method).remote()
+
+    async def kill(self) -> None:
+        """End the actor's process at once."""
+        with contextlib.suppress(Exception):  # it has ended already, or with the cluster
+            await _beside(partial(ray.kill, self._handle, no_restart=True))
+
+
+async def _beside(work: Callable[[], T]) -> T:
+    """Call a function that waits for Ray, without blocking the event loop."""
+    return await asyncio.to_thread(work)
+
+
+def _hear_ray() -> None:
+    """Turn what Ray prints about its nodes on standard output into log lines of level debug.
+
+    The supervisor prints nothing there, and says itself what has become of its engines.
+    """
+    said = logging.getLogger("ray.said")
+    said.setLevel(logging.INFO if logger.isEnabledFor(logging.DEBUG) else logging.WARNING)
+    sys.stdout = LogLines(said)
+
+
+def _running_here() -> str | None:
+    """Return the address of the cluster that `ray start` began on this node, if it still runs."""
+    noted = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+    try:
+        address = noted.read_text().strip()
+        _check_reachable(address)
+    except (OSError, CannotServe, ValueError):
+        return None
+    return address
+
+
+def _check_reachable(address: str) -> None:
+    """Check in seconds what Ray would take a minute to find out.
+
+    Raises:
+        CannotServe: nothing listens there.
+    """
+    if "://" in address or address == "auto":
+        if address.startswith("ray://"):
+            raise CannotServe(
+                f"{address} is the address for Ray's clients: run on a node of the cluster and "
+                "give the address that `ray start` printed (HOST:6379), or submit a job"
+            )
+        return
+    host, port = split_host_port(address)
+    try:
+        socket.create_connection((host, port), CONNECT_TIMEOUT).close()
+    except OSError as error:
+        raise CannotServe(_explained(address, error)) from error
+
+
+def _explained(address: str | None, error: Exception) -> str:
+    text = str(error)
+    if "Version mismatch" in text:
+        told = " ".join(text.split())
+        return f"{told} Install the same version of Ray and Python on all nodes."
+    if address is None or address == "local":
+        return f"no Ray cluster of its own can be started: {text}"
+    return (
+        f"no Ray cluster answers at {address}: {text}. Begin one with `ray start --head`, or give "
+        "another --ray-address (RAY_ADDRESS); with neither, `swell serve` starts its own"
+    )

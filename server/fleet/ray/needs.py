@@ -1,0 +1,93 @@
+"""The resources that one rank asks of a Ray cluster, by its engine's settings. No I/O."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from engine.shared.config import EngineConfig
+from server.config import RayConfig
+from server.fleet.backend import CannotServe
+from server.fleet.ray.packing import Resources
+
+NEVER_COPIED = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "PATH", "HOME", "HOSTNAME", "PYTHONPATH", "LD_LIBRARY_PATH"}
+)
+"""Variables that belong to a node, whatever is asked for."""
+
+
+def needs_of_rank(config: EngineConfig, ray: RayConfig, *, has_gpus: bool) -> Resources:
+    """Return what one rank needs: one bundle, as its processes share a node.
+
+    Args:
+        has_gpus: whether any node of the cluster has GPUs, which `--device auto` takes then.
+
+    Raises:
+        CannotServe: `--ray-engine-resources` is no object of numbers.
+    """
+    processes = config.parallel.processes
+    memory = ray.ray_engine_memory
+    if uses_gpus(config, has_gpus=has_gpus):
+        needs = {"CPU": float(processes), "GPU": float(processes)}
+    else:
+        needs = {"CPU": float(cpus(config))}
+        memory = memory or config.cache.kv_cache_memory_bytes
+    if memory:
+        needs["memory"] = float(memory)
+    return needs | _own_resources(ray.ray_engine_resources)
+
+
+def cpus(config: EngineConfig) -> int:
+    """Return how many cores a rank without GPUs computes with."""
+    return config.executor.threads or config.parallel.processes
+
+
+def uses_gpus(config: EngineConfig, *, has_gpus: bool) -> bool:
+    """Whether a rank needs a GPU for each of its processes."""
+    if config.executor.executor == "simulated" or config.model.device == "cpu":
+        return False
+    return config.model.device == "cuda" or has_gpus
+
+
+def _own_resources(text: str) -> dict[str, float]:
+    try:
+        found = msgspec.json.decode(text, type=dict[str, float])
+    except msgspec.DecodeError as error:
+        raise CannotServe(
+            f'--ray-engine-resources has to be a JSON object of numbers, as {{"slot": 1}}: {error}'
+        ) from error
+    wrong = [name for name, amount in found.items() if not 0 < amount < float("inf")]
+    if wrong:
+        raise CannotServe(f"--ray-engine-resources: the amount of {wrong[0]} is not positive")
+    return found
+
+
+def engine_config(config: EngineConfig, *, gpus: bool, most_on_node: int) -> EngineConfig:
+    """Return the settings of an engine that runs in bundles of its own.
+
+    Ray shows it only its own devices, so it counts as the first engine of its node; threads are
+    the cores that it asked for.
+
+    Args:
+        most_on_node: how many engines may share a node's memory.
+    """
+    parallel = msgspec.structs.replace(
+        config.parallel, data_parallel_rank_local=0, data_parallel_size_local=most_on_node
+    )
+    executor, model = config.executor, config.model
+    if not gpus:
+        executor = msgspec.structs.replace(executor, threads=cpus(config))
+        model = msgspec.structs.replace(model, device="cpu")
+    else:
+        model = msgspec.structs.replace(model, device="cuda")
+    return msgspec.structs.replace(config, parallel=parallel, executor=executor, model=model)
+
+
+def copied_environment(patterns: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that engines get of the supervisor's, by name or pattern (`HF_*`)."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in NEVER_COPIED
+        and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }

@@ -1,0 +1,160 @@
+"""On which nodes of a Ray cluster ranks are placed. No I/O.
+
+A rank's processes share a node. The strategies are those of vLLM:
+
+- strict: so many ranks (`--data-parallel-size-local`, by default all) on each node; a node with
+  less room is left out.
+- fill: on each node as many as fit, one node after the other.
+- span: as fill. It is there for ranks that need more than one node has, which is refused here.
+
+The node of the supervisor comes first, then the others by address.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+PackStrategy = Literal["strict", "fill", "span"]
+
+Resources = Mapping[str, float]
+"""Amounts by Ray's names of them: CPU, GPU, memory (bytes), or an operator's own."""
+
+_NODES_NAMED = 8
+_ROUNDING = 1e-6  # Ray counts in ten-thousandths
+
+
+class RayNode(NamedTuple):
+    """One living node of a Ray cluster."""
+
+    id: str
+    name: str
+    """Its address, for people."""
+    total: Resources
+    free: Resources
+
+
+class Choice(NamedTuple):
+    """Where a rank can go now."""
+
+    node: RayNode | None
+    """None: nowhere."""
+    reason: str
+    """Why there is no room, for people."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What ranks need, and how they are spread."""
+
+    strategy: PackStrategy
+    needs: Resources
+    """Of one rank."""
+    per_node: int
+    """Ranks on each node; counts for `strict` only."""
+
+    def plan(self, nodes: Sequence[RayNode], ranks: int) -> list[RayNode]:
+        """Return the node of each rank, as far as there is room; the supervisor's node is first."""
+        planned: list[RayNode] = []
+        for node in nodes:
+            room = self._room(node)
+            if self.strategy == "strict":
+                room = self.per_node if room >= self.per_node else 0
+            planned += [node] * min(room, ranks - len(planned))
+        return planned
+
+    def choose(
+        self, nodes: Sequence[RayNode], held: Mapping[str, int], avoid: Collection[str] = ()
+    ) -> Choice:
+        """Return where one more rank goes.
+
+        Args:
+            held: how many ranks of ours each node has, by id; what Ray says is free may not yet
+                tell of all.
+            avoid: ids of nodes that are taken only if there is no other.
+        """
+        fitting = [node for node in nodes if self._takes_one_more(node, held.get(node.id, 0))]
+        fitting.sort(key=lambda node: node.id in avoid)
+        return Choice(fitting[0], "") if fitting else Choice(None, self.lack(nodes, held))
+
+    def full(self, held: Mapping[str, int]) -> list[str]:
+        """Return the ids of nodes that get no further rank, however much they have."""
+        if self.strategy != "strict":
+            return []
+        return sorted(node for node, ranks in held.items() if ranks >= self.per_node)
+
+    def _takes_one_more(self, node: RayNode, ranks: int) -> bool:
+        if self.strategy == "strict" and ranks >= self.per_node:
+            return False
+        return self._room(node) >= 1 and self._count(node.total) > ranks
+
+    def _room(self, node: RayNode) -> int:
+        return self._count(node.free)
+
+    def _count(self, there: Resources) -> int:
+        """Return how many ranks these resources are enough for."""
+        counts = [
+            int(there.get(name, 0.0) / amount + _ROUNDING)
+            for name, amount in self.needs.items()
+            if amount
+        ]
+        return min(counts, default=0)
+
+    def refusal(self, nodes: Sequence[RayNode], ranks: int) -> str | None:
+        """Return why this many ranks cannot be placed, and what to do; None if they can."""
+        planned = self.plan(nodes, ranks)
+        if len(planned) >= ranks:
+            return None
+        if not any(self._count(node.total) for node in nodes):
+            advice = (
+                "no node of the cluster has that much: the processes of one rank share a node, "
+                "so lower --tensor-parallel-size, --pipeline-parallel-size or --threads, or add "
+                "larger nodes"
+            )
+        elif self.strategy == "strict":
+            advice = (
+                f"--ray-dp-pack-strategy strict takes only nodes with room for {self.per_node}: "
+                "set --data-parallel-size-local to the ranks of each node, choose fill, "
+                "lower --data-parallel-size or add nodes"
+            )
+        else:
+            advice = "lower --data-parallel-size or add nodes"
+        return (
+            f"the Ray cluster has room for {len(planned)} of {ranks} ranks. Each needs "
+            f"{amounts(self.needs)}. Free: {self._free(nodes, {})}. To go on: {advice}, or wait "
+            "for nodes with --ray-wait-for-nodes"
+        )
+
+    def lack(self, nodes: Sequence[RayNode], held: Mapping[str, int]) -> str:
+        """Return what a rank that finds no room waits for."""
+        return f"waiting for {amounts(self.needs)}: free are {self._free(nodes, held)}"
+
+    def _free(self, nodes: Sequence[RayNode], held: Mapping[str, int]) -> str:
+        told = []
+        for node in nodes[:_NODES_NAMED]:
+            lacks = [
+                f"{_amount(name, node.free.get(name, 0.0))} of "
+                f"{_amount(name, node.total.get(name, 0.0))} {name}"
+                for name in self.needs
+            ]
+            full = ", as many ranks as it may have" if node.id in self.full(held) else ""
+            told.append(f"{node.name} {' and '.join(lacks)}{full}")
+        if len(nodes) > _NODES_NAMED:
+            told.append(f"{len(nodes) - _NODES_NAMED} more nodes")
+        return "; ".join(told) or "no nodes at all"
+
+
+def most_on_a_node(planned: Sequence[RayNode]) -> int:
+    """Return how many ranks the node with the most of them has; at least 1."""
+    return max(Counter(node.id for node in planned).values(), default=1)
+
+
+def amounts(resources: Resources) -> str:
+    """Return amounts for people, e.g. `2 CPU and 1 GPU`."""
+    return " and ".join(f"{_amount(name, each)} {name}" for name, each in resources.items())
+
+
+def _amount(name: str, amount: float) -> str:
+    if name in ("memory", "object_store_memory"):
+        return f"{amount / 2**30:.1f} GiB"
+    return f"{amount:.4g}"

@@ -1,0 +1,1 @@
+"""From texts to what engines make vectors of, and their vectors."""

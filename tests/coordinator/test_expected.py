@@ -1,0 +1,83 @@
+"""Engines that shall be there and are not: which, why and for how long."""
+
+import pytest
+
+from coordinator.config import CoordinatorConfig
+from coordinator.expected import MEMORY, Expected
+from engine.shared.messages import MissingEngine
+from engine.shared.settings import SettingsError, load
+
+
+def test_those_that_never_came_are_missing_up_to_the_number() -> None:
+    expected = Expected(4)
+    assert expected.missing({0, 2}, 10.0) == [
+        MissingEngine(1, "not_joined", 0.0), MissingEngine(3, "not_joined", 0.0)
+    ]  # fmt: skip
+    assert expected.missing({0, 1, 2}, 25.0) == [MissingEngine(3, "not_joined", 15.0)]
+    assert expected.missing({0, 1, 2, 3}, 26.0) == []
+    assert expected.missing({0, 1, 2, 5}, 27.0) == [], "as many as there shall be, whatever ranks"
+
+
+def test_a_lost_engine_is_missing_with_the_reason_until_its_rank_is_taken_again() -> None:
+    expected = Expected(3)
+    assert expected.missing({0, 1, 2}, 0.0) == []
+    expected.left(1, "silent")
+    assert expected.missing({0, 2}, 5.0) == [MissingEngine(1, "silent", 0.0)]
+    assert expected.missing({0, 2}, 605.0) == [MissingEngine(1, "silent", 600.0)]
+    assert expected.missing({0, 1, 2}, 606.0) == []
+    expected.left(1, "died")
+    assert expected.missing({0, 2}, 700.0) == [MissingEngine(1, "died", 0.0)]
+
+
+def test_another_rank_in_its_place_counts_and_the_lost_one_is_forgotten() -> None:
+    expected = Expected(2)
+    expected.left(0, "died")
+    assert expected.missing({1}, 0.0) == [MissingEngine(0, "died", 0.0)]
+    assert expected.missing({1, 7}, 1.0) == []
+    assert expected.missing({1}, 2.0) == [MissingEngine(0, "not_joined", 0.0)]
+
+
+def test_one_that_drained_is_missing_only_where_it_shall_be_there() -> None:
+    known, unknown = Expected(2), Expected()
+    for each in (known, unknown):
+        each.left(1, "drained")
+    assert known.missing({0}, 0.0) == [MissingEngine(1, "drained", 0.0)]
+    assert unknown.missing({0}, 0.0) == []
+
+
+def test_a_smaller_number_is_not_a_loss() -> None:
+    expected = Expected(4)
+    expected.left(3, "drained")
+    expected.left(2, "drained")
+    expected.number = 2
+    assert expected.missing({0, 1}, 0.0) == []
+    expected.number = 3
+    assert expected.missing({0, 1}, 1.0) == [MissingEngine(2, "not_joined", 0.0)]
+
+
+def test_without_a_number_crashes_are_remembered_for_a_while() -> None:
+    expected = Expected()
+    expected.left(3, "died")
+    assert expected.missing({0}, 0.0) == [MissingEngine(3, "died", 0.0)]
+    assert expected.missing({0}, MEMORY) == [MissingEngine(3, "died", MEMORY)]
+    assert expected.missing({0}, MEMORY + 1) == []
+    expected.left(2, "silent")
+    assert expected.missing({0, 2}, MEMORY + 2) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "of_unnamed", "of_next"),
+    [("", None, None), ("64", 64, None), ("next=6,4", 4, 6), ("next=6", None, 6)],
+)
+def test_the_setting_says_it_of_each_group(
+    text: str, of_unnamed: int | None, of_next: int | None
+) -> None:
+    environment = {"SWELL_EXPECTED_ENGINES": text} if text else {}
+    publish = load(CoordinatorConfig, {}, environment).publish
+    assert (publish.expected(""), publish.expected("next")) == (of_unnamed, of_next)
+
+
+@pytest.mark.parametrize("wrong", ["many", "next=", "next=-1", "a b=2", "=3"])
+def test_a_setting_that_is_none_is_refused_by_name(wrong: str) -> None:
+    with pytest.raises(SettingsError, match="SWELL_EXPECTED_ENGINES"):
+        load(CoordinatorConfig, {}, {"SWELL_EXPECTED_ENGINES": wrong})

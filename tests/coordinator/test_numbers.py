@@ -1,0 +1,41 @@
+"""Who gets which number, also from a coordinator that has just started and knows nobody."""
+
+import pytest
+
+from coordinator.numbers import LONGEST_WAIT, Numbers
+from engine.shared.messages import Hello, Refused
+
+GRACE = 5.0
+
+
+def hello(index: int, incarnation: int) -> Hello:
+    return Hello("front_end", index, incarnation, "h", 1)
+
+
+@pytest.fixture
+def numbers() -> Numbers:
+    made = Numbers(GRACE)
+    made.begin(100.0)
+    return made
+
+
+def test_nobody_is_given_a_number_while_those_of_before_may_still_tell_theirs(
+    numbers: Numbers,
+) -> None:
+    refused = numbers.number_for(hello(-1, 9), {}, 100.0 + GRACE - 0.1)
+    assert isinstance(refused, Refused)
+    assert not refused.final
+    assert "5 s" in refused.reason
+    assert numbers.number_for(hello(0, 5), {}, 101.0) == 0
+    assert numbers.number_for(hello(-1, 9), {0: 5}, 100.0 + GRACE) == 1
+
+
+def test_who_comes_with_a_number_or_has_one_is_not_kept_waiting(numbers: Numbers) -> None:
+    assert numbers.number_for(hello(3, 9), {}, 100.0) == 3
+    assert numbers.number_for(hello(-1, 9), {3: 9}, 100.0) == 3
+
+
+def test_nobody_waits_longer_than_it_looks_for_a_coordinator() -> None:
+    numbers = Numbers(3600.0)
+    numbers.begin(0.0)
+    assert numbers.number_for(hello(-1, 9), {}, LONGEST_WAIT) == 0

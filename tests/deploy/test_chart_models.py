@@ -1,0 +1,144 @@
+"""The chart while one model replaces another: neither is taken away too early."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.fake_kubernetes import FakeKubernetes, fake_kubernetes
+from tests.deploy.test_chart import Manifest, environment, find, helm, install, render
+
+pytestmark = pytest.mark.deploy
+
+OLD = ("model.name=old", "model.servedName=chat", "engine.replicas=4")
+NEW = ("model.name=new", "model.servedName=chat", "model.group=next", "engine.replicas=6")
+BOTH = (*NEW, "previous.model.name=old", "previous.engineReplicas=4")
+
+
+def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """Return the engines and API pods, by name."""
+    return {
+        m["metadata"]["name"]: m
+        for m in manifests
+        if m["kind"] in ("Deployment", "StatefulSet") and "engine_group" in m["metadata"]["labels"]
+    }
+
+
+def test_the_old_models_pods_stay_as_they_are_beside_the_new_ones() -> None:
+    before, both, after = (workloads(render(None, *sets)) for sets in (OLD, BOTH, NEW))
+    names = {"demo-swell-engine", "demo-swell-api"}
+    assert before.keys() == names
+    assert both.keys() == names | {"demo-swell-engine-next", "demo-swell-api-next"}
+    assert after.keys() == {"demo-swell-engine-next", "demo-swell-api-next"}
+    for name in names:
+        assert both[name] == before[name]
+    engines = "demo-swell-engine-next"
+    assert both[engines] == after[engines]
+    assert environment(both[engines])["SWELL_MODEL"] == "new"
+    groups = {name: environment(each).get("SWELL_ENGINE_GROUP") for name, each in both.items()}
+    assert groups == {name: "next" if name.endswith("next") else None for name in both}, (
+        "engines and front ends of one model see only each other"
+    )
+    assert environment(both["demo-swell-api-next"])["SWELL_MIN_READY_ENGINES"] == "3"
+    assert "SWELL_MIN_READY_ENGINES" not in environment(both["demo-swell-api"])
+
+
+def test_both_models_are_behind_one_service_and_no_selector_takes_pods_of_the_other() -> None:
+    manifests = render(None, *BOTH)
+    service = find(manifests, "Service", "demo-swell")["spec"]["selector"]
+    pods = {
+        name: each["spec"]["template"]["metadata"]["labels"]
+        for name, each in workloads(manifests).items()
+    }
+    behind = {name for name, labels in pods.items() if service.items() <= labels.items()}
+    assert behind == {"demo-swell-api", "demo-swell-api-next"}
+    for name, each in workloads(manifests).items():
+        wanted = each["spec"]["selector"]["matchLabels"]
+        assert [n for n, labels in pods.items() if wanted.items() <= labels.items()] == [name]
+
+
+def test_what_an_old_model_was_started_with_can_be_said() -> None:
+    manifests = render(
+        None, *BOTH, "previous.model.servedName=", "previous.model.revision=v1",
+        "previous.model.maxLength=512", "previous.apiReplicas=1",
+        "previous.engineEnv.SWELL_DTYPE=float32",
+    )  # fmt: skip
+    engine = find(manifests, "StatefulSet", "demo-swell-engine")
+    variables = environment(engine)
+    assert engine["metadata"]["annotations"]["swell/agreed"] == (
+        "old, v1, max length 512, dtype float32"
+    )
+    assert (variables["SWELL_REVISION"], variables["SWELL_DTYPE"]) == ("v1", "float32")
+    assert "SWELL_SERVED_MODEL_NAME" not in variables
+    assert find(manifests, "Deployment", "demo-swell-api")["spec"]["replicas"] == 1
+
+
+def test_only_the_new_models_engines_are_counted_and_scaled() -> None:
+    on = ("engine.autoscaling.enabled=true", "api.autoscaling.enabled=true")
+    manifests = render(None, *BOTH, *on)
+    scaled = find(manifests, "ScaledObject", "demo-swell-engine-next")["spec"]
+    assert scaled["scaleTargetRef"]["name"] == "demo-swell-engine-next"
+    assert 'engine_group="next"' in scaled["triggers"][0]["metadata"]["query"]
+    assert find(manifests, "StatefulSet", "demo-swell-engine")["spec"]["replicas"] == 4
+    scaler = find(manifests, "HorizontalPodAutoscaler", "demo-swell-api-next")["spec"]
+    assert scaler["scaleTargetRef"]["name"] == "demo-swell-api-next"
+
+
+def test_the_coordinator_knows_how_many_engines_each_model_shall_have() -> None:
+    def expected(*sets: str) -> str | None:
+        variables = environment(find(render(None, *sets), "Deployment", "demo-swell-coordinator"))
+        return variables.get("SWELL_EXPECTED_ENGINES")
+
+    assert expected(*OLD) == "4"
+    assert expected(*BOTH) == "next=6,4"
+    assert expected(*NEW) == "next=6"
+    assert expected(*BOTH, "engine.autoscaling.enabled=true") == "4", "an autoscaler knows best"
+
+
+def test_two_models_have_to_have_two_groups() -> None:
+    sets = [part for each in (*OLD, "previous.model.name=older") for part in ("--set", each)]
+    done = helm("template", "demo", "helm/swell", "--kube-version", "1.30.0", *sets)
+    assert done.returncode != 0
+    assert "previous.model.group" in done.stderr
+
+
+def serve(cluster: FakeKubernetes, kind: str, name: str, **status: int) -> None:
+    cluster.objects[f"/apis/apps/v1/namespaces/llm/{kind}/{name}"]["status"] = status
+
+
+def test_an_upgrade_that_would_take_a_model_away_before_another_serves_is_refused(
+    tmp_path: Path,
+) -> None:
+    with fake_kubernetes(tmp_path) as (cluster, config):
+
+        def refused(*sets: str) -> str:
+            done = install(config, *sets)
+            assert done.returncode != 0
+            return done.stderr
+
+        def release(*sets: str) -> None:
+            done = install(config, *sets)
+            assert done.returncode == 0, done.stdout + done.stderr
+
+        release(*OLD)
+        serve(cluster, "statefulsets", "demo-swell-engine", readyReplicas=4)
+        in_place = refused("model.name=new", *OLD[1:])
+        assert "previous.model.name" in in_place
+        assert '"old"' in in_place
+        assert "model.group" in in_place
+        assert "no API pod of demo-swell-api-next is ready" in refused(*NEW)
+        release(*BOTH)
+        serve(cluster, "statefulsets", "demo-swell-engine-next", readyReplicas=2)
+        assert "is ready" in refused(*NEW), "half of the engines are not ready yet"
+        serve(cluster, "deployments", "demo-swell-api-next", availableReplicas=2)
+        release(*NEW)
+        paths = [path for path in cluster.objects if "statefulsets" in path]
+        assert [path.rsplit("/", 1)[-1] for path in paths] == ["demo-swell-engine-next"]
+        assert set(cluster.replicas_seen["demo-swell-engine"]) == {4}
+
+
+def test_a_pause_can_be_chosen(tmp_path: Path) -> None:
+    with fake_kubernetes(tmp_path) as (cluster, config):
+        assert install(config, *OLD).returncode == 0
+        serve(cluster, "statefulsets", "demo-swell-engine", readyReplicas=4)
+        done = install(config, *NEW, "allowPause=true")
+        assert done.returncode == 0, done.stderr

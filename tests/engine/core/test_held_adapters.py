@@ -1,0 +1,204 @@
+"""An engine has the adapters of the cluster's sheet, and those that its requests still use."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.adapter_files import write_adapter
+from engine.core.engine_core import EngineCore
+from engine.executor.simulated import SimulatedExecutor
+from engine.lora.modules import AdaptableModules
+from engine.lora.store import AdapterStore
+from engine.models.hf_config import read_spec
+from engine.shared.adapters import configured_adapters
+from engine.shared.config import BUNDLED_MODEL, CacheConfig, EngineConfig, LoraConfig, ModelConfig
+from engine.shared.messages import (
+    AdapterEntry,
+    AdapterSheet,
+    AddRequest,
+    HeldAdapter,
+    SamplingParams,
+    UtilityCall,
+)
+
+
+class Engine:
+    """A core whose adapters are in a directory of the test's own."""
+
+    def __init__(self, root: Path, **lora: Any) -> None:
+        settings = {"enable_lora": True, "max_loras": 2, "lora_dir": str(root), **lora}
+        config = EngineConfig(
+            model=ModelConfig(max_model_len=64),
+            cache=CacheConfig(block_size=4, num_kv_blocks=64),
+            lora=LoraConfig(**settings),
+        )
+        modules = AdaptableModules(read_spec(BUNDLED_MODEL))
+        self.store = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
+        executor = SimulatedExecutor(config, timing="virtual", adapters=self.store)
+        self.reports: list[list[HeldAdapter]] = []
+        self.core = EngineCore(
+            config,
+            executor,
+            rank=0,
+            incarnation=1,
+            on_adapters=lambda _, held: self.reports.append(held),
+        )
+        self.core.front_end_joined(0, 1)
+        self.config = config
+
+    def take(self, revision: int, *entries: AdapterEntry) -> dict[int, HeldAdapter]:
+        """Take a sheet to its end; return what was reported last, by serial."""
+        self.core.adapters.take(AdapterSheet(revision, list(entries)))
+        self.core.adapters.wait()
+        return {each.serial: each for each in self.reports[-1]}
+
+    def run(self, id: int, version: str, max_tokens: int = 3) -> list[Any]:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=id)
+        self.core.handle(AddRequest(id, str(id), 0, 0, [1, 2, 3], sampling, adapter=version))
+        outputs = []
+        while self.core.has_work:
+            outputs += self.core.step().outputs.get(0, [])
+        return outputs
+
+    def call(self, utility: str, **arguments: Any) -> Any:
+        self.core.handle(UtilityCall(1, 0, utility, arguments))
+        answers = self.core.answers()
+        assert answers is not None
+        [(_, result)] = answers.utility_results
+        return result.error or result.result
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    for seed, name in enumerate(("sql", "law", "art")):
+        write_adapter(tmp_path / name, seed=seed)
+    made = Engine(tmp_path)
+    yield made
+    made.store.shutdown()
+
+
+def test_an_entry_is_read_and_serves_until_it_leaves_the_sheet(engine: Engine) -> None:
+    held = engine.take(1, AdapterEntry(1, "sql", "sql"))[1]
+    assert held.version
+    assert engine.run(1, held.version)[-1].finish_reason == "length"
+    assert engine.take(2) == {}
+    assert held.version not in engine.store
+    assert engine.run(2, held.version)[-1].finish_reason == "error"
+
+
+def test_a_version_stays_until_its_last_request_has_ended(engine: Engine) -> None:
+    version = engine.take(1, AdapterEntry(1, "sql", "sql"))[1].version
+    sampling = SamplingParams(max_tokens=10, seed=1)
+    engine.core.handle(AddRequest(1, "1", 0, 0, [1, 2, 3], sampling, adapter=version))
+    engine.core.step()
+    engine.take(2, AdapterEntry(2, "sql", "law"))
+    assert version in engine.store
+    tokens = []
+    while engine.core.has_work:
+        tokens += engine.core.step().outputs.get(0, [])
+    assert tokens[-1].finish_reason == "length"
+    engine.core.step()
+    assert version not in engine.store
+
+
+def test_the_same_content_under_two_names_is_one_version(engine: Engine, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "sql", tmp_path / "copy")
+    entries = AdapterEntry(1, "sql", "sql"), AdapterEntry(2, "copy", "copy")
+    held = engine.take(1, *entries)
+    assert held[1].version == held[2].version
+    engine.take(2, entries[1])
+    assert held[1].version in engine.store
+
+
+def test_an_older_sheet_changes_nothing(engine: Engine) -> None:
+    entry = AdapterEntry(1, "sql", "sql")
+    held = engine.take(5, entry)
+    engine.core.adapters.take(AdapterSheet(4))
+    assert engine.take(5, entry) == held
+
+
+def test_files_that_were_changed_since_are_not_taken_for_the_version(
+    engine: Engine, tmp_path: Path
+) -> None:
+    version = engine.take(1, AdapterEntry(1, "sql", "sql"))[1].version
+    engine.take(2)
+    write_adapter(tmp_path / "sql", seed=9)
+    held = engine.take(3, AdapterEntry(3, "sql", "sql", version, "serving"))
+    assert "changed" in held[3].error
+    assert version not in engine.store
+
+
+def test_paths_outside_too_many_adapters_and_bad_ones_are_reported(tmp_path: Path) -> None:
+    for seed, name in enumerate(("sql", "law")):
+        write_adapter(tmp_path / "root" / name, seed=seed)
+    write_adapter(tmp_path / "secret")
+    (tmp_path / "root" / "bad").mkdir()
+    engine = Engine(tmp_path / "root", max_loras=1, max_cpu_loras=2)
+    held = engine.take(
+        1,
+        AdapterEntry(1, "secret", "../secret"),
+        AdapterEntry(2, "bad", "bad"),
+        AdapterEntry(3, "sql", "sql"),
+    )
+    assert "outside" in held[1].error
+    assert "adapter_config.json" in held[2].error
+    assert "--max-cpu-loras" in held[3].error
+    engine.store.shutdown()
+    closed = Engine(tmp_path / "root", lora_dir=None)
+    assert "--lora-dir" in closed.take(1, AdapterEntry(1, "sql", "sql"))[1].error
+    closed.store.shutdown()
+
+
+def test_adapters_of_the_settings_may_lie_anywhere(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "one")
+    write_adapter(tmp_path / "two", seed=2)
+    text = json.dumps({"name": "two", "path": str(tmp_path / "two")})
+    engine = Engine(tmp_path / "none", lora_modules=(f"one={tmp_path / 'one'}", text))
+    sheet = configured_adapters(engine.config.lora)
+    assert sheet is not None
+    engine.core.adapters.take(sheet)
+    assert engine.core.adapters.wait() == []
+    assert engine.call("list_loras").keys() == {"one", "two"}
+    engine.store.shutdown()
+
+
+def test_pins_are_asked_for_by_name(engine: Engine) -> None:
+    engine.take(1, AdapterEntry(1, "sql", "sql"), AdapterEntry(2, "law", "law"))
+    assert engine.call("pin_lora", name="sql") == {"is_pinned": True}
+    assert "--max-loras" in engine.call("pin_lora", name="law")
+    assert "no adapter 'none'" in engine.call("pin_lora", name="none")
+    assert engine.call("unpin_lora", name="sql") == {"is_pinned": False}
+    assert engine.call("pin_lora", name="law") == {"is_pinned": True}
+
+
+def test_stats_say_which_adapters_run_and_wait(engine: Engine) -> None:
+    held = engine.take(1, *(AdapterEntry(i, n, n) for i, n in enumerate(("sql", "law", "art"), 1)))
+    versions = [each.version for _, each in sorted(held.items())]
+    for id, version in enumerate(versions, 1):
+        sampling = SamplingParams(max_tokens=9, seed=id)
+        engine.core.handle(AddRequest(id, str(id), 0, 0, [1, 2, 3], sampling, adapter=version))
+    engine.core.step()
+    load = engine.core.stats().adapters
+    assert load is not None
+    assert set(load.running) == set(versions[:2])
+    assert load.waiting == versions[2:]
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"lora_dir": "/x"},
+        {"lora_modules": ("a=b",)},
+        {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 2},
+        {"enable_lora": True, "lora_modules": ("a=b", "a=c")},
+        {"enable_lora": True, "lora_modules": ("ab",)},
+        {"enable_lora": True, "lora_modules": ('{"name": "a"}',)},
+        {"enable_lora": True, "lora_modules": ('{"name": "a", "path": "b", "x": 1}',)},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(lora: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="lora"):
+        LoraConfig(**lora)

@@ -1,0 +1,116 @@
+"""A device that there is not: tensors that count as being on it, and connections for them alone.
+
+It is as strict as CUDA and NCCL are, on a machine without either: tensors of the device and of the
+processor do not mix, and whatever travels over the wrong connections is refused.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.overrides import TorchFunctionMode
+
+from engine.distributed import backend
+from engine.distributed.backend import Backend, Connections
+from engine.distributed.group import CPU
+from engine.distributed.spec import GroupSpec
+
+DEVICE = torch.device("cuda")
+"""What groups are told that the tensors are on, and what these say themselves."""
+
+
+class OnDevice(Tensor):
+    """A tensor that counts as being on the device, as does all that is computed from it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for each in _tensors((*args, *kwargs.values())):
+            assert isinstance(each, OnDevice) or each.dim() == 0, (
+                f"{func.__name__}: a tensor of the processor among those of the device"
+            )
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return plain(result) if func.__name__ == "cpu" else result
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+
+def on_device(values: Tensor) -> Tensor:
+    """Return the same as a tensor of the device."""
+    return cast("Tensor", values.as_subclass(OnDevice))
+
+
+def plain(values: Tensor) -> Tensor:
+    """Return the same as a tensor of the processor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return values.as_subclass(Tensor)
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+class _Placement(TorchFunctionMode):
+    """Puts tensors on the device that are made there or moved there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == DEVICE:
+            kwargs["device"] = CPU
+            return on_device(func(*args, **kwargs))
+        if func is Tensor.to and args[1] == DEVICE:
+            return on_device(args[0])
+        return func(*args, **kwargs)
+
+
+class StrictBackend:
+    """Connections over gloo for one kind of tensors, which refuse the other."""
+
+    def __init__(self, inner: Backend, kind: type[Tensor], abort: Callable[[], None]) -> None:
+        self._inner = inner
+        self._kind = kind
+        self.abort = abort
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        collective = getattr(self._inner, name)
+
+        def checked(*arguments: Any) -> Any:
+            for each in _tensors(arguments):
+                assert type(each) is self._kind, (
+                    f"{name}: {type(each).__name__} over connections for {self._kind.__name__}"
+                )
+            return collective(*map(_without_device, arguments))
+
+        return checked
+
+
+def _without_device(argument: Any) -> Any:
+    if isinstance(argument, list):
+        return [_without_device(each) for each in argument]
+    return plain(argument) if isinstance(argument, Tensor) else argument
+
+
+def install() -> None:
+    """Have this process's groups keep tensors of the device apart from those of the processor."""
+    gloo = backend._gloo
+
+    def of_processor(store: Store, spec: GroupSpec) -> Backend:
+        inner = gloo(store, spec)
+        return cast("Backend", StrictBackend(inner, Tensor, inner.abort))
+
+    def of_device(store: Store, spec: GroupSpec, device: torch.device) -> Backend:
+        assert device == DEVICE
+        inner = Connections(store, "device", spec, CPU)
+        return cast("Backend", StrictBackend(inner.backend, OnDevice, inner.cut))
+
+    backend._gloo = of_processor
+    backend._nccl = of_device
+    _Placement().__enter__()  # type: ignore[no-untyped-call]

@@ -1,0 +1,208 @@
+"""One model cut over several real processes computes what it does in one."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import psutil
+import pytest
+
+from engine.executor.interface import CannotDo
+from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team, WorkerFailed
+from engine.models.formats.checkpoint import CheckpointError
+from engine.models.hf_config import read_spec
+from engine.models.parallel.tensors import Cut
+from engine.models.spec import UnsupportedModel
+from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from tests.engine.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+
+
+def settings(directory: Path, size: int, **scheduler: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), device="cpu"),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
+        scheduler=SchedulerConfig(max_num_seqs=8, **scheduler),
+        executor=ExecutorConfig(threads=1),
+        parallel=ParallelConfig(tensor_parallel_size=size, data_parallel_size=1),
+    )
+
+
+class Cluster:
+    """An executor, its team, and a driver for it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.failures: list[str] = []
+        self.team = Team(config, 0, 1)
+        self.executor = MultiProcessExecutor(config, self.team, on_failure=self.failures.append)
+        self.driver = Driver(self)
+
+    def run(self, plan: BatchPlan) -> BatchResult:
+        return self.executor.submit(plan).result()
+
+
+StartCluster: TypeAlias = Callable[..., Cluster]
+
+
+@pytest.fixture
+def start() -> Iterator[StartCluster]:
+    """Return a function that starts a cluster of processes, ended after the test."""
+    running: list[Cluster] = []
+
+    def start(directory: Path, size: int, **scheduler: Any) -> Cluster:
+        running.append(Cluster(settings(directory, size, **scheduler)))
+        return running[-1]
+
+    yield start
+    for cluster in running:
+        pids = cluster.team.pids
+        cluster.executor.shutdown()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("llama", 2),
+        ("llama-biased", 2),
+        ("qwen2-some-windows", 4),  # two key-value heads
+        ("qwen3", 2),
+        ("qwen3-moe-some-dense", 2),
+        ("mixtral", 4),
+        ("gemma2", 2),
+        ("phi3-partial", 2),  # fused tensors
+        ("cohere-normed", 4),
+        ("granite-moe", 2),
+    ],
+)
+def test_every_condition_gives_the_tokens_of_one_process(
+    name: str,
+    size: int,
+    start: StartCluster,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+) -> None:
+    model = checkpoint(name)
+    cut, whole = start(model.directory, size).driver, driver(model.directory)
+    for engine in (cut, whole):
+        engine.start(0, prompt(70))
+        for count in (5, 60, 1, 4):  # a prompt in chunks
+            engine.step({0: count})
+        engine.start(1, prompt(40))
+        engine.start(2, prompt(9))
+        engine.step({1: 40, 0: 1, 2: 9})  # prefills and a decode
+        engine.decode(30, 2, 0, 1)
+        engine.start(3, prompt(40)[:32] + prompt(11), cached_blocks=engine.blocks[1][:4])
+        engine.prefill(3)
+        so_far = engine.tokens[1]
+        engine.start(1, so_far, num_prompt_tokens=40)  # after a preemption
+        engine.step({1: len(so_far), 0: 1})
+        engine.decode(33, 0, 3, 1)
+    assert cut.tokens == whole.tokens
+    assert len(cut.tokens[0]) >= 70 + 64
+
+
+def test_logprobs_of_prompt_and_draws_are_those_of_one_process(
+    start: StartCluster, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    model = checkpoint("llama")
+    sampling = msgspec.structs.replace(
+        GREEDY, temperature=0.8, seed=3, logprobs=2, prompt_logprobs=1
+    )
+    results = []
+    for engine in (start(model.directory, 2).driver, driver(model.directory)):
+        engine.start(0, prompt(20), sampling)
+        results.append(engine.prefill(0))
+    ours, theirs = results
+    assert ours.token_ids == theirs.token_ids
+    assert [p.top_ids for p in ours.prompt_logprobs[0]] == [
+        p.top_ids for p in theirs.prompt_logprobs[0]
+    ]
+    for mine, other in zip(ours.prompt_logprobs[0], theirs.prompt_logprobs[0], strict=True):
+        assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_sleep_profile_and_a_wrong_request_leave_the_team_whole(
+    start: StartCluster,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    tmp_path: Path,
+) -> None:
+    model = checkpoint("qwen3")
+    cluster = start(model.directory, 2, async_scheduling=True)
+    whole = driver(model.directory)
+    names = [psutil.Process(pid).cmdline()[0] for pid in cluster.team.pids]
+    assert names == ["swell: engine 0 worker 1"]
+    cluster.executor.start_profile()
+    for engine in (cluster.driver, whole):
+        engine.start(0, prompt(12))
+        engine.prefill(0)
+    cluster.executor.stop_profile(tmp_path / "step.json.gz")
+    assert {p.name for p in tmp_path.iterdir()} == {"step.json.gz", "step-rank-1.json.gz"}
+    with pytest.raises(CannotDo, match="no profile"):
+        cluster.executor.stop_profile(tmp_path / "again.json.gz")
+
+    cluster.driver.start(1, [-5])
+    with pytest.raises(ValueError, match="vocabulary"):
+        cluster.driver.prefill(1)
+    for level in (1, 2):
+        cluster.executor.sleep(level)
+        cluster.executor.wake_up()
+        again = Driver(cluster)
+        again.start(0, prompt(12))
+        again.prefill(0)
+        assert again.tokens[0] == whole.tokens[0]
+    assert cluster.failures == []
+
+
+def test_a_killed_worker_fails_the_step_and_is_reported_at_once(
+    start: StartCluster, checkpoint: SaveModel, prompt: MakePrompt
+) -> None:
+    cluster = start(checkpoint("llama").directory, 2)
+    cluster.driver.start(0, prompt(5))
+    cluster.driver.prefill(0)
+    os.kill(cluster.team.pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerFailed, match="worker 1 has died"):
+        cluster.driver.decode(1, 0)
+    cluster.team._thread.join(10)
+    assert cluster.failures == ["worker 1 has died"]
+    with pytest.raises(WorkerFailed):
+        cluster.driver.decode(1, 0)
+
+
+def test_what_cannot_be_cut_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
+    spec = read_spec(checkpoint("llama").directory)
+    for size in (3, 8):
+        with pytest.raises(UnsupportedModel, match=f"--tensor-parallel-size {size} does not suit"):
+            Cut(spec, 0, size)
+    (tmp_path / "config.json").write_bytes(
+        (checkpoint("llama").directory / "config.json").read_bytes()
+    )
+    config = settings(tmp_path, 2)
+    team = Team(config, 0, 1)
+    with pytest.raises((CheckpointError, WorkerFailed), match="lacks"):
+        MultiProcessExecutor(config, team)
+    assert not any(psutil.pid_exists(pid) for pid in team.pids)
+
+
+def test_parts_of_all_ranks_make_up_the_model(checkpoint: SaveModel) -> None:
+    spec = read_spec(checkpoint("qwen3-moe-some-dense").directory)
+    cuts = [Cut(spec, rank, 4) for rank in range(4)]
+    assert [cut.spec.num_heads for cut in cuts] == [1, 1, 1, 1]
+    assert [cut.spec.num_kv_heads for cut in cuts] == [1, 1, 1, 1]
+    assert sum(cut.spec.intermediate_size for cut in cuts) == spec.intermediate_size
+    assert sum(cut.vocabulary.stop - cut.vocabulary.start for cut in cuts) == spec.vocab_size

@@ -1,0 +1,372 @@
+"""Pipeline stages in processes of their own give the tokens of one, whatever is in flight."""
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from engine.core.engine_core import EngineCore
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.interface import CannotDo, Executor
+from engine.executor.layout import Layout, Place
+from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team, WorkerFailed
+from engine.grammar.masks import GrammarTable
+from engine.models.formats.checkpoint import SafetensorsCheckpoint
+from engine.models.hf_config import read_spec
+from engine.models.loader import DecoderLoader
+from engine.models.parallel.stages import divide_layers
+from engine.models.settings import ComputeTypes
+from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.process.main import CannotStart, build_executor
+from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.config import (
+    BUNDLED_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.shared.lifeline import Lifeline
+from engine.shared.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineCounters,
+    RegexGrammar,
+    SamplingParams,
+)
+from tests.engine.driver import Driver
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+
+NUM_BLOCKS = 30
+"""Too few for all slots, so that some sequences are preempted."""
+WORDS = RegexGrammar("[a-z]{2,9}( [a-z]{2,9}){2,5}")
+
+
+def settings(
+    directory: Path,
+    *,
+    stages: int = 1,
+    shards: int = 1,
+    partition: str | None = None,
+    batch_invariant: bool = False,
+    **scheduler: Any,
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), device="cpu", dtype="float32", max_model_len=160),
+        cache=CacheConfig(block_size=8, num_kv_blocks=NUM_BLOCKS),
+        scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40, **scheduler),
+        executor=ExecutorConfig(threads=1, batch_invariant=batch_invariant),
+        parallel=ParallelConfig(
+            data_parallel_size=1,
+            tensor_parallel_size=shards,
+            pipeline_parallel_size=stages,
+            pipeline_layer_partition=partition,
+        ),
+    )
+
+
+class Stages:
+    """An executor of several processes."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.failures: list[str] = []
+        self.team = Team(config, 0, 1)
+        self.executor = MultiProcessExecutor(config, self.team, on_failure=self.failures.append)
+
+    def run(self, plan: BatchPlan) -> BatchResult:
+        return self.executor.submit(plan).result()
+
+
+StartStages: TypeAlias = Callable[..., Stages]
+Served: TypeAlias = tuple[
+    dict[int, list[int]], dict[int, str], dict[int, list[tuple[int, list[int]]]]
+]
+"""Tokens, ends and logprobs, as ranks and the most likely tokens, of each request."""
+ServeAlone: TypeAlias = Callable[..., Served]
+
+
+@pytest.fixture(scope="module")
+def stages() -> Iterator[StartStages]:
+    """Return a function that starts processes once for all tests with these arguments."""
+    running: dict[tuple[Any, ...], Stages] = {}
+
+    def start(directory: Path, **arguments: Any) -> Stages:
+        key = str(directory), *arguments.items()
+        if key not in running:
+            running[key] = Stages(settings(directory, **arguments))
+        return running[key]
+
+    yield start
+    for each in running.values():
+        pids = each.team.pids
+        each.executor.shutdown()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def requests(vocab: int, *, grammars: bool = False) -> list[AddRequest]:
+    """Return requests of all kinds; some begin alike, and together they do not fit the KV cache."""
+    rng = random.Random(5)
+    beginning = [rng.randrange(vocab) for _ in range(33)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "prompt_logprobs": 1, "min_tokens": 5},
+        {"temperature": 0.7, "top_k": 20, "presence_penalty": 0.3},
+        {"temperature": 0.0, "grammar": WORDS if grammars else None},
+    ]
+    made = []
+    for id in range(12):
+        prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
+        sampling = SamplingParams(max_tokens=rng.randint(4, 30), seed=id, **kinds[id % len(kinds)])
+        made.append(
+            AddRequest(id, f"request-{id}", 0, 0, beginning * (id % 3 == 0) + prompt, sampling)
+        )
+    return made
+
+
+def serve(
+    executor: Executor, config: EngineConfig, made: list[AddRequest]
+) -> tuple[Served, EngineCounters]:
+    """Serve all, two more with each step; return their tokens, ends, logprobs, and preemptions."""
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    made = list(made)
+    tokens: dict[int, list[int]] = {}
+    ends: dict[int, str] = {}
+    logprobs: dict[int, list[tuple[int, list[int]]]] = {}
+    while made or core.has_requests:
+        for message in made[:2]:
+            if message.sampling.grammar is not None:
+                assert isinstance(executor.grammars, GrammarTable)
+                executor.grammars.ask(message.sampling.grammar).wait()
+            core.handle(message)
+        del made[:2]
+        for output in core.step().outputs.get(0, []):
+            if output.id in ends:
+                continue
+            tokens.setdefault(output.id, []).extend(output.token_ids)
+            for entry in [*(output.prompt_logprobs or []), *(output.logprobs or [])]:
+                logprobs.setdefault(output.id, []).append((entry.rank, entry.top_ids))
+            if output.finish_reason is not None:
+                ends[output.id] = output.finish_reason
+            elif output.id == 7 and len(tokens[7]) >= 3:
+                tokens[7] = tokens[7][:3]
+                core.handle(AbortRequests([7]))
+                ends[7] = "abort"
+    logprobs.pop(7, None)
+    stats = core.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+    return (tokens, ends, logprobs), stats.counters
+
+
+@pytest.fixture(scope="module")
+def alone() -> ServeAlone:
+    """Return a function that serves requests with one process."""
+
+    def serve_alone(directory: Path, made: list[AddRequest], **arguments: Any) -> Served:
+        config = settings(directory, **arguments)
+        executor = InProcessExecutor(config)
+        try:
+            return serve(executor, config, made)[0]
+        finally:
+            executor.shutdown()
+
+    return serve_alone
+
+
+def test_steps_in_flight_with_grammars_and_guesses_change_no_token(
+    stages: StartStages, alone: ServeAlone
+) -> None:
+    pipeline = stages(BUNDLED_MODEL, stages=2, partition="2,4", batch_invariant=True)
+    made = requests(2048, grammars=True)
+    expected = alone(BUNDLED_MODEL, made, batch_invariant=True)
+    for scheduling in ({}, {"async_scheduling": True}, {"speculative_ngram": 3}):
+        scheduler = msgspec.structs.replace(pipeline.config.scheduler, **scheduling)
+        config = msgspec.structs.replace(pipeline.config, scheduler=scheduler)
+        served, counters = serve(pipeline.executor, config, made)
+        assert served == expected
+        assert counters.preemptions > 0
+        assert counters.prefix_cache_hits > 0
+        assert (counters.spec_accepted_tokens > 0) == ("speculative_ngram" in scheduling)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama-deep", {"stages": 3}),
+        ("qwen3-moe-deep", {"stages": 2, "shards": 2}),
+    ],
+)
+def test_every_layout_gives_the_tokens_of_one_process(
+    name: str, layout: dict[str, int], stages: StartStages, alone: ServeAlone, checkpoint: SaveModel
+) -> None:
+    model = checkpoint(name)
+    pipeline, made = stages(model.directory, **layout), requests(256)
+    expected = alone(model.directory, made)
+    overlapped = msgspec.structs.replace(pipeline.config.scheduler, async_scheduling=True)
+    for scheduler in (pipeline.config.scheduler, overlapped):
+        config = msgspec.structs.replace(pipeline.config, scheduler=scheduler)
+        served, counters = serve(pipeline.executor, config, made)
+        assert served == expected
+        assert counters.preemptions > 0
+
+
+def test_sleep_profile_and_a_wrong_request_leave_the_stages_whole(
+    stages: StartStages,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    tmp_path: Path,
+) -> None:
+    model = checkpoint("llama-deep")
+    pipeline, whole = stages(model.directory, stages=3), driver(model.directory)
+    drivers = Driver(pipeline, NUM_BLOCKS), whole
+    pipeline.executor.start_profile()
+    for each in drivers:
+        each.start(0, prompt(12))
+        each.prefill(0)
+    pipeline.executor.stop_profile(tmp_path / "step.json.gz")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step.json.gz", "step-rank-1.json.gz", "step-rank-2.json.gz"}
+    with pytest.raises(CannotDo, match="no profile"):
+        pipeline.executor.stop_profile(tmp_path / "again.json.gz")
+    drivers[0].start(1, [-5])
+    with pytest.raises(ValueError, match="vocabulary"):
+        drivers[0].prefill(1)
+    for level in (1, 2):
+        pipeline.executor.sleep(level)
+        with pytest.raises(RuntimeError, match="sleeps"):
+            drivers[0].decode(1, 0)
+        pipeline.executor.wake_up()
+        again = Driver(pipeline, NUM_BLOCKS)
+        again.start(0, prompt(12))
+        again.prefill(0)
+        assert again.tokens[0] == whole.tokens[0]
+    assert pipeline.failures == []
+
+
+def test_a_killed_stage_fails_the_steps_in_flight_and_is_reported_at_once(
+    stages: StartStages, checkpoint: SaveModel, prompt: MakePrompt
+) -> None:
+    directory = checkpoint("llama-deep").directory
+    pipeline = stages(directory, stages=3, async_scheduling=True)  # which only this test has
+    steps = Driver(pipeline, NUM_BLOCKS)
+    steps.start(0, prompt(5))
+    steps.prefill(0)
+    os.kill(pipeline.team.pids[0], signal.SIGKILL)  # the leader has no connection to the first
+    with pytest.raises(WorkerFailed, match="worker 1 has died"):
+        steps.decode(2, 0)
+    pipeline.team._thread.join(10)
+    assert pipeline.failures == ["worker 1 has died"]
+
+
+def test_a_stage_reads_its_own_layers_only_and_the_stages_read_all(checkpoint: SaveModel) -> None:
+    model = checkpoint("qwen3-moe-deep")
+    spec = read_spec(model.directory)
+    read = []
+    for stage in divide_layers(4, 3, (1, 2, 1)):
+        weights = Recording(model.directory, spec)
+        loader = DecoderLoader(
+            spec,
+            weights,
+            types=ComputeTypes(torch.float32, torch.float32),
+            device=torch.device("cpu"),
+            max_model_len=16,
+            stage=stage,
+        )
+        loaded = loader.load()
+        assert len(loaded.sparse_layers) == sum(map(spec.is_sparse, stage.layers))
+        assert not loaded.is_whole
+        read.append(weights.names)
+    ends = {name for name in set().union(*read) if ".layers." not in name}
+    assert [{n for n in names if ".layers." not in n} for names in read] == [
+        {"model.embed_tokens.weight"},
+        set(),
+        {"model.embed_tokens.weight", "model.norm.weight"},
+    ]
+    layers = [{int(n.split(".")[2]) for n in names - ends} for names in read]
+    assert layers == [{0}, {1, 2}, {3}]
+
+
+class Recording(SafetensorsCheckpoint):
+    """Knows which tensors were asked for."""
+
+    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+        super().__init__(directory, spec)
+        self.names: set[str] = set()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        self.names.add(name)
+        return super().tensor(name)
+
+
+def test_layers_are_divided_evenly_and_the_last_stage_has_no_more_than_others() -> None:
+    counts = {
+        (layers, stages): [len(stage.layers) for stage in divide_layers(layers, stages)]
+        for layers, stages in [(4, 2), (5, 2), (5, 3), (7, 3), (8, 3), (3, 3), (11, 4)]
+    }
+    assert list(counts.values()) == [
+        [2, 2], [3, 2], [2, 2, 1], [2, 3, 2], [3, 3, 2], [1, 1, 1], [3, 3, 3, 2]
+    ]  # fmt: skip
+    stages = divide_layers(7, 3)
+    assert [stage.is_first for stage in stages] == [True, False, False]
+    assert [stage.is_last for stage in stages] == [False, False, True]
+    assert [*stages[0].layers, *stages[1].layers, *stages[2].layers] == list(range(7))
+
+
+def test_what_cannot_be_divided_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UnsupportedModel, match="--pipeline-parallel-size 4 is more than the 3"):
+        divide_layers(3, 4)
+    with pytest.raises(UnsupportedModel, match=r"--pipeline-layer-partition 1,3 is of 4 layers.*5"):
+        divide_layers(5, 2, (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1,2,3", "has 3 numbers for --pipeline-parallel-size 2"),
+        ("1,,2", "give each stage's number"),
+        ("0,4", "at least 1"),
+        ("-1,5", "as in 10,14"),
+        ("1e9,2", "as in 10,14"),
+        ("9" * 5000 + ",1", "as in 10,14"),
+        ("", "as in 10,14"),
+    ],
+)
+def test_a_wrong_partition_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"pipeline_layer_partition.*{message}") as refusal:
+        ParallelConfig(pipeline_parallel_size=2, pipeline_layer_partition=text)
+    assert len(str(refusal.value)) < 300
+    assert ParallelConfig(
+        pipeline_parallel_size=2, pipeline_layer_partition="10, 14"
+    ).layers_of_stages == (10, 14)
+
+
+def test_experts_in_several_engines_and_stages_are_refused_together_at_the_start() -> None:
+    config = EngineConfig(
+        parallel=ParallelConfig(pipeline_parallel_size=2, enable_expert_parallel=True)
+    )
+    with pytest.raises(CannotStart, match="--enable-expert-parallel needs --tensor"):
+        build_executor(config, 0, Lifeline(None))
+
+
+def test_the_leader_is_the_first_shard_of_the_last_stage() -> None:
+    layout = Layout(stages=3, shards=2)
+    assert layout.place(0) == Place(2, 0)
+    assert [layout.place(rank).stage for rank in layout.mates] == [2]
+    assert [layout.place(rank) for rank in layout.earlier] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [list(layout.ranks(stage)) for stage in range(3)] == [[2, 3], [4, 5], [0, 1]]
+    assert sorted(layout.number(rank) for rank in range(6)) == list(range(6))
+    assert [Layout(1, 4).number(rank) for rank in range(4)] == [0, 1, 2, 3]

@@ -1,0 +1,46 @@
+"""Settings that make no sense for a model that makes vectors."""
+
+import pytest
+
+from engine.executor.pooling_rules import check_pooling
+from engine.shared.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from engine.shared.config.lora import LoraConfig
+from engine.shared.pooling import BadPooling, PoolingSpec
+
+ENCODER = PoolingSpec(task="embed", pooling="mean", size=8, is_encoder=True)
+DECODER = PoolingSpec(task="embed", pooling="last", size=8)
+
+
+def test_combinations_without_sense_are_refused_by_name() -> None:
+    cases = {
+        "--speculative-ngram": (
+            DECODER,
+            EngineConfig(scheduler=SchedulerConfig(speculative_ngram=2)),
+        ),
+        "--enable-expert-parallel": (
+            DECODER,
+            EngineConfig(parallel=ParallelConfig(enable_expert_parallel=True)),
+        ),
+        "--enable-lora": (DECODER, EngineConfig(lora=LoraConfig(enable_lora=True))),
+        "--pipeline-parallel-size": (
+            DECODER,
+            EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=2)),
+        ),
+        "--tensor-parallel-size": (
+            ENCODER,
+            EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
+        ),
+        "--quantization": (ENCODER, EngineConfig(model=ModelConfig(quantization="int8"))),
+    }
+    for flag, (spec, config) in cases.items():
+        with pytest.raises(BadPooling, match=flag):
+            check_pooling(config, spec)
+
+
+def test_a_decoder_may_be_cut_and_quantized() -> None:
+    check_pooling(
+        EngineConfig(
+            parallel=ParallelConfig(tensor_parallel_size=2), model=ModelConfig(quantization="int8")
+        ),
+        DECODER,
+    )

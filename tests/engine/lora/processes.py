@@ -1,0 +1,73 @@
+"""Engines that are cut over several processes, with adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from tests.engine.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver
+
+LORA = LoraConfig(enable_lora=True, max_loras=2, max_lora_rank=8, lora_dir="/")
+REPORTING = replace(GREEDY, prompt_logprobs=20)
+"""Sampling of sequences whose logits are compared."""
+
+
+class Processes:
+    """An engine, which may be cut over several processes."""
+
+    def __init__(self, model: Path, **parallel: Any) -> None:
+        config = EngineConfig(
+            model=ModelConfig(model=str(model), device="cpu", dtype="float32", max_model_len=256),
+            cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
+            scheduler=SchedulerConfig(max_num_seqs=8),
+            executor=ExecutorConfig(threads=1),
+            parallel=ParallelConfig(data_parallel_size=1, **parallel),
+            lora=LORA,
+        )
+        self.executor: InProcessExecutor | MultiProcessExecutor
+        if config.parallel.processes > 1:
+            self.executor = MultiProcessExecutor(config, Team(config, 0, 1))
+        else:
+            self.executor = InProcessExecutor(config)
+
+    def load(self, adapter: Path) -> str:
+        """Read an adapter and return its version."""
+        store: Any = self.executor.adapters
+        loading = store.load(str(adapter), None)
+        loading.wait()
+        assert loading.error is None, loading.error
+        version: str = loading.version
+        return version
+
+    def run(self, plan: Any) -> Any:
+        return self.executor.submit(plan).result()
+
+
+def largest_error(engine: Driver, references: dict[int, Any]) -> float:
+    """Compute prompts in one step; return how far log-probabilities are from the references'.
+
+    Args:
+        references: models by slot; sequences have `REPORTING`.
+    """
+    rows, errors = {slot: len(engine.tokens[slot]) for slot in references}, []
+    reported = engine.step(rows).prompt_logprobs
+    for row, slot in enumerate(rows):
+        expected = references[slot].logits(engine.tokens[slot][: rows[slot]]).log_softmax(-1)
+        for position, entry in enumerate(reported[row]):
+            wanted = expected[position][torch.tensor(entry.top_ids)]
+            errors.append(float((wanted - torch.tensor(entry.top_logprobs)).abs().max()))
+    assert len(errors) >= sum(rows.values()) - len(rows)
+    return max(errors)

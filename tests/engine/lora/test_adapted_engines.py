@@ -1,0 +1,230 @@
+"""Whole engines with adapters: cut over processes, preempted, overlapped, with grammars."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.adapter_files import write_adapter
+from engine.core.engine_core import EngineCore
+from engine.core.events import GrammarsSettled
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team
+from engine.shared.config import (
+    BUNDLED_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AdapterEntry, AdapterSheet, AddRequest, RegexGrammar
+from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+from tests.engine.lora.processes import LORA, REPORTING, Processes, largest_error
+from tests.engine.serving import request
+
+
+@pytest.fixture
+def processes() -> Any:
+    """Return a function that starts an engine of several processes."""
+    started: list[Processes] = []
+
+    def start(model: Path, **parallel: Any) -> Processes:
+        started.append(Processes(model, **parallel))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", {"tensor_parallel_size": 2}),
+        ("llama", {"pipeline_parallel_size": 2}),
+        ("mixtral", {"tensor_parallel_size": 4}),
+        ("qwen3-moe-deep", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    ],
+)
+def test_a_model_in_several_processes_computes_each_row_with_its_adapter(
+    name: str, layout: dict[str, int], checkpoint: Any, trained: Any, prompt: Any, processes: Any
+) -> None:
+    model = checkpoint(name)
+    targets = ["q_proj", "v_proj", "o_proj"]
+    if name == "llama":
+        targets += ["gate_proj", "down_proj", "embed_tokens", "lm_head"]
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if "moe" in name else None
+    if name == "mixtral":
+        experts = ["mlp.gate.weight", "experts.gate_up_proj"]
+    one = trained(name, 7, target_modules=targets, r=3, target_parameters=experts)
+    two = trained(name, 8, target_modules=["k_proj", "o_proj"], r=8)
+    team = processes(model.directory, **layout)
+    engine = Driver(team)
+    engine.adapters = {0: team.load(two.directory), 1: team.load(one.directory)}
+    for row, adapter in enumerate((1, -1, 0)):
+        engine.start(row, prompt(30 - row), REPORTING, adapter=adapter)
+    assert largest_error(engine, {0: one.merged, 1: model, 2: two.merged}) < 1e-4
+    engine.decode(20, 1, 0, 2)
+    for row, reference in enumerate((one.merged, model, two.merged)):
+        assert engine.tokens[row][30 - row :] == reference.greedy(prompt(30 - row), 21)
+
+
+def test_engines_that_share_experts_have_adapters_of_attention(
+    checkpoint: Any, trained: Any, prompt: Any
+) -> None:
+    adapter = trained("mixtral", 7, target_modules=["q_proj", "v_proj", "o_proj", "gate"], r=3)
+    config = EngineConfig(
+        model=ModelConfig(model=str(checkpoint("mixtral").directory), device="cpu"),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
+        scheduler=SchedulerConfig(max_num_seqs=8),
+        executor=ExecutorConfig(threads=1),
+        parallel=ParallelConfig(enable_expert_parallel=True, data_parallel_size=1),
+        lora=LORA,
+    )
+    executor = InProcessExecutor(config)
+    store: Any = executor.adapters
+    loading = store.load(str(adapter.directory), None)
+    experts = trained("mixtral", 8, target_parameters=["experts.down_proj"])
+    refused = store.load(str(experts.directory), None)
+    refused.wait()
+    assert loading.settled
+    assert "leave --enable-expert-parallel out" in refused.error
+
+    class Runner:
+        def run(self, plan: Any) -> Any:
+            return executor.submit(plan).result()
+
+    engine = Driver(Runner())
+    engine.adapters = {0: loading.version}
+    engine.start(0, prompt(30), adapter=0)
+    engine.start(1, prompt(20))
+    engine.prefill(0, 1)
+    engine.decode(15, 1, 0)
+    assert engine.tokens[0][30:] == adapter.merged.greedy(prompt(30), 16)
+    assert engine.tokens[1][20:] == checkpoint("mixtral").greedy(prompt(20), 16)
+    executor.shutdown()
+
+
+class Served:
+    """What an engine with the adapters of a directory answers."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.config = EngineConfig(
+            model=ModelConfig(model=str(BUNDLED_MODEL), dtype="float32", max_model_len=256),
+            cache=CacheConfig(num_kv_blocks=settings.pop("num_blocks", 200), block_size=8),
+            executor=ExecutorConfig(
+                threads=1, batch_invariant=settings.pop("batch_invariant", False)
+            ),
+            lora=replace(LORA, lora_dir=str(root), max_loras=settings.pop("max_loras", 2)),
+            parallel=ParallelConfig(
+                data_parallel_size=1, pipeline_parallel_size=settings.pop("stages", 1)
+            ),
+            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=48, **settings),
+        )
+        self.executor: InProcessExecutor | MultiProcessExecutor
+        if self.config.parallel.processes > 1:
+            self.executor = MultiProcessExecutor(self.config, Team(self.config, 0, 1))
+        else:
+            self.executor = InProcessExecutor(self.config)
+        self.core = EngineCore(self.config, self.executor, rank=0, incarnation=1)
+        self.core.front_end_joined(0, 1)
+        names = sorted(path.name for path in root.iterdir())
+        entries = [AdapterEntry(serial, name, name) for serial, name in enumerate(names, 1)]
+        self.core.adapters.take(AdapterSheet(1, entries))
+        assert self.core.adapters.wait() == []
+        self.versions = ["", *self.core.adapters.versions().values()]
+
+    def answer(self, requests: list[AddRequest]) -> dict[int, list[int]]:
+        """Run requests to their ends."""
+        tokens: dict[int, list[int]] = {each.id: [] for each in requests}
+        for each in requests:
+            self.core.handle(each)
+        while self.core.has_requests:
+            self.core.handle(GrammarsSettled())
+            for output in self.core.step().outputs.get(0, []):
+                assert output.finish_reason != "error", output.error
+                tokens[output.id] += output.token_ids
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("art", "law", "sql")):
+        write_adapter(directory / name, seed=seed, rank=4, size=0.3)
+    return directory
+
+
+@pytest.fixture
+def serve(root: Path) -> Any:
+    started: list[Served] = []
+
+    def start(**settings: Any) -> Served:
+        started.append(Served(root, **settings))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.executor.shutdown()
+
+
+def mixed(versions: list[str], prompt: Callable[[int], list[int]]) -> list[AddRequest]:
+    """Return requests of all adapters and of none, with prompts longer than a step."""
+    requests = [
+        request(id, prompt(20 + 10 * (id % 5)), max_tokens=24, temperature=0.0)
+        for id in range(1, 13)
+    ]
+    return [replace(each, adapter=versions[each.id % 4]) for each in requests]
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path) -> Any:
+    """Requests, and what each is answered that has an engine for itself."""
+
+    def prompt(length: int) -> list[int]:
+        source = random.Random(length)
+        return [source.randrange(256) for _ in range(length)]
+
+    engine = Served(root, max_loras=3)
+    requests = mixed(engine.versions, prompt)
+    expected = {each.id: engine.answer([each])[each.id] for each in requests}
+    assert expected[1] != engine.answer([replace(requests[0], adapter="")])[1]
+    engine.executor.shutdown()
+    return requests, expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_blocks": 34},
+        {"async_scheduling": True},
+        {"speculative_ngram": 4},
+        {"max_loras": 1, "async_scheduling": True, "num_blocks": 40},
+        {"batch_invariant": True},
+        {"stages": 2, "max_loras": 1},
+        {"stages": 2, "async_scheduling": True, "num_blocks": 40},
+    ],
+    ids=str,
+)
+def test_all_ways_through_an_engine_keep_the_adapter(
+    settings: dict[str, Any], serve: Any, alone: Any
+) -> None:
+    requests, expected = alone
+    other = serve(**settings)
+    assert other.answer(requests) == expected
+    if settings.get("num_blocks") == 34:
+        assert other.core.stats().counters.preemptions
+
+
+def test_a_grammar_holds_with_an_adapter(serve: Any, prompt: Any) -> None:
+    engine = serve()
+    grammar = RegexGrammar("(ab|cd){3}")
+    asked = request(1, prompt(20), max_tokens=30, grammar=grammar, ignore_eos=False)
+    found = engine.answer([replace(asked, adapter=engine.versions[1]), replace(asked, id=2)])
+    assert all(1 < len(tokens) < 30 for tokens in found.values())

@@ -1,0 +1,332 @@
+"""Adapters' directories, as PEFT writes them and as nobody should."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from engine.lora.adapter_config import MAX_CONFIG_SIZE, BadAdapter, parse_adapter_config
+from engine.lora.files import MAX_HEADER_SIZE, read_adapter, resolve_adapter
+from engine.lora.modules import AdaptableModules
+from engine.lora.weights import adapter_weights
+from engine.models.hf_config import read_spec
+
+PREFIX = "base_model.model.model.layers.0."
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+
+
+@pytest.fixture(scope="module")
+def modules(checkpoint: Any) -> AdaptableModules:
+    return AdaptableModules(read_spec(checkpoint("llama").directory))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A good adapter of the tiny Llama's first q_proj."""
+    return write(tmp_path / "good")
+
+
+def write(directory: Path, config: object = CONFIG, **tensors: torch.Tensor) -> Path:
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    tensors = tensors or {
+        f"{PREFIX}self_attn.q_proj.lora_A.weight": torch.ones(2, 64),
+        f"{PREFIX}self_attn.q_proj.lora_B.weight": torch.ones(64, 2),
+    }
+    safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def read(directory: Path, modules: AdaptableModules, max_rank: int = 4) -> Any:
+    files = read_adapter(directory, None, modules.max_size(max_rank))
+    return adapter_weights(files, modules.pairs(files, max_rank), torch.float32)
+
+
+def test_a_good_adapter_is_scaled_and_has_a_version(
+    adapter: Path, modules: AdaptableModules, tmp_path: Path
+) -> None:
+    weights = read(adapter, modules)
+    assert list(weights) == ["model.layers.0.self_attn.q_proj"]
+    assert weights["model.layers.0.self_attn.q_proj"].b.unique().item() == 2.0
+    versions = {read_adapter(adapter, None, 1 << 20).version}
+    shutil.copytree(adapter, tmp_path / "copy")
+    versions.add(read_adapter(tmp_path / "copy", None, 1 << 20).version)
+    assert len(versions) == 1
+    (adapter / "adapter_config.json").write_text(json.dumps({**CONFIG, "lora_alpha": 5}))
+    versions.add(read_adapter(adapter, None, 1 << 20).version)
+    assert len(versions) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "biases"),
+        ({"lora_bias": True}, "biases"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "single tokens"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"r": 0}, "r is 0"),
+        ({"r": -(10**30)}, "r"),
+        ({"r": "2"}, "int"),
+        ({"r": None}, "no r"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"rank_pattern": {"q_proj": 0}}, "r is 0"),
+        ({"rank_pattern": {"(a+)+$": 2}}, "too complex"),
+        ({"alpha_pattern": {"a*b*c*d*e*": 2}}, "too complex"),
+        ({"alpha_pattern": {"[": 2}}, "no regular expression"),
+        ({"alpha_pattern": {"a" * 400: 2}}, "too complex"),
+        ({"rank_pattern": {str(i): 2 for i in range(2000)}}, "1000 patterns"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadAdapter, match=reason):
+        parse_adapter_config(json.dumps({**CONFIG, **config}).encode())
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"3", b"{", b"\xff", b"[" * 100_000, b'{"r": 1}', b'"' * 99]
+)
+def test_what_is_no_config_is_refused(data: bytes) -> None:
+    with pytest.raises(BadAdapter):
+        parse_adapter_config(data)
+
+
+def test_patterns_cannot_take_long() -> None:
+    patterns = {rf"{'a?' * 2}{'a' * 200}{number}": 2 for number in range(500)}
+    config = parse_adapter_config(json.dumps({**CONFIG, "rank_pattern": patterns}).encode())
+    began = time.process_time()
+    config.rank("model.layers.0." + "a" * 100)
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({f"{PREFIX}self_attn.q_proj.lora_A.weight": torch.ones(2, 64)}, "only one"),
+        ({f"{PREFIX}self_attn.other.lora_A.weight": torch.ones(2, 64)}, "no module"),
+        ({"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.ones(2)}, "no module"),
+        ({f"{PREFIX}mlp.up_proj.lora_magnitude_vector": torch.ones(9)}, "DoRA"),
+        ({f"{PREFIX}mlp.up_proj.weight": torch.ones(9)}, "no part of a LoRA adapter"),
+        ({f"{PREFIX}mlp.experts.3.up_proj.lora_A.weight": torch.ones(2, 64)}, "experts"),
+        ({"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(9, 64)}, "vocab"),
+        ({f"{PREFIX}mlp.up_proj.lora_embedding_A": torch.ones(2, 64)}, "no module"),
+    ],
+)
+def test_tensors_of_another_model_are_refused(
+    tensors: dict[str, torch.Tensor], reason: str, modules: AdaptableModules, tmp_path: Path
+) -> None:
+    with pytest.raises(BadAdapter, match=reason):
+        read(write(tmp_path / "bad", **tensors), modules)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [(((2, 65), (64, 2)), "another model"), (((2, 64), (64, 3)), "another model"),
+     (((64, 2), (2, 64)), "another model"), (((2, 64, 1), (64, 2)), "another model")],
+)  # fmt: skip
+def test_matrices_of_other_shapes_are_refused(
+    shapes: Any, reason: str, modules: AdaptableModules, tmp_path: Path
+) -> None:
+    names = [f"{PREFIX}self_attn.q_proj.lora_{matrix}.weight" for matrix in "AB"]
+    tensors = dict(zip(names, (torch.ones(shape) for shape in shapes), strict=True))
+    with pytest.raises(BadAdapter, match=reason):
+        read(write(tmp_path / "bad", **tensors), modules)
+
+
+def test_a_rank_that_is_too_large_is_named(adapter: Path, modules: AdaptableModules) -> None:
+    with pytest.raises(BadAdapter, match="the rank is 2: more than --max-lora-rank 1"):
+        read(adapter, modules, max_rank=1)
+
+
+def test_numbers_that_are_not_finite_are_refused(modules: AdaptableModules, tmp_path: Path) -> None:
+    tensors = {
+        f"{PREFIX}self_attn.q_proj.lora_A.weight": torch.full((2, 64), float("nan")),
+        f"{PREFIX}self_attn.q_proj.lora_B.weight": torch.ones(64, 2),
+    }
+    with pytest.raises(BadAdapter, match="not finite"):
+        read(write(tmp_path / "bad", **tensors), modules)
+
+
+def header(content: object, data: bytes = b"") -> bytes:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+NAME = f"{PREFIX}self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "ends before"),
+        (b"\xff" * 8, "ends before"),
+        ((2**63).to_bytes(8, "little") + b"{}", "ends before"),
+        (header(b"{" + b" " * (MAX_HEADER_SIZE + 1)), "header of"),
+        (header(b"[" * 1000), "wrong"),
+        (header({NAME: 3}), "wrong"),
+        (header({NAME: {"dtype": "F32", "shape": [2, 64], "data_offsets": [0]}}), "wrong"),
+        (header({NAME: {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}, bytes(8)), "F64"),
+        (header({NAME: {"dtype": "F32", "shape": [2, 64], "data_offsets": [0, 512]}}), "outside"),
+        (header({NAME: {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}), "outside"),
+        (header({NAME: {"dtype": "F32", "shape": [-1], "data_offsets": [0, 0]}}), "outside"),
+        (header({NAME: {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]}},
+                bytes(4)), "bytes"),
+        (header({NAME: {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}}), "only one"),
+        (header({str(i): {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}
+                 for i in range(20_001)}), "20,001 tensors"),
+        (header({}), "no tensors"),
+    ],
+)  # fmt: skip
+def test_hostile_weights_are_refused(
+    content: bytes, reason: str, adapter: Path, modules: AdaptableModules
+) -> None:
+    (adapter / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(BadAdapter, match=reason):
+        read(adapter, modules)
+
+
+def test_huge_files_are_not_read(adapter: Path, modules: AdaptableModules) -> None:
+    with open(adapter / "adapter_model.safetensors", "r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(BadAdapter, match="at most"):
+        read(adapter, modules)
+    os.truncate(adapter / "adapter_config.json", MAX_CONFIG_SIZE + 1)
+    with pytest.raises(BadAdapter, match="at most"):
+        read(adapter, modules)
+
+
+def test_missing_files_are_named(adapter: Path, modules: AdaptableModules) -> None:
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(BadAdapter, match="pickle"):
+        read(adapter, modules)
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
+        read(adapter, modules)
+
+
+def test_pipes_and_directories_in_the_place_of_files_do_not_block(
+    adapter: Path, modules: AdaptableModules
+) -> None:
+    for make in (os.mkfifo, os.mkdir):
+        path = adapter / "adapter_config.json"
+        path.unlink(missing_ok=True)
+        make(path)
+        with pytest.raises(BadAdapter):
+            read(adapter, modules)
+        if path.is_dir():
+            path.rmdir()
+
+
+@pytest.fixture
+def inside(tmp_path: Path) -> Path:
+    """What may be loaded, beside what may not."""
+    write(tmp_path / "secret")
+    root = tmp_path / "root"
+    root.mkdir()
+    write(root / "good")
+    return root
+
+
+def escape(root: Path, how: str) -> str:
+    secret = root.parent / "secret"
+    if how == "link":
+        (root / "link").symlink_to(secret)
+        return "link"
+    if how == "loop":
+        (root / "loop").symlink_to(root / "loop")
+        return "loop"
+    return {
+        "absolute": str(secret),
+        "dots": "../secret",
+        "deep dots": "good/../../secret",
+        "home": "~/",
+        "zero": "good\0",
+        "long": "a/" * 5000,
+        "none": "nothing",
+        "prefix": str(root) + "-other",
+    }[how]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["link", "loop", "absolute", "dots", "deep dots", "home", "zero", "long", "none", "prefix"],
+)
+def test_nothing_outside_of_the_directory_is_opened(how: str, inside: Path) -> None:
+    with pytest.raises(BadAdapter) as refused:
+        resolve_adapter(escape(inside, how), str(inside))
+    assert len(str(refused.value)) < 12_000
+
+
+def test_files_that_lead_outside_are_not_opened(inside: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        path = inside / "good" / name
+        kept = path.read_bytes()
+        path.unlink()
+        path.symlink_to(inside.parent / "secret" / name)
+        directory = resolve_adapter("good", str(inside))
+        with pytest.raises(BadAdapter, match="outside"):
+            read_adapter(directory, str(inside), 1 << 20)
+        path.unlink()
+        path.write_bytes(kept)
+    assert read_adapter(directory, str(inside), 1 << 20).version
+
+
+def test_paths_may_be_relative_absolute_or_linked_within(inside: Path) -> None:
+    (inside / "alias").symlink_to("good")
+    for path in ("good", "./good", "alias", str(inside / "good"), "good/."):
+        assert resolve_adapter(path, str(inside)) == inside / "good"
+
+
+Make = Callable[..., Any]
+
+
+def test_what_peft_writes_in_16_bits_is_read(
+    trained: Make, checkpoint: Any, tmp_path: Path
+) -> None:
+    directory = trained("qwen2").directory
+    shutil.copytree(directory, tmp_path / "half")
+    path = tmp_path / "half" / "adapter_model.safetensors"
+    tensors = {name: each.bfloat16() for name, each in safetensors.torch.load_file(path).items()}
+    safetensors.torch.save_file(tensors, path)
+    qwen = AdaptableModules(read_spec(checkpoint("qwen2").directory))
+    whole, half = read(directory, qwen), read(tmp_path / "half", qwen)
+    assert whole.keys() == half.keys()
+    for name, pair in whole.items():
+        assert (pair.a - half[name].a).abs().max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"mlp.experts": ((12, 64), (96, 11))}, "another model"),
+        ({"mlp.experts": ((12, 64), (64, 12))}, "another model"),
+        ({"mlp.experts.7.up_proj": ((2, 64), (48, 2))}, "no module"),
+        ({"mlp.experts.base_layer": ((12, 64), (96, 12)), "mlp.experts": ((12, 64), (96, 12))},
+         "twice"),
+        ({"mlp.experts": ((12, 64), (96, 12)), "mlp.experts.0.up_proj": ((2, 64), (48, 2))},
+         "twice"),
+        ({"mlp.experts.lora_A": ((12, 64), (96, 12))}, "no module"),
+    ],
+)  # fmt: skip
+def test_matrices_of_experts_that_do_not_fit_are_refused(
+    tensors: dict[str, Any], reason: str, checkpoint: Any, tmp_path: Path
+) -> None:
+    modules = AdaptableModules(read_spec(checkpoint("qwen3-moe").directory))
+    made = {
+        f"{PREFIX}{name}.lora_{matrix}.weight": torch.ones(shape)
+        for name, shapes in tensors.items()
+        for matrix, shape in zip("AB", shapes, strict=True)
+    }
+    with pytest.raises(BadAdapter, match=reason):
+        read(write(tmp_path / "bad", **made), modules)

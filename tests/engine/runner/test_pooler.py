@@ -1,0 +1,68 @@
+"""Decoders that make vectors: of the last token, however the prompt is computed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.pooling import (
+    outputs_of,
+    pooling_request,
+    prompts,
+    save_pooling_model,
+    vector,
+    vectors_of,
+)
+from tests.engine.serving import request
+
+PROMPTS = prompts(12)
+
+
+def test_the_last_state_is_the_embedding_in_chunks_and_with_cached_prefixes(tmp_path: Path) -> None:
+    reference = save_pooling_model("Qwen3", tmp_path)
+    shared = [[9] * 40 + each for each in PROMPTS]
+    requests = [pooling_request(i + 1, ids) for i, ids in enumerate(shared)]
+    for scheduling in ({"max_num_batched_tokens": 24}, {"async_scheduling": True}):
+        found = outputs_of(tmp_path, requests, **scheduling)
+        assert any(output.num_cached_tokens for output in found.values())
+        for index, token_ids in enumerate(shared):
+            with torch.inference_mode():
+                state = reference(torch.tensor([token_ids])).last_hidden_state[0, -1]
+            wanted = torch.nn.functional.normalize(state, dim=0).numpy()
+            np.testing.assert_allclose(vector(found[index + 1]), wanted, atol=1e-4)
+
+
+def test_means_of_a_decoder_are_made_in_one_step(tmp_path: Path) -> None:
+    reference = save_pooling_model("Qwen3", tmp_path)
+    mean = {"pooler_config": '{"pooling_type": "MEAN", "normalize": false}'}
+    found = vectors_of(tmp_path, PROMPTS, model=mean, max_num_batched_tokens=24)
+    for token_ids, each in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            states = reference(torch.tensor([token_ids])).last_hidden_state[0]
+        np.testing.assert_allclose(each, states.mean(0).numpy(), atol=1e-4)
+
+
+def test_a_decoder_classifies_by_its_last_token(tmp_path: Path) -> None:
+    reference = save_pooling_model("Qwen3", tmp_path, "ForSequenceClassification", num_labels=3)
+    found = vectors_of(tmp_path, PROMPTS, max_num_batched_tokens=24)
+    for token_ids, scores in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([token_ids])).logits[0]
+        np.testing.assert_allclose(scores, logits.softmax(0).numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_a_decoder_cut_over_processes_makes_the_same_vectors(kind: str, tmp_path: Path) -> None:
+    save_pooling_model("Qwen3", tmp_path, kind)
+    whole = vectors_of(tmp_path, PROMPTS, max_num_batched_tokens=24)
+    cut = vectors_of(tmp_path, PROMPTS, max_num_batched_tokens=24, processes=2)
+    for one, other in zip(whole, cut, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_a_model_that_makes_vectors_generates_nothing(tmp_path: Path) -> None:
+    save_pooling_model("Qwen3", tmp_path)
+    found = outputs_of(tmp_path, [request(1, [5, 6, 7]), pooling_request(2, [5, 6, 7])])
+    assert found[1].error == "this engine's model generates nothing"
+    assert found[2].finish_reason == "stop"

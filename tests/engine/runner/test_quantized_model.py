@@ -1,0 +1,74 @@
+"""Whole models in 8 or 4 bits: how far they are from the ones that they were rounded from."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine.shared.config import BUNDLED_MODEL
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.test_bundled_model import PASSAGE
+
+
+def relative(values: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((values - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "worse", "agreeing"),
+    [("int8", 0.015, 0.005, 0.97), ("int4", 0.12, 0.03, 0.85)],
+)
+def test_bundled_model_keeps_its_logits_and_its_perplexity(
+    driver: LoadDriver, kind: str, error: float, worse: float, agreeing: float
+) -> None:
+    tokenizer = Tokenizer.from_file(str(Path(BUNDLED_MODEL) / "tokenizer.json"))
+    tokens = tokenizer.encode(PASSAGE).ids
+    logits, perplexity = {}, {}
+    for quantization in (None, kind):
+        engine = driver(BUNDLED_MODEL, quantization=quantization, dtype="bfloat16")
+        engine.start(0, tokens)
+        logits[quantization] = engine.logits({0: len(tokens)}).float()
+        logprobs = torch.log_softmax(logits[quantization][:-1], dim=-1)
+        of_text = logprobs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1))
+        perplexity[quantization] = math.exp(-of_text.mean())
+    assert relative(logits[kind], logits[None]) < error
+    assert perplexity[kind] == pytest.approx(perplexity[None], rel=worse)
+    same = logits[kind].argmax(dim=-1) == logits[None].argmax(dim=-1)
+    assert same.float().mean() > agreeing
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-biased", "qwen3", "mixtral", "qwen3-moe-many", "gemma3", "glm4"]
+)
+def test_every_kind_of_layer_is_close_in_8_bits(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    directory = checkpoint(name).directory
+    exact, quantized = driver(directory), driver(directory, quantization="int8")
+    tokens = prompt(60)
+    exact.start(0, tokens)
+    quantized.start(0, tokens)
+    expected = exact.logits({0: 60})
+    errors = (quantized.logits({0: 60}) - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.median() < 0.1  # a router may choose another expert for a few tokens
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_tokens_do_not_depend_on_the_batch(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, kind: str
+) -> None:
+    directory = checkpoint("llama").directory
+    alone, together = (
+        driver(directory, quantization=kind, dtype="bfloat16", batch_invariant=kind == "int4")
+        for _ in range(2)
+    )
+    alone.start(0, prompt(30))
+    alone.prefill(0)
+    alone.decode(20, 0)
+    for slot in range(5):
+        together.start(slot, prompt(30 + slot))
+        together.prefill(slot)
+    together.decode(20, *range(5))
+    assert together.tokens[0] == alone.tokens[0]

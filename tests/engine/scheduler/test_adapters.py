@@ -1,0 +1,272 @@
+"""Which adapters a step is computed with, and that nobody waits for a slot for ever."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.scheduler.adapter_slots import TURN_STEPS, AdapterSlots
+from engine.scheduler.prefix_cache import ROOT_DIGEST, adapter_root
+from tests.engine.scheduler.conftest import Rig
+
+VERSIONS = [f"{number:032x}" for number in range(0xA00, 0xA10)]
+ONE, TWO, THREE, *_ = VERSIONS
+MakeRig = Callable[..., Rig]
+
+
+def adapters_of(rig: Rig, slots: list[int]) -> set[str]:
+    """Return the adapters of the sequences that have these slots."""
+    running = rig.scheduler._books.running.values()
+    return {request.adapter for request in running if request.slot in slots} - {""}
+
+
+# -- the slots alone ------------------------------------------------------------------------------
+
+
+def test_the_adapter_that_was_used_longest_ago_makes_room() -> None:
+    slots = AdapterSlots(2)
+    for version in (ONE, TWO, ONE):
+        slots.begin_step([])
+        slots.take(version)
+        slots.release(version)
+    slots.begin_step([THREE])
+    slots.take(THREE)
+    assert set(slots.residents) == {ONE, THREE}
+
+
+def test_a_pinned_adapter_stays_and_one_slot_is_left_for_others() -> None:
+    slots = AdapterSlots(2)
+    assert slots.pin(ONE)
+    assert not slots.pin(TWO)
+    for version in (ONE, TWO, THREE):
+        slots.begin_step([version])
+        assert slots.admits(version)
+        slots.take(version)
+        slots.release(version)
+    assert set(slots.residents) == {ONE, THREE}
+    slots.unpin(ONE)
+    slots.begin_step([TWO])
+    slots.take(TWO)
+    assert set(slots.residents) == {THREE, TWO}
+
+
+def test_an_adapter_in_use_keeps_its_slot_for_a_turn_and_is_drained_then() -> None:
+    slots = AdapterSlots(1)
+    slots.begin_step([])
+    slots.take(ONE)
+    for _ in range(TURN_STEPS - 1):
+        slots.begin_step([TWO])
+        assert slots.admits(ONE)
+        assert not slots.admits(TWO)
+    for _ in range(TURN_STEPS):
+        slots.begin_step([TWO])
+        assert not slots.admits(ONE)
+        assert not slots.overdue()
+    slots.begin_step([TWO])
+    assert slots.overdue() == {ONE}
+    slots.release(ONE)
+    assert slots.admits(TWO)
+    assert not slots.admits(THREE), "the slot is for those that wait"
+
+
+def test_nobody_is_drained_for_an_adapter_that_is_not_waited_for_any_more() -> None:
+    slots = AdapterSlots(1)
+    slots.begin_step([])
+    slots.take(ONE)
+    for _ in range(TURN_STEPS):
+        slots.begin_step([TWO])
+    assert not slots.admits(ONE)
+    slots.begin_step([])
+    assert slots.admits(ONE)
+
+
+def test_a_slot_that_is_filled_twice_in_a_plan_is_filled_once() -> None:
+    slots = AdapterSlots(1)
+    slots.begin_step([])
+    slot = slots.take(ONE)
+    slots.release(ONE)
+    assert slots.take(TWO) == slot
+    assert slots.take_placed() == {slot: TWO}
+    assert slots.take_placed() == {}
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.data())
+def test_slots_stay_consistent_and_every_waiting_adapter_gets_one(data: st.DataObject) -> None:
+    slots = AdapterSlots(data.draw(st.integers(1, 3)))
+    waiting: dict[str, int] = {}
+    held: list[str] = []
+    asked: dict[str, int] = {}
+    for step in range(400):
+        for version in data.draw(st.lists(st.sampled_from(VERSIONS[:6]), max_size=2)):
+            waiting[version] = waiting.get(version, 0) + 1
+            asked.setdefault(version, step)
+        slots.begin_step(waiting)
+        overdue = slots.overdue()
+        for version in [each for each in held if each in overdue]:
+            held.remove(version)
+            slots.release(version)
+            waiting[version] = waiting.get(version, 0) + 1
+            asked.setdefault(version, step)
+        for version in list(waiting):
+            if slots.admits(version):
+                slots.take(version)
+                held.append(version)
+                asked.pop(version, None)
+                waiting[version] -= 1
+                if waiting[version] == 0:
+                    del waiting[version]
+        slots.check_integrity(held)
+        for version in asked:
+            assert step - asked[version] <= 6 * 2 * (TURN_STEPS + 2)
+        if len(held) > 0 and data.draw(st.booleans()):
+            slots.release(held.pop(0))
+
+
+# -- in a scheduler --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_many_requests_over_more_adapters_than_slots_all_complete(
+    make_rig: MakeRig, depth: int
+) -> None:
+    rig = make_rig(max_loras=2, adapters=VERSIONS[:8], num_kv_blocks=200)
+    for number in range(64):
+        rig.add(number + 1, range(5), adapter=VERSIONS[number % 8], max_tokens=20)
+    most = 0
+    while rig.scheduler.has_work:
+        plan = rig.schedule()
+        most = max(most, len(adapters_of(rig, plan.slots)))
+        if len(rig.in_flight) >= depth:
+            rig.update()
+        while rig.in_flight and not rig.scheduler.gauges().running:
+            rig.update()
+    assert most == 2
+    rig.assert_complete()
+    rig.assert_idle()
+
+
+def test_rows_without_an_adapter_and_with_one_that_has_a_slot_do_not_wait(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(max_loras=1, adapters=VERSIONS[:2])
+    rig.add(1, range(5), adapter=ONE, max_tokens=40)
+    rig.step()
+    rig.add(2, range(5), adapter=TWO)
+    rig.add(3, range(5))
+    rig.add(4, range(5), adapter=ONE)
+    for _ in range(6):
+        rig.step()
+    assert rig.last.keys() == {3, 4}
+    rig.run()
+    rig.assert_complete()
+
+
+def test_a_hot_adapter_does_not_starve_another(make_rig: MakeRig) -> None:
+    rig = make_rig(max_loras=1, adapters=VERSIONS[:2], max_num_seqs=4, num_kv_blocks=200)
+    ids = iter(range(1, 10_000))
+    for _ in range(4):
+        rig.add(next(ids), range(5), adapter=ONE, max_tokens=10)
+    rig.step()
+    rig.add(5000, range(5), adapter=TWO, max_tokens=3)
+    for _ in range(3 * TURN_STEPS):
+        if 5000 in rig.last:
+            break
+        while rig.scheduler.gauges().waiting < 3:
+            rig.add(next(ids), range(5), adapter=ONE, max_tokens=10)
+        rig.step()
+    assert 5000 in rig.last
+    rig.run()
+    rig.assert_complete()
+
+
+def test_long_outputs_give_way_after_their_turn_and_go_on_later(make_rig: MakeRig) -> None:
+    rig = make_rig(max_loras=1, adapters=VERSIONS[:2], max_model_len=1000, num_kv_blocks=400)
+    rig.add(1, range(5), adapter=ONE, max_tokens=600)
+    rig.step()
+    rig.add(2, range(5), adapter=TWO, max_tokens=600)
+    first = 0
+    for step in range(3 * TURN_STEPS):
+        rig.step()
+        if rig.tokens[2]:
+            first = step
+            break
+    assert 0 < first <= 2 * TURN_STEPS + 2
+    assert rig.tokens[1], "the first one had its turn"
+    rig.run()
+    rig.assert_complete()
+    assert rig.scheduler.counters.preemptions >= 2
+
+
+def test_prefixes_are_shared_within_a_version_only(make_rig: MakeRig) -> None:
+    rig = make_rig(max_loras=2, adapters=VERSIONS[:2])
+    prompt = list(range(17))
+    for id, adapter in ((1, ""), (2, ONE), (3, TWO), (4, ONE), (5, "")):
+        rig.add(id, prompt, adapter=adapter)
+        rig.run()
+    cached = [rig.first[id].num_cached_tokens for id in (1, 2, 3, 4, 5)]
+    assert cached == [0, 0, 0, 16, 16]
+    assert adapter_root(ROOT_DIGEST, "") == ROOT_DIGEST
+
+
+def test_preemption_and_speculation_keep_the_adapter(make_rig: MakeRig) -> None:
+    rig = make_rig(
+        max_loras=2,
+        adapters=VERSIONS[:3],
+        num_kv_blocks=16,
+        max_num_batched_tokens=12,
+        vocab_size=3,
+        speculative_ngram=3,
+    )
+    for id in range(1, 9):
+        rig.add(id, range(3), adapter=["", *VERSIONS[:3]][id % 4], max_tokens=30)
+    rig.run()
+    rig.assert_complete()
+    assert rig.scheduler.counters.preemptions
+    assert rig.scheduler.counters.spec_accepted_tokens
+    rig.assert_idle()
+
+
+def test_a_suspect_runs_alone_with_its_adapter(make_rig: MakeRig) -> None:
+    rig = make_rig(max_loras=1, adapters=VERSIONS[:2])
+    rig.add(1, range(5), adapter=ONE, max_tokens=30)
+    rig.step()
+    rig.add(2, range(5), adapter=TWO, alone=1, max_tokens=3)
+    rig.run()
+    rig.assert_complete()
+
+
+def test_more_urgent_requests_of_other_adapters_do_not_preempt_in_vain(make_rig: MakeRig) -> None:
+    rig = make_rig(max_loras=1, adapters=VERSIONS[:2], max_num_seqs=2, scheduling_policy="priority")
+    rig.add(1, range(5), adapter=ONE, priority=5, max_tokens=20)
+    rig.add(2, range(5), adapter=ONE, priority=5, max_tokens=20)
+    rig.step()
+    rig.add(3, range(5), adapter=TWO, priority=0)
+    for _ in range(10):
+        rig.step()
+    assert rig.scheduler.counters.preemptions == 0
+    rig.run()
+    rig.assert_complete()
+
+
+def test_a_request_for_what_the_engine_does_not_have_fails_alone(make_rig: MakeRig) -> None:
+    rig = make_rig(max_loras=1, adapters=[ONE])
+    answer: Any = rig.add(1, range(5), adapter=TWO)
+    assert answer.finish_reason == "error"
+    rig.assert_idle()
+
+
+def test_an_adapter_is_put_into_a_slot_again_after_the_executor_slept(make_rig: MakeRig) -> None:
+    rig = make_rig(max_loras=1, adapters=[ONE])
+    rig.add(1, range(5), adapter=ONE, max_tokens=8)
+    rig.step()
+    rig.scheduler.preempt_all()
+    rig.scheduler.reset_prefix_cache()
+    rig.executor.sleep(2)
+    rig.executor.wake_up()
+    plan = rig.step()
+    assert plan.adapters == {0: ONE}
+    rig.run()
+    rig.assert_complete()

@@ -1,0 +1,126 @@
+"""How a model pools, by its files and by settings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.shared.config import ModelConfig
+from engine.shared.pooling import BadPooling, PoolingSpec, read_pooling
+
+
+def _read(directory: Path, config: dict[str, Any], **settings: Any) -> PoolingSpec | None:
+    (directory / "config.json").write_text(json.dumps({"hidden_size": 8} | config))
+    return read_pooling(directory, ModelConfig(model=str(directory), **settings))
+
+
+def _sentence(directory: Path, pooling: dict[str, Any], *modules: str) -> None:
+    entries = [
+        {"idx": i, "path": "" if name == "Transformer" else f"{i}_{name}", "type": f"a.b.{name}"}
+        for i, name in enumerate(modules)
+    ]
+    (directory / "modules.json").write_text(json.dumps(entries))
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def test_what_a_model_is_for_follows_from_its_architecture(tmp_path: Path) -> None:
+    assert _read(tmp_path, {"architectures": ["LlamaForCausalLM"]}) is None
+    assert _read(tmp_path, {"architectures": ["LlamaForCausalLM"]}, runner="generate") is None
+    embeds = {
+        "BertModel": "cls",
+        "BertForMaskedLM": "cls",
+        "ModernBertModel": "cls",
+        "Qwen3Model": "last",
+    }
+    for name, pooling in embeds.items():
+        spec = _read(tmp_path, {"architectures": [name]})
+        assert spec is not None
+        assert (spec.task, spec.pooling, spec.size) == ("embed", pooling, 8)
+    forced = _read(tmp_path, {"architectures": ["LlamaForCausalLM"]}, runner="pooling")
+    assert forced is not None
+    assert (forced.pooling, forced.normalize, forced.in_one_step) == ("last", True, False)
+
+
+def test_labels_and_activation_of_classifiers(tmp_path: Path) -> None:
+    named = {"architectures": ["BertForSequenceClassification"]}
+    spec = _read(tmp_path, named | {"id2label": {"1": "good", "0": "bad"}})
+    assert spec is not None
+    assert (spec.task, spec.labels, spec.activation) == ("classify", ("bad", "good"), "softmax")
+    one = named | {"id2label": {"0": "LABEL_0"}}
+    activation = "sbert_ce_default_activation_function"
+    cases: dict[str, dict[str, Any]] = {
+        "sigmoid": one,
+        "identity": one | {activation: "torch.nn.modules.linear.Identity"},
+        "softmax": one | {"sentence_transformers": {"activation_fn": "torch.nn.Softmax"}},
+    }
+    for wanted, config in cases.items():
+        spec = _read(tmp_path, config)
+        assert spec is not None
+        assert spec.activation == wanted
+    with pytest.raises(BadPooling, match=r"activation 'torch.nn.Tanh' is not supported"):
+        _read(tmp_path, one | {activation: "torch.nn.Tanh"})
+
+
+@pytest.mark.parametrize(
+    ("pooling", "found"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode": "mean_sqrt_len_tokens"}, "mean_sqrt_len"),
+    ],
+)
+def test_the_files_of_sentence_transformers_are_read(
+    pooling: dict[str, Any], found: str, tmp_path: Path
+) -> None:
+    _sentence(tmp_path, pooling, "Transformer", "Pooling", "Normalize")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
+    prompts = {"query": "q: ", "passage": "p: "}
+    (tmp_path / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": prompts, "default_prompt_name": "query"})
+    )
+    spec = _read(tmp_path, {"architectures": ["Qwen3ForCausalLM"], "is_matryoshka": True})
+    assert spec is not None
+    assert (spec.pooling, spec.normalize, spec.max_length) == (found, True, 100)
+    assert (spec.prompts, spec.default_prompt, spec.dimensions) == (prompts, "query", ())
+    _sentence(tmp_path, pooling, "Transformer", "Pooling")
+    spec = _read(tmp_path, {"architectures": ["BertModel"]})
+    assert spec is not None
+    assert not spec.normalize
+
+
+def test_settings_go_before_files(tmp_path: Path) -> None:
+    _sentence(tmp_path, {"pooling_mode": "mean"}, "Transformer", "Pooling", "Normalize")
+    text = '{"pooling_type": "CLS", "normalize": false, "max_embed_len": 9, "dimensions": [2, 4]}'
+    spec = _read(tmp_path, {"architectures": ["BertModel"]}, pooler_config=text)
+    assert spec is not None
+    assert (spec.pooling, spec.normalize, spec.max_length) == ("cls", False, 9)
+    assert spec.dimensions == (2, 4)
+
+
+def test_what_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
+    bert = {"architectures": ["BertModel"]}
+    with pytest.raises(BadPooling, match="--runner generate: BertModel generates nothing"):
+        _read(tmp_path, bert, runner="generate")
+    with pytest.raises(BadPooling, match="this model generates; set --runner pooling"):
+        _read(tmp_path, {"architectures": ["LlamaForCausalLM"]}, pooler_config='{"task":"embed"}')
+    with pytest.raises(BadPooling, match="BertModel cannot classify"):
+        _read(tmp_path, bert, pooler_config='{"task": "classify"}')
+    for text in ('{"pooling_type": "STEP"}', '{"pooling": 1}', "[]", "{", '{"dimensions": [0]}'):
+        with pytest.raises(BadPooling, match="--pooler-config"):
+            _read(tmp_path, bert, pooler_config=text)
+    for pooling in (
+        {"pooling_mode_weightedmean_tokens": True},
+        {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
+        {"pooling_mode": ["cls", "mean"]},
+        {},
+        {"pooling_mode": "mean", "include_prompt": False},
+    ):
+        _sentence(tmp_path, pooling, "Transformer", "Pooling")
+        with pytest.raises(BadPooling, match="not supported"):
+            _read(tmp_path, bert)
+    _sentence(tmp_path, {"pooling_mode": "mean"}, "Transformer", "Pooling", "Dense")
+    with pytest.raises(BadPooling, match="modules Dense are not supported"):
+        _read(tmp_path, bert)

@@ -1,0 +1,107 @@
+"""Actors, nodes and supervisors that die: streams go on, ranks come back, nothing is left."""
+
+import asyncio
+import time
+
+import psutil
+import pytest
+
+from benchmarks.failover import Answer, Ask, Progress, asks, run
+from benchmarks.running_stack import RunningStack
+from tests.ray.cluster import Nodes, engines, hosts, is_empty, scale, serve
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.ray
+
+BACK_WITHIN = 15.0
+SIMULATED = ("--executor", "simulated")
+
+
+class Strikes:
+    """Kills an actor and then a node, each when a share of what is streamed has come."""
+
+    def __init__(self, nodes: Nodes, expected_pieces: int) -> None:
+        self._nodes = nodes
+        self._expected = expected_pieces
+
+    async def run(self, progress: Progress) -> None:
+        await self._until(progress, 0.1)
+        actor = next(a for a in self._nodes.actors() if a["Name"].startswith("swell engine 1 "))
+        psutil.Process(actor["Pid"]).kill()
+        progress.disturbances.append((time.monotonic(), "actor"))
+        await self._until(progress, 0.45)
+        self._nodes.lose("127.0.0.3")
+        progress.disturbances.append((time.monotonic(), "node"))
+
+    async def _until(self, progress: Progress, share: float) -> None:
+        deadline = time.monotonic() + 20
+        while progress.pieces < share * self._expected and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+
+def state(stack: RunningStack, rank: int) -> str:
+    phase: str = scale(stack)["engines"][str(rank)]
+    return phase
+
+
+def test_streams_survive_an_actor_and_a_node_and_ranks_come_back() -> None:
+    flags = ("--data-parallel-size", "3", "--ray-dp-pack-strategy", "fill", "--batch-invariant")
+    # One node more than there are ranks.
+    with Nodes(1, 1, 1, 1) as four, serve(four, *flags) as stack:
+        todo = [ask for ask in asks(32, 90) if "stream" in ask.kind]
+        assert len(todo) == 64
+        calm_progress = Progress()
+        calm = asyncio.run(run(stack.url, todo, None, calm_progress))
+        progress = Progress()
+        strikes = Strikes(four, calm_progress.pieces)
+        stormy = asyncio.run(run(stack.url, todo, strikes, progress))  # type: ignore[arg-type]
+        # 64 streams are complete and byte for byte the same.
+        assert [what for _, what in progress.disturbances] == ["actor", "node"]
+        check_same(todo, calm, stormy)
+        # The rank of the lost node is back on the spare one.
+        lost_at = progress.disturbances[1][0]
+        until(lambda: hosts(stack).get("2") == "127.0.0.4", "it is placed again", 30)
+        until(lambda: state(stack, 2) == "ready", "it serves again", 30)
+        assert time.monotonic() - lost_at < BACK_WITHIN
+        # Without room it waits and says for what.
+        until(lambda: state(stack, 1) == "ready", "all serve", 30)
+        four.lose("127.0.0.4")
+        until(lambda: state(stack, 2).startswith("waiting for 1 CPU"), "it waits", 30)
+        assert "127.0.0.2 0 of 1 CPU" in state(stack, 2)
+        # A node that joins takes it.
+        joined = four.add(1)
+        until(lambda: state(stack, 2) == "ready", "it serves again", 40)
+        assert hosts(stack)["2"] == joined.node_ip_address
+        stack.stop()
+        until(lambda: is_empty(four), "nothing is left")
+
+
+def check_same(todo: list[Ask], calm: list[Answer], stormy: list[Answer]) -> None:
+    for ask, before, after in zip(todo, calm, stormy, strict=True):
+        assert (before.error, after.error) == (None, None)
+        assert before.told == after.told, ask.body
+
+
+@pytest.mark.parametrize("how", ["engine", "worker process of the actor"])
+def test_a_rank_is_filled_again_whatever_of_it_died(nodes: Nodes, how: str) -> None:
+    flags = ("--data-parallel-size", "2", "--data-parallel-size-local", "1")
+    with serve(nodes, *SIMULATED, *flags) as stack:
+        before = {each.pid for each in engines()}
+        victim = engines()[0] if how == "engine" else engines()[0].parent()
+        assert victim is not None
+        victim.kill()
+        until(lambda: len({each.pid for each in engines()} - before) == 1, "another engine")
+        until(lambda: all(state(stack, rank) == "ready" for rank in (0, 1)), "both serve", 30)
+        assert len(nodes.groups()) == len(nodes.actors()) == 2
+    until(lambda: is_empty(nodes), "nothing is left")
+
+
+def test_nothing_is_left_of_a_supervisor_that_was_killed_and_another_starts(nodes: Nodes) -> None:
+    flags = (*SIMULATED, "--data-parallel-size-local", "2")
+    with serve(nodes, *flags) as stack:
+        assert len(nodes.groups()) == len(engines()) == 2
+        stack.kill()
+        until(lambda: is_empty(nodes), "actors, groups and engines have gone", 30)
+        with serve(nodes, *flags) as successor:
+            assert len(hosts(successor)) == 2
+    until(lambda: is_empty(nodes), "nothing is left")

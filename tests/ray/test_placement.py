@@ -1,0 +1,203 @@
+"""Engines placed on the nodes of a real Ray cluster, or refused with the reason."""
+
+import asyncio
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.failover import Progress, asks, run
+from benchmarks.running_stack import RunningStack
+from tests.ray.cluster import NAMESPACE, Nodes, engines, hosts, is_empty, scale, serve
+from tests.support.commands import run_swell
+from tests.support.http import complete, ready_ranks
+from tests.support.metrics import metric
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.ray
+
+SIMULATED = ("--executor", "simulated")
+SECRET = "a secret that nobody else may see"
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(nodes: Nodes) -> Iterator[None]:
+    yield
+    until(lambda: is_empty(nodes), "nothing is left in the cluster", 10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--data-parallel-size-local", "2"), [2, 2]),
+        (("--ray-dp-pack-strategy", "fill", "--data-parallel-size", "3"), [2, 1]),
+        (("--ray-dp-pack-strategy", "span", "--data-parallel-size", "5"), [2, 2, 1]),
+        (("--data-parallel-size", "2", "--tensor-parallel-size", "2",
+          "--data-parallel-size-local", "1"), [1, 1]),
+    ],
+    ids=["strict", "fill", "span", "strict with two processes"],
+)  # fmt: skip
+def test_ranks_are_placed_as_the_strategy_says(
+    nodes: Nodes, flags: tuple[str, ...], expected: list[int]
+) -> None:
+    size = () if "--data-parallel-size" in flags else ("--data-parallel-size", "4")
+    with serve(nodes, *SIMULATED, *size, *flags) as stack:
+        found = hosts(stack)
+        order = [nodes.head_address, "127.0.0.2", "127.0.0.3"]
+        assert [Counter(found.values())[each] for each in order if each in found.values()] == (
+            expected
+        )
+        assert [found[rank] for rank in sorted(found)] == sorted(found.values(), key=order.index)
+        groups = nodes.groups()
+        assert {group["name"] for group in groups} == {f"swell engine {rank}" for rank in found}
+        assert all(group["strategy"] == "STRICT_PACK" for group in groups)
+        assert len(nodes.actors()) == sum(expected)
+
+
+def test_three_nodes_answer_64_streams_of_the_bundled_model(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a key that must not be seen, and variables of which only some are for engines."""
+    key = tmp_path / "cluster.key"
+    key.write_text(SECRET)
+    monkeypatch.setenv("HF_OF_THIS_TEST", "for engines")
+    monkeypatch.setenv("OTHER_OF_THIS_TEST", "not for engines")
+    flags = ("--data-parallel-size", "3", "--data-parallel-size-local", "1")
+    with serve(nodes, *flags, "--cluster-key-file", str(key)) as stack:
+        assert len(set(hosts(stack).values())) == 3
+        todo = [ask for ask in asks(32, 24) if "stream" in ask.kind]
+        assert len(todo) == 64
+        answers = asyncio.run(run(stack.url, todo, None, Progress()))
+        assert [answer.error for answer in answers if answer.error] == []
+        told = "\n".join(stack.lines)
+        assert all(f"[engine {rank}]" in told or f"engine {rank} ready" in told for rank in (0, 1))
+        for engine in engines():
+            variables = engine.environ()
+            assert variables["HF_OF_THIS_TEST"] == "for engines"
+            assert "OTHER_OF_THIS_TEST" not in variables
+            assert SECRET not in str(variables)
+        assert SECRET not in told
+        assert SECRET not in f"{nodes.groups()}{nodes.actors()}"
+        assert_unseen(SECRET, Path(nodes.cluster.head_node.get_session_dir_path()))
+
+
+def test_placement_groups_that_exist_are_used_and_left(nodes: Nodes) -> None:
+    group = nodes.make_group("theirs", "127.0.0.3", 1)
+    try:
+        flags = ("--ray-placement-groups", "theirs", "--ray-namespace", NAMESPACE)
+        with serve(nodes, *SIMULATED, *flags, "--ray-dp-pack-strategy", "fill") as stack:
+            assert hosts(stack) == {"0": "127.0.0.3", "1": nodes.head_address}
+            assert {each["name"] for each in nodes.groups()} == {"theirs", "swell engine 1"}
+        until(lambda: not nodes.actors(), "the actors have gone")
+        assert [each["name"] for each in nodes.groups()] == ["theirs"]
+        address = ("--ray-address", nodes.address)
+        told = refused(*SIMULATED, *flags, *address, "--threads", "2")
+        assert "the first bundle of theirs has 1 CPU, and a rank needs 2 CPU" in told
+        assert "there is no theirs in Ray's namespace" in refused(*SIMULATED, *flags[:2], *address)
+    finally:
+        nodes.remove_group(group)
+
+
+def test_api_servers_elsewhere_join_and_balance_over_all_engines(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    key = tmp_path / "cluster.key"
+    key.write_text(SECRET)
+    flags = ("--cluster-key-file", str(key))
+    with serve(nodes, *SIMULATED, *flags, "--data-parallel-size-local", "1") as stack:
+        told = re.search(r"listening on tcp://(\S+)", "\n".join(stack.lines))
+        assert told is not None
+        join = ("--coordinator", told[1], *flags, "--api-server-count", "2")
+        with RunningStack(*join, command="api-server") as front:
+            until(lambda: ready_ranks(front.url) == {0, 1}, "both engines are seen")
+            for _ in range(6):
+                complete(front.url, "Act", 2)
+            assert set(metric(front.url, "routing_decisions_total")) == {"0", "1"}
+            status = scale(stack, 1)
+            until(lambda: ready_ranks(front.url) == {0}, "the supervisor decides alone")
+            assert not status["nodes"]
+
+
+def assert_unseen(secret: str, session: Path) -> None:
+    """Nothing that Ray has written in its session's directory has the secret."""
+    files = [path for path in session.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert len(files) > 10
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+
+
+def refused(*flags: str, within: float = 10.0) -> str:
+    """Return why `swell serve` does not start."""
+    began = time.monotonic()
+    done = run_swell("serve", "--port", "0", "--data-parallel-backend", "ray", *flags)
+    assert done.returncode == 1, done.stderr
+    assert time.monotonic() - began < within
+    return done.stderr
+
+
+def test_too_few_resources_are_refused_with_what_is_needed_and_free(nodes: Nodes) -> None:
+    flags = (*SIMULATED, "--ray-address", nodes.address, "--data-parallel-size", "4")
+    told = refused(*flags, "--threads", "2", "--ray-dp-pack-strategy", "fill")
+    assert "room for 3 of 4 ranks. Each needs 2 CPU" in told
+    assert f"{nodes.head_address} 2 of 2 CPU; 127.0.0.2 2 of 2 CPU; 127.0.0.3 2 of 2 CPU" in told
+    assert "--data-parallel-size-local" in refused(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--ray-address", "127.0.0.1:9"), "no Ray cluster answers at 127.0.0.1:9"),
+        (("--ray-address", "ray://127.0.0.1:9"), "ray://127.0.0.1:9 is the address for Ray's"),
+        (("--coordinator", "127.0.0.1:7550"), "leave out --headless and --coordinator"),
+        (("--data-parallel-lb", "hybrid"), "leave out --data-parallel-lb hybrid"),
+        (("--data-parallel-start-rank", "2"), "leave out --data-parallel-rank"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(flags: tuple[str, ...], reason: str) -> None:
+    assert reason in refused(*flags)
+
+
+def test_a_node_with_another_version_is_refused_with_both(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import engine.shared.version\nengine.shared.version.SWELL_VERSION = '9.8.7'\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", path)
+        with Nodes(1) as other:
+            patched.undo()
+            node = other.head_address
+            told = refused(*SIMULATED, "--ray-address", other.address, "--data-parallel-size", "1")
+    assert f"node {node} has other versions: swell 9.8.7 there" in told
+    assert "Install the same" in told
+
+
+def test_a_node_without_the_models_files_is_named(nodes: Nodes) -> None:
+    told = refused("/no/such/model", "--ray-address", nodes.address, within=30)
+    assert "/no/such/model" in told
+
+
+def test_without_a_cluster_one_of_its_own_is_started_and_ends_with_a_killed_supervisor() -> None:
+    with RunningStack(
+        *SIMULATED, "--data-parallel-backend", "ray", "--ray-address", "local",
+        "--data-parallel-size", "1",
+    ) as stack:  # fmt: skip
+        everything = psutil.Process(stack.process.pid).children(recursive=True)
+        assert any("raylet" in " ".join(each.cmdline()) for each in everything)
+        everything += engines()
+        stack.kill()
+        until(lambda: not any(alive(each) for each in everything), "all has ended", 30)
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process has not ended; Ray's agents, which look for their cluster longer, aside."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and not any(
+            agent in " ".join(process.cmdline()) for agent in ("DashboardAgent", "RuntimeEnvAgent")
+        )
+    except psutil.NoSuchProcess:
+        return False

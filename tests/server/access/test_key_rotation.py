@@ -1,0 +1,93 @@
+"""Keys in files that are exchanged while a front end serves."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from server.access.guards import LOOK_INTERVAL, Doors
+from server.config import GuardConfig
+
+
+class Rotation:
+    """Doors whose keys are in files, asked at a time of their own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._now = 0.0
+        self.api, self.admin = directory / "api", directory / "admin"
+        self.api.write_text("first\n")
+        self.admin.write_text("root\n")
+        self.doors = Doors(GuardConfig(api_key_file=str(self.api), admin_key_file=str(self.admin)))
+
+    def pass_time(self, seconds: float) -> None:
+        self._now += seconds
+        self.doors.look(self._now)
+
+    def opens(self, secret: str, path: str = "/v1/models") -> bool:
+        headers = [(b"authorization", f"Bearer {secret}".encode())]
+        return self.doors.refusal({"type": "http", "path": path, "headers": headers}) is None
+
+
+@pytest.fixture
+def rotation(tmp_path: Path) -> Rotation:
+    return Rotation(tmp_path)
+
+
+def test_a_key_that_is_taken_out_of_the_file_opens_nothing_any_more(rotation: Rotation) -> None:
+    rotation.pass_time(0)
+    rotation.api.write_text("team: second\nfirst\n")
+    rotation.pass_time(LOOK_INTERVAL)
+    assert rotation.opens("first")
+    assert rotation.opens("second")
+    assert rotation.doors.api.num_tenants == 2
+    rotation.api.write_text("team: second\n")
+    rotation.pass_time(LOOK_INTERVAL)
+    assert not rotation.opens("first")
+    assert rotation.opens("second")
+    rotation.admin.write_text("other-root\n")
+    rotation.pass_time(LOOK_INTERVAL)
+    assert not rotation.opens("root", "/admin/scale")
+    assert rotation.opens("other-root", "/admin/scale")
+
+
+def test_files_are_looked_at_once_in_a_while_not_with_every_request(rotation: Rotation) -> None:
+    rotation.pass_time(LOOK_INTERVAL)
+    rotation.api.write_text("second\n")
+    rotation.pass_time(LOOK_INTERVAL / 2)
+    assert rotation.opens("first")
+    rotation.pass_time(LOOK_INTERVAL)
+    assert not rotation.opens("first")
+
+
+@pytest.mark.parametrize("broken", ["", "\n\n", None])
+def test_a_file_without_a_key_changes_nothing_and_never_opens_a_door(
+    rotation: Rotation, broken: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    if broken is None:
+        rotation.api.unlink()
+    else:
+        rotation.api.write_text(broken)
+    rotation.pass_time(LOOK_INTERVAL)
+    assert rotation.opens("first")
+    assert not rotation.opens("")
+    assert not rotation.opens("anything")
+    assert [each.levelno for each in caplog.records] == [logging.ERROR]
+    rotation.api.write_text("second\n")
+    rotation.pass_time(LOOK_INTERVAL)
+    assert not rotation.opens("first")
+    assert rotation.opens("second")
+
+
+def test_a_link_that_is_pointed_elsewhere_is_a_change(tmp_path: Path) -> None:
+    """As the kubelet exchanges what a volume of a secret shows."""
+    for version in ("one", "two"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "api-keys").write_text(f"key-{version}\n")
+    (tmp_path / "data").symlink_to("one")
+    doors = Doors(GuardConfig(api_key_file=str(tmp_path / "data" / "api-keys")))
+    (tmp_path / "next").symlink_to("two")
+    os.replace(tmp_path / "next", tmp_path / "data")
+    doors.look(LOOK_INTERVAL)
+    assert b"key-two" in doors.api
+    assert b"key-one" not in doors.api

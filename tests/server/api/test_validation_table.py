@@ -1,0 +1,305 @@
+"""What each field of each endpoint takes and refuses: types, ranges and combinations, as a table.
+
+A value that is refused is a 400 that names the field, whatever else the request asks for.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.shared.config import ModelConfig
+from server.app import build_app
+from server.config import FrontEndConfig, HttpConfig
+from server.observe.metrics import FrontEndMetrics
+from server.text.tokenizer import ServedTokenizer
+from tests.server.conftest import FakeGenerationClient
+
+USER = {"role": "user", "content": "hello"}
+F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+R = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+M = {"name": "f", "input_schema": {"type": "object"}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": "hello"}),
+    "chat": ("/v1/chat/completions", {"messages": [USER]}),
+    "batch": ("/v1/chat/completions/batch", {"messages": [[USER]]}),
+    "responses": ("/v1/responses", {"input": "hello"}),
+    "messages": ("/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": [USER]}),
+    "tokenize": ("/tokenize", {"prompt": "hello"}),
+    "detokenize": ("/detokenize", {"tokens": [1, 2]}),
+}
+
+NUMBERS: list[Any] = ["1", True, [], {}]
+"""What is no number."""
+TEXTS: list[Any] = [1, True, [], {}]
+"""What is no text."""
+SWITCHES: list[Any] = ["true", 1, [], {}]
+"""What is neither true nor false."""
+
+Values = tuple[str, str, list[Any], list[Any]]
+"""Endpoints, a field, values that are taken and values that are not.
+
+The first endpoint is asked with all of them, the others with some.
+"""
+
+FIELDS: list[Values] = [
+    ("completions chat batch responses messages", "temperature",
+        [None, 0, 0.0, 1, 2.0], [-0.01, 2.01, 1e308, *NUMBERS]),
+    ("completions chat batch responses messages", "top_p",
+        [None, 1e-9, 1, 0.5], [0, -0.1, 1.01, *NUMBERS]),
+    ("completions chat responses", "top_k", [None, -1, 0, 5, 2**31 - 1], [-2, 2**31, 1.5, "5"]),
+    ("messages", "top_k", [None, 1, 50], [-2, 1.5, "5"]),
+    ("completions chat responses", "min_p", [None, 0, 1, 0.05], [-0.1, 1.1, "0"]),
+    ("completions chat responses", "presence_penalty", [None, -2, 2], [-2.1, 2.1, "0"]),
+    ("completions chat responses", "frequency_penalty", [None, -2, 2], [-2.1, 2.1, "0"]),
+    ("completions chat responses", "repetition_penalty", [None, 0.01, 1, 100], [0, -1, 101, "1"]),
+    ("completions chat responses messages", "seed",
+        [None, 0, -1, 2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 1.5, "1"]),
+    ("completions chat", "n", [None, 1, 3], [0, -1, 10**6, 1.0, "1"]),
+    ("batch", "n", [None, 1], [2, 0, "1"]),
+    ("completions chat responses", "min_tokens", [None, 0, 3], [-1, 1.5, "1", 10**12]),
+    ("completions", "max_tokens", [None, 1, 10], [0, -1, 10**12, 1.5, "1"]),
+    ("chat batch", "max_tokens", [None, 1, 10], [0, -1, 10**12, 1.5, "1"]),
+    ("chat batch", "max_completion_tokens", [None, 1, 10], [0, -1, 10**12, 1.5, "1"]),
+    ("responses", "max_output_tokens", [None, 1, 10], [0, -1, 10**12, 1.5, "1"]),
+    ("messages", "max_tokens", [1, 10], [None, 0, -1, 10**12, "1"]),
+    ("completions chat responses", "ignore_eos", [None, False, True], SWITCHES),
+    ("completions chat responses messages", "stream", [None, False], SWITCHES),
+    ("batch", "stream", [None, False], [True, "true"]),
+    ("completions chat", "skip_special_tokens", [None, True, False], SWITCHES),
+    ("completions chat", "include_stop_str_in_output", [None, True, False], SWITCHES),
+    ("completions chat", "return_token_ids", [None, True, False], SWITCHES),
+    ("completions chat", "return_tokens_as_token_ids", [None, True, False], SWITCHES),
+    ("completions chat responses", "stop",
+        [None, "x", [], ["a", "b", "c", "d"]],
+        ["", [""], ["x"] * 5, "x" * 300, 1, True, {}, [1], [None]]),
+    ("messages", "stop_sequences", [None, [], ["a"]], ["a", [""], ["x"] * 5, [1], {}]),
+    ("completions chat responses", "stop_token_ids",
+        [None, [], [5]], [[-1], [10**9], ["5"], 5, [1.5], {}]),
+    ("completions chat", "allowed_token_ids", [None, [5]], [[], [-1], [10**9], ["5"], 5]),
+    ("completions chat", "bad_words", [None, [], ["fox"]], [[""], [" "], "fox", [1], ["x" * 200]]),
+    ("completions chat responses", "logit_bias",
+        [None, {}, {"5": 1, "6": -100}],
+        [{"5": 101}, {"5": "1"}, {"x": 1}, {"-1": 1}, {"999999": 1}, [], "5"]),
+    ("completions", "logprobs", [None, 0, 5], [-2, 6, True, "1", 1.5]),
+    ("completions", "echo", [None, True, False], SWITCHES),
+    ("completions", "best_of", [None, 1, 2], [0, -1, 10**6, "1"]),
+    ("completions", "suffix", [None, ""], ["x", 1]),
+    ("completions", "prompt",
+        ["x", ["x", "y"], [1, 2], [[1], [2, 3]]],
+        [None, "", [], [""], [[]], [-1], [10**9], [1.5], ["x", 1], {}, 1, True, [None]]),
+    ("completions chat", "prompt_logprobs", [None, 0, 5], [-2, 6, "1", True]),
+    ("completions chat", "truncate_prompt_tokens", [None, -1, 5], [0, -2, "1", 1.5]),
+    ("completions chat", "truncation_side", [None, "left", "right"], ["middle", 1]),
+    ("completions chat", "priority", [None, 0, -5], [2**31, 1.5, "0"]),
+    ("completions chat responses messages", "cache_salt", [None, "s"], ["", "x" * 300, 1, []]),
+    ("completions chat responses", "request_id", [None, "name-1"], ["", "a b", "é", "x" * 300, 1]),
+    ("completions chat", "user", [None, "me"], [1, [], {}]),
+    ("completions chat batch responses messages", "model", ["tiny"], [1, [], {}]),
+    ("completions chat", "stream_options", [None], [{"include_usage": True}, 1, "x", []]),
+    ("completions chat", "use_beam_search", [None, False], SWITCHES),
+    ("completions chat", "length_penalty", [None, 1, -1.0], ["1", True, 1e9]),
+    ("completions chat", "early_stopping", [None, True, False, "never"], ["always", 1, []]),
+    ("completions chat", "response_format",
+        [None, {"type": "text"}, {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}],
+        [{}, {"type": "xml"}, {"type": "json_schema"}, "text", [],
+            {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 1}}},
+            {"type": "structural_tag"}]),
+    ("completions chat responses", "structured_outputs",
+        [None, {"json": SCHEMA}, {"json": "{}"}, {"regex": "a+"}, {"choice": ["a"]},
+            {"grammar": 'root ::= "a"'}, {"json_object": True},
+            {"structural_tag": {"format": {"type": "any_text"}}}],
+        [{}, {"json": 1}, {"json": "{"}, {"regex": "("}, {"regex": ""}, {"choice": []},
+            {"choice": [""]}, {"choice": "a"}, {"grammar": "?"}, {"json_object": False},
+            {"regex": "a", "choice": ["a"]}, {"unknown": 1}, "json", {"structural_tag": {}}]),
+    ("chat batch", "messages",
+        [], [None, [], "hello", [1], {}, [[]], [{"role": "nobody", "content": "x"}]]),
+    ("chat", "messages",
+        [[{"role": "system", "content": "x"}, USER], [{"role": "user", "content": []}],
+            [USER, {"role": "assistant", "tool_calls": [
+                {"function": {"name": "f", "arguments": "{}"}}]}]],
+        [[{"role": "user"}], [{"role": "user", "content": 1}],
+            [{"role": "user", "content": [{"type": "text"}]}],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]]),
+    ("chat", "logprobs", [None, True, False], ["true", 1, 5]),
+    ("chat", "top_logprobs", [None], [1, -2, "1", 6]),
+    ("chat", "tools", [None, [F]],
+        [[], [{}], [1], {}, [{"type": "function"}], [{"type": "other", "function": {"name": "f"}}],
+            [{"type": "function", "function": {"name": "a b"}}],
+            [{"type": "function", "function": {"name": "f", "parameters": []}}], [F] * 200]),
+    ("chat", "tool_choice", [None, "none"],
+        ["auto", "required", "sometimes", 1, {"type": "function"},
+            {"type": "function", "function": {"name": "f"}}]),
+    ("chat", "parallel_tool_calls", [None, True, False], SWITCHES),
+    ("chat", "reasoning_effort", [None, "none", "low", "max"], ["enormous", 1, []]),
+    ("chat", "thinking_token_budget", [None, -1, 0, 5], [-2, 1.5, "1"]),
+    ("chat", "include_reasoning", [None, True, False], SWITCHES),
+    ("chat", "chat_template_kwargs", [None, {}, {"a": 1}], [[], "x", {"messages": []}]),
+    ("chat", "documents", [None, [], [{"text": "x"}]], ["x", [1], {}]),
+    ("chat", "add_generation_prompt", [None, True, False], SWITCHES),
+    ("chat", "chat_template", [None], ["{{ x }}", "", 1]),
+    ("responses", "input",
+        ["x", [USER], [{"type": "reasoning", "summary": []}, USER]],
+        [None, [], 1, {}, [1], [{"role": "nobody", "content": "x"}], [{"type": "unknown"}],
+            [{"type": "function_call", "call_id": "c", "name": "f"}],
+            [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}],
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+            [{"type": "item_reference", "id": "msg_1"}]]),
+    ("responses", "instructions", [None, "x"], TEXTS),
+    ("responses", "metadata", [None, {}, {"a": "b"}], [[], "x", {"a": 1}]),
+    ("responses", "text",
+        [None, {}, {"format": {"type": "text"}}, {"format": {"type": "json_object"}}],
+        [{"format": {"type": "xml"}}, {"format": {"type": "json_schema"}}, 1, "text"]),
+    ("responses", "reasoning", [None, {}, {"effort": "low"}], [{"effort": "huge"}, 1, "low"]),
+    ("responses", "truncation", [None, "auto", "disabled"], ["left", 1]),
+    ("responses", "include", [None, [], ["reasoning.encrypted_content"]], ["x", ["x"], [1], {}]),
+    ("responses", "tools", [None, [], [R], [{"type": "custom", "name": "c"}]],
+        [[{}], [{"type": "web_search"}], [{"type": "function"}], 1, {},
+            [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark"}}]]),
+    ("responses", "tool_choice", [None, "none", "auto"],
+        ["required", "sometimes", 1, {"type": "function", "name": "f"}]),
+    ("responses", "top_logprobs", [None, 0, 5], [-1, 6, "1"]),
+    ("responses", "store", [None, False], [True, "x", 1]),
+    ("responses", "background", [None, False], [True, "x", 1]),
+    ("responses", "previous_response_id", [None], ["resp_1", 1]),
+    ("responses", "prompt", [None], [{"id": "p"}, "x"]),
+    ("messages", "messages",
+        [[USER], [USER, {"role": "assistant", "content": "x"}]],
+        [None, [], "x", [{"role": "system", "content": "x"}], [{"role": "user"}], [1],
+            [{"role": "user", "content": [{"type": "image", "source": {}}]}]]),
+    ("messages", "system", [None, "x", [{"type": "text", "text": "x"}]], [1, [1], {}]),
+    ("messages", "tools", [None, [], [M]], [[{}], [1], {}, [{"type": "bash_20250124"}]]),
+    ("messages", "tool_choice", [None, {"type": "none"}],
+        ["auto", {}, {"type": "sometimes"}, {"type": "tool"}]),
+    ("messages", "thinking", [None, {"type": "disabled"}], [{}, {"type": "x"}, 1, "enabled"]),
+    ("messages", "metadata", [None, {}, {"user_id": "me"}], [1, "x", {"user_id": 1}]),
+    ("tokenize", "prompt", ["x", ""], [None, 1, [], {}]),
+    ("tokenize", "add_special_tokens", [None, True, False], SWITCHES),
+    ("tokenize", "return_token_strs", [None, True, False], SWITCHES),
+    ("detokenize", "tokens", [[], [1]], [None, [-1], [10**9], ["1"], "x", [1.5], {}]),
+    ("detokenize", "skip_special_tokens", [None, True, False], SWITCHES),
+]  # fmt: skip
+
+Combination = tuple[str, dict[str, Any], str | None]
+"""An endpoint, fields, and the one that is blamed; None: they go together."""
+
+COMBINATIONS: list[Combination] = [
+    ("completions", {"max_tokens": 0, "echo": True}, None),
+    ("completions", {"n": 2, "best_of": 1}, "best_of"),
+    ("completions", {"n": 2, "best_of": 3, "stream": True}, "best_of"),
+    ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ("completions", {"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    ("completions", {"max_tokens": 511}, "max_tokens"),
+    ("completions", {"prompt": [5] * 600}, "prompt"),
+    ("completions", {"prompt": [5] * 600, "truncate_prompt_tokens": 5}, None),
+    ("completions", {"prompt": ["x"] * 3000, "n": 128}, "prompt"),
+    ("completions", {"logprob_token_ids": [5]}, "logprob_token_ids"),
+    ("completions", {"logprob_token_ids": [5], "logprobs": 0}, None),
+    ("completions", {"logprob_token_ids": [5], "logprobs": 0, "echo": True}, "logprob_token_ids"),
+    ("completions", {"use_beam_search": True, "n": 2, "temperature": 0}, None),
+    ("completions", {"use_beam_search": True, "top_k": 5}, "top_k"),
+    ("completions", {"use_beam_search": True, "stream": True}, "stream"),
+    ("completions", {"use_beam_search": True, "n": 2, "logit_bias": {"5": 1}}, "logit_bias"),
+    ("completions", {"structured_outputs": {"regex": "a"},
+        "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ("completions", {"structured_outputs": {"regex": "a"},
+        "response_format": {"type": "text"}}, None),
+    ("completions", {"stream": True, "stream_options": {"include_usage": True}}, None),
+    ("completions", {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+    ("completions", {"max_tokens": 5, "max_completion_tokens": 7}, None),
+    ("chat", {"logprobs": True, "top_logprobs": 5}, None),
+    ("chat", {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+    ("chat", {"tools": [F], "tool_choice": "auto"}, None),
+    ("chat", {"tools": [F], "tool_choice": "required"}, None),
+    ("chat", {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "f"}}}, None),
+    ("chat", {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice"),
+    ("chat", {"tools": [F], "structured_outputs": {"regex": "a"},
+        "tool_choice": {"type": "function", "function": {"name": "f"}}}, "structured_outputs"),
+    ("chat", {"tools": [F, F]}, "tools"),
+    ("chat", {"tools": [F], "use_beam_search": True}, "tools"),
+    ("chat", {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message"),
+    ("chat", {"continue_final_message": True, "add_generation_prompt": False}, None),
+    ("chat", {"max_tokens": 5, "max_completion_tokens": 7}, None),
+    ("chat", {"max_completion_tokens": 511}, "max_completion_tokens"),
+    ("chat", {"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    ("chat", {"n": 100, "logprobs": True, "top_logprobs": 5, "max_tokens": 400}, "top_logprobs"),
+    ("chat", {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "x"}}, None),
+    ("batch", {"messages": [[USER], [USER]], "tools": [F]}, "tools"),
+    ("batch", {"messages": [[USER], [USER]], "use_beam_search": True}, "use_beam_search"),
+    ("batch", {"messages": [[USER], [{"role": "user"}]]}, "messages"),
+    ("responses", {"tools": [R], "tool_choice": "required"}, None),
+    ("responses", {"tools": [R], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+    ("responses", {"max_output_tokens": 511}, "max_output_tokens"),
+    ("responses", {"text": {"format": {"type": "json_object"}},
+        "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ("responses", {"min_tokens": 9, "max_output_tokens": 5}, "min_tokens"),
+    ("messages", {"tools": [M], "tool_choice": {"type": "any"}}, None),
+    ("messages", {"tools": [M], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    ("messages", {"max_tokens": 511}, "This model's maximum context length"),
+    ("tokenize", {"messages": [USER]}, "prompt"),
+]  # fmt: skip
+
+
+def cases() -> Iterator[Any]:
+    for endpoints, field, good, bad in FIELDS:
+        for place, endpoint in enumerate(endpoints.split()):
+            most = None if place == 0 else 2  # that they have the field, and it is the same
+            for values, blamed in ((good, None), (bad, field)):
+                for value in values[:most]:
+                    name = f"{endpoint}-{field}={value!r:.60}"
+                    yield pytest.param(endpoint, {field: value}, blamed, id=name)
+    for endpoint, fields, blamed in COMBINATIONS:
+        name = f"{endpoint}-{fields!r:.80}"
+        yield pytest.param(endpoint, fields, blamed, id=name)
+
+
+class Asked:
+    """One application and one event loop for all cases."""
+
+    def __init__(self, tokenizer: ServedTokenizer, runner: asyncio.Runner) -> None:
+        config = FrontEndConfig(model=ModelConfig(model="tiny"), http=HttpConfig(max_logprobs=5))
+        engines = FakeGenerationClient(tokenizer)
+        app = build_app(config, engines, tokenizer, FrontEndMetrics(config))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://swell")
+        self._runner = runner
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return self._runner.run(self._client.post(path, json=body))
+
+
+@pytest.fixture(scope="module")
+def asked(tokenizer: ServedTokenizer) -> Iterator[Asked]:
+    with asyncio.Runner() as runner:
+        yield Asked(tokenizer, runner)
+
+
+@pytest.mark.parametrize(("endpoint", "fields", "blamed"), cases())
+def test_a_field_is_taken_or_blamed(
+    asked: Asked, endpoint: str, fields: dict[str, Any], blamed: str | None
+) -> None:
+    path, body = ENDPOINTS[endpoint]
+    answer = asked.post(path, {**body, **fields})
+    if blamed is None:
+        assert answer.status_code == 200, answer.text
+        return
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    named = error.get("param", error["message"])  # Anthropic's clients know no params
+    assert named is not None, error
+    assert named.startswith(blamed), error
+
+
+def test_the_table_is_long_enough_to_be_worth_its_name() -> None:
+    assert len(list(cases())) > 300

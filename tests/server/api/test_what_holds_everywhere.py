@@ -1,0 +1,223 @@
+"""What an operator decides holds at each endpoint that sends something to engines."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.hostile.operations import OPERATIONS, keep_something, named
+from server.app import build_app
+from server.config import FrontEndConfig, GuardConfig, TenantConfig
+from server.observe.metrics import FrontEndMetrics
+from server.router.generation_client import NoSuchEngine
+from server.store.service import ResponseStore
+from server.store.sqlite import sqlite_backend
+from tests.server.conftest import FakeGenerationClient, Http, Script
+
+ANN, BOB = ({"Authorization": f"Bearer {key}"} for key in ("ann", "bob"))
+KEYS = GuardConfig(api_key=("ann", "bob"))
+COUNTED = {"cached_tokens", "cache_read_input_tokens"}
+Ask = Callable[..., httpx.Response]
+_KINDS = {
+    "embed": {"/v1/embeddings", "/pooling"},
+    "classify": {"/classify"},
+    "score": {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"},
+}
+"""Paths of models that make vectors, by what for; those that generate answer at all others."""
+
+
+class Everywhere:
+    """Apps of one configuration: one that generates, and one for each kind of vectors."""
+
+    def __init__(self, make: dict[str, Callable[[], Http]], engines: FakeGenerationClient) -> None:
+        self._make, self._engines, self._text = make, engines, engines.script
+        self._apps: dict[str, tuple[Http, Script]] = {}
+        self._kept: dict[str, str] = {}
+
+    def keep(self) -> None:
+        """Have a response and a conversation kept, as ann."""
+
+        def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            answer: dict[str, Any] = self._of(path)[0].post(path, body, headers=ANN).json()
+            return answer
+
+        self._kept = keep_something(ask)
+
+    def asks(self, script: Any = None, **fields: Any) -> Iterator[tuple[str, Ask]]:
+        """Yield each request that comes to an engine, and what sends it with these fields.
+
+        Which these are is tried out: no list has to be kept.
+        """
+        for operation in OPERATIONS.values():
+            path = operation.path.format(**self._kept)
+            for right in operation.rights:
+                http, own = self._of(path)
+                body = named(right, self._kept)
+                body |= {"model": "tiny"} if "model" in body else {}
+                self._engines.script = own
+                before = len(self._engines.streams)
+                http.post(path, body, headers=ANN)
+                if len(self._engines.streams) == before:
+                    continue
+
+                def send(
+                    http: Http = http,
+                    path: str = path,
+                    body: dict[str, Any] = body | fields,
+                    headers: dict[str, str] = ANN,
+                ) -> httpx.Response:
+                    del self._engines.streams[:]
+                    return http.post(path, body, headers=headers)
+
+                self._engines.script = script or own
+                yield f"{path} {json.dumps(body)}", send
+
+    def _of(self, path: str) -> tuple[Http, Script]:
+        """Return the app that answers at a path, and what its engines make of its requests."""
+        kind = next((kind for kind, names in _KINDS.items() if path in names), "")
+        if kind not in self._apps:
+            self._engines.script = self._text
+            http = self._make[kind]()
+            self._apps[kind] = http, self._engines.script
+        return self._apps[kind]
+
+
+@pytest.fixture
+def everywhere(
+    config: FrontEndConfig, engines: Any, tokenizer: Any, pooling_http: Any, tmp_path: Path
+) -> Iterator[Callable[..., Everywhere]]:
+    """Return what makes apps with two keys, and with other settings of tenants."""
+    store = ResponseStore(sqlite_backend(tmp_path / "responses.sqlite", 1 << 24, 3600.0))
+    text = engines.script
+
+    def make(**tenants: Any) -> Everywhere:
+        settings = replace(config, guards=KEYS, tenants=TenantConfig(**tenants))
+
+        def generating() -> Http:
+            app = build_app(settings, engines, tokenizer, FrontEndMetrics(settings), store=store)
+            return Http(app)
+
+        engines.script = text
+        kinds: dict[str, Callable[[], Http]] = {
+            "": generating,
+            "embed": partial(pooling_http, settings),
+            "classify": partial(pooling_http, settings, task="classify"),
+            "score": partial(pooling_http, settings, task="classify", size=1),
+        }
+        found = Everywhere(kinds, engines)
+        found.keep()
+        return found
+
+    yield make
+    store.close()
+
+
+def told(answer: httpx.Response, path: str) -> str:
+    """Return which field an error names; clients of /v1/messages are told in words."""
+    error = answer.json()["error"]
+    return str(error["message"]) if path.startswith("/v1/messages") else str(error["param"])
+
+
+def test_the_requests_that_come_to_engines_are_found(everywhere: Any) -> None:
+    paths = {name.split()[0] for name, _ in everywhere().asks()}
+    assert {"/v1/completions", "/v1/chat/completions/batch", "/v1/messages", "/invocations"} < paths
+    assert {"/v1/embeddings", "/pooling", "/classify", "/score", "/v2/rerank"} < paths
+    assert not any("tokenize" in path or "conversations" in path for path in paths)
+
+
+def test_with_keys_nobody_chooses_an_engine(everywhere: Any, engines: Any) -> None:
+    for name, ask in everywhere().asks():
+        answer = ask(headers=ANN | {"X-data-parallel-rank": "1"})
+        assert answer.status_code == 403, name
+        assert "X-data-parallel-rank" in told(answer, name)
+        assert engines.streams == [], name
+
+
+def test_where_it_is_allowed_everything_runs_on_the_chosen_engine(
+    everywhere: Any, engines: Any
+) -> None:
+    for name, ask in everywhere(allow_rank_pinning=True).asks():
+        assert ask(headers=ANN | {"X-data-parallel-rank": "1"}).status_code == 200, name
+        assert {stream.pinned_rank for stream in engines.streams} == {1}, name
+
+
+def test_a_rank_that_no_engine_has_is_no_reason_to_try_again(everywhere: Any) -> None:
+    def script(stream: Any) -> list[Exception]:
+        return [NoSuchEngine("there is no engine 339")]
+
+    for name, ask in everywhere(allow_rank_pinning=True).asks(script):
+        answer = ask(headers=ANN | {"X-data-parallel-rank": "339"})
+        if '"background": true' in name:  # the answer is asked for later
+            assert answer.status_code == 200
+            continue
+        assert answer.status_code == 400, name
+        assert "X-data-parallel-rank" in told(answer, name)
+        assert "retry-after" not in answer.headers
+
+
+def test_with_keys_only_the_operator_gives_priorities(everywhere: Any, engines: Any) -> None:
+    for name, ask in everywhere().asks(priority=-5):
+        answer = ask()
+        assert answer.status_code == 400, name
+        assert "priority" in told(answer, name)
+        assert engines.streams == [], name
+
+
+def test_requests_with_different_salts_share_no_cached_prompts(
+    everywhere: Any, engines: Any
+) -> None:
+    red = {}
+    for name, ask in everywhere().asks(cache_salt="red"):
+        assert ask().status_code == 200, name
+        red[name] = {stream.cache_root for stream in engines.streams}
+    [root] = set.union(*red.values())
+    assert len(root) == 16
+    for name, ask in everywhere().asks(cache_salt="blue"):
+        assert ask().status_code == 200, name
+        assert root not in {stream.cache_root for stream in engines.streams}, name
+
+
+def test_isolated_tenants_share_no_cached_prompts(everywhere: Any, engines: Any) -> None:
+    """Of requests that name what is kept, only the owner's are answered."""
+    for name, ask in everywhere(prefix_cache_isolation="tenant").asks():
+        roots = []
+        for headers in (ANN, BOB):
+            if ask(headers=headers).status_code == 200:
+                roots.append({stream.cache_root for stream in engines.streams})
+        assert len(roots) == 2 or "previous_response_id" in name or "conversation" in name, name
+        assert all(len(each) == 1 and each != {b""} for each in roots), name
+        assert roots[0] != roots[-1] or len(roots) == 1, name
+
+
+def counts(value: Any) -> Iterator[int]:
+    """Yield every count of cached tokens in an answer."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from [inner] if key in COUNTED and inner is not None else counts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from counts(inner)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hidden_counts_of_cached_tokens_are_told_nowhere(everywhere: Any, stream: bool) -> None:
+    fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    for hides in (False, True):
+        shown: dict[str, int] = {}
+        for name, ask in everywhere(hide_cached_tokens=hides).asks(**fields):
+            text = ask().text
+            lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+            told = [json.loads(each) for each in (lines or [text]) if each]
+            path = name.split()[0]
+            shown[path] = max([shown.get(path, 0), *counts(told)])
+        if hides:
+            assert set(shown.values()) == {0}, shown
+        else:
+            paths = {path for path, count in shown.items() if count}
+            assert {"/v1/completions", "/v1/chat/completions", "/v1/messages"} < paths
+            assert {"/v1/responses", "/invocations"} <= paths

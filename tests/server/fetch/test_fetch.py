@@ -1,0 +1,117 @@
+"""Models are fetched before they are served, from a hub that is played by a local server."""
+
+import hashlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import SWELL
+
+pytestmark = pytest.mark.slow
+
+COMMIT = "a" * 40
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": bytes(5000),
+    "train.bin": b"not wanted",
+}
+
+
+def _oid(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """What the hub's client asks of a repository."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        path = self.path.partition("?")[0]
+        name = path.rpartition("/")[2]
+        if path.startswith("/api/models/org/name/tree/"):
+            tree = [
+                {"type": "file", "path": each, "size": len(content), "oid": _oid(content)}
+                for each, content in FILES.items()
+            ]
+            content = json.dumps(tree).encode()
+        elif path.startswith("/api/models/org/name"):
+            siblings = [{"rfilename": each} for each in FILES]
+            content = json.dumps({"id": "org/name", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path == f"/org/name/resolve/{COMMIT}/{name}" and name in FILES:
+            content = FILES[name]
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{_oid(content)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def fetch(cache: Path, endpoint: str, *flags: str) -> "subprocess.CompletedProcess[str]":
+    env = os.environ | {
+        "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1",
+    }  # fmt: skip
+    return subprocess.run(
+        [SWELL, "fetch", *flags],
+        env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def fetched(cache: Path) -> set[str]:
+    return {file.name for file in cache.rglob("snapshots/*/*")}
+
+
+def test_a_fetched_model_is_there_for_those_who_serve_it(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        text = fetch(tmp_path, endpoint, "org/name", "--text-only")
+        assert text.returncode == 0, text.stderr
+        assert fetched(tmp_path) == {"config.json", "tokenizer.json"}
+        whole = fetch(tmp_path, endpoint, "org/name")
+        assert whole.returncode == 0, whole.stderr
+        assert "3 files" in whole.stderr
+        assert fetched(tmp_path) == set(FILES) - {"train.bin"}
+    offline = fetch(tmp_path, endpoint, "org/name", "--revision", COMMIT)
+    assert offline.returncode == 0, "what is pinned to a commit needs no hub"
+
+
+def test_what_cannot_be_fetched_is_said_with_the_reason(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        missing = fetch(tmp_path, endpoint, "org/other")
+    assert missing.returncode == 1
+    assert "'org/other' is not a directory and could not be fetched" in missing.stderr
+    unnamed = fetch(tmp_path, endpoint)
+    assert unnamed.returncode == 2
+    assert "which model?" in unnamed.stderr

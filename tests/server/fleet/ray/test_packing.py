@@ -1,0 +1,102 @@
+"""Where ranks go on nodes of a cluster, by strategy, and what is said when they do not fit."""
+
+from collections import Counter
+
+import pytest
+
+from server.fleet.ray.packing import Packing, PackStrategy, RayNode, most_on_a_node
+
+NEEDS = {"CPU": 2.0, "slot": 1.0}
+
+
+def node(name: str, slots: int, free: int | None = None) -> RayNode:
+    def there(count: int) -> dict[str, float]:
+        return {"CPU": 2.0 * count, "slot": float(count)}
+
+    return RayNode(f"id-{name}", name, there(slots), there(slots if free is None else free))
+
+
+NODES = [node("head", 2), node("b", 3), node("c", 1), node("d", 4)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "per_node", "ranks", "expected"),
+    [
+        ("strict", 2, 6, {"head": 2, "b": 2, "d": 2}),
+        ("strict", 3, 6, {"b": 3, "d": 3}),
+        ("strict", 3, 4, {"b": 3, "d": 1}),
+        ("strict", 1, 3, {"head": 1, "b": 1, "c": 1}),
+        ("strict", 5, 5, {}),
+        ("fill", 1, 3, {"head": 2, "b": 1}),
+        ("fill", 1, 10, {"head": 2, "b": 3, "c": 1, "d": 4}),
+        ("fill", 1, 11, {"head": 2, "b": 3, "c": 1, "d": 4}),
+        ("span", 1, 6, {"head": 2, "b": 3, "c": 1}),
+    ],
+)
+def test_ranks_are_planned_as_the_strategy_says(
+    strategy: PackStrategy, per_node: int, ranks: int, expected: dict[str, int]
+) -> None:
+    planned = Packing(strategy, NEEDS, per_node).plan(NODES, ranks)
+    assert Counter(each.name for each in planned) == expected
+    assert [each.name for each in planned] == sorted(
+        (each.name for each in planned), key=["head", "b", "c", "d"].index
+    )
+    assert most_on_a_node(planned) == max(expected.values(), default=1)
+
+
+def test_a_rank_goes_where_there_is_room_and_last_where_one_was_lost() -> None:
+    nodes = [node("head", 2, free=0), node("b", 3, free=1), node("c", 1)]
+    fill = Packing("fill", NEEDS, 1)
+    assert fill.choose(nodes, {}).node == nodes[1]
+    assert fill.choose(nodes, {}, avoid={"id-b"}).node == nodes[2]
+    assert fill.choose(nodes[:2], {}, avoid={"id-b"}).node == nodes[1]
+
+
+def test_ranks_that_ray_does_not_tell_of_yet_count() -> None:
+    """What is free is told with a delay: ranks that were just placed are known here."""
+    nodes = [node("head", 2), node("b", 1)]
+    fill = Packing("fill", NEEDS, 1)
+    assert fill.choose(nodes, {"id-head": 1}).node == nodes[0]
+    assert fill.choose(nodes, {"id-head": 2}).node == nodes[1]
+    assert fill.choose(nodes, {"id-head": 2, "id-b": 1}).node is None
+
+
+def test_strict_keeps_its_number_for_ranks_that_are_placed_again() -> None:
+    strict = Packing("strict", NEEDS, 2)
+    nodes = [node("d", 4)]
+    assert strict.choose(nodes, {"id-d": 1}).node == nodes[0]
+    choice = strict.choose(nodes, {"id-d": 2})
+    assert choice.node is None
+    assert "d 8 of 8 CPU and 4 of 4 slot, as many ranks as it may have" in choice.reason
+    assert strict.full({"id-d": 2, "id-e": 1}) == ["id-d"]
+    assert Packing("fill", NEEDS, 2).full({"id-d": 9}) == []
+
+
+def test_a_refusal_names_what_is_needed_and_free_on_each_node_and_what_to_do() -> None:
+    nodes = [node("head", 2, free=1), node("b", 1)]
+    assert Packing("fill", NEEDS, 1).refusal(nodes, 2) is None
+    refused = Packing("fill", NEEDS, 1).refusal(nodes, 3)
+    assert refused is not None
+    assert "room for 2 of 3 ranks. Each needs 2 CPU and 1 slot." in refused
+    assert "head 2 of 4 CPU and 1 of 2 slot; b 2 of 2 CPU and 1 of 1 slot" in refused
+    assert "--ray-wait-for-nodes" in refused
+    strict = Packing("strict", NEEDS, 2).refusal(nodes, 2)
+    assert strict is not None
+    assert "--data-parallel-size-local" in strict
+
+
+def test_a_rank_larger_than_any_node_is_refused_as_such() -> None:
+    refused = Packing("span", {"GPU": 8.0}, 1).refusal(
+        [RayNode("a", "a", {"GPU": 4.0}, {"GPU": 4.0}), RayNode("b", "b", {}, {})], 1
+    )
+    assert refused is not None
+    assert "lower --tensor-parallel-size" in refused
+
+
+def test_a_shortage_in_a_large_cluster_is_told_in_short() -> None:
+    nodes = [node(str(number), 1, free=0) for number in range(100)]
+    refused = Packing("fill", {"memory": 2.0**31}, 1).refusal(nodes, 1)
+    assert refused is not None
+    assert "Each needs 2.0 GiB memory" in refused
+    assert "; 92 more nodes" in refused
+    assert "no nodes at all" in (Packing("fill", NEEDS, 1).refusal([], 1) or "")

@@ -1,0 +1,102 @@
+"""Middleware of the operator's, and the load in headers of answers."""
+
+import sys
+import types
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.shared.config import ModelConfig
+from engine.shared.messages import ClusterView, EngineEntry, EngineStats
+from server.config import FrontEndConfig, GuardConfig, HttpConfig
+from server.http.own_middleware import BadMiddleware
+
+
+class Refuses:
+    """ASGI that answers itself where a header says so."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if (b"x-refuse", b"yes") in scope.get("headers", ()):
+            await send({"type": "http.response.start", "status": 451, "headers": []})
+            await send({"type": "http.response.body", "body": b"no"})
+            return
+        await self._app(scope, receive, send)
+
+
+async def signs(request: Any, call_next: Any) -> Any:
+    answer = await call_next(request)
+    answer.headers["x-signed"] = request.url.path
+    return answer
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> str:
+    made = types.ModuleType("operators_own")
+    made.Refuses, made.signs, made.number = Refuses, signs, 1  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "operators_own", made)
+    return "operators_own"
+
+
+def settings(*middleware: str) -> FrontEndConfig:
+    return FrontEndConfig(
+        model=ModelConfig(model="tiny"),
+        http=HttpConfig(middleware=middleware),
+        guards=GuardConfig(api_key=("secret",)),
+    )
+
+
+def test_middleware_is_around_all_that_is_served(http_of: Any, module: str) -> None:
+    http = http_of(settings(f"{module}.Refuses", f"{module}.signs"))
+    refused = http.post("/v1/completions", {"prompt": "x"}, headers={"x-refuse": "yes"})
+    assert (refused.status_code, refused.text) == (451, "no")
+    assert "x-request-id" in refused.headers
+    for key, status in (("wrong", 401), ("secret", 200)):
+        headers = {"authorization": f"Bearer {key}"}
+        answer = http.post("/v1/completions", {"prompt": "x"}, headers=headers)
+        assert answer.status_code == status
+        assert answer.headers["x-signed"] == "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    "path", ["", "nothing", "operators_own.missing", "operators_own.number", "no_such_module.x"]
+)
+def test_what_is_no_middleware_is_named_at_the_start(http_of: Any, module: str, path: str) -> None:
+    with pytest.raises(BadMiddleware, match=r"--middleware"):
+        http_of(settings(path))
+
+
+def stats(rank: int, waiting: int, running: int, usage: float) -> EngineEntry:
+    of_engine = EngineStats(rank, 1, 1, 0, 0, waiting, running, usage, 0)
+    return EngineEntry(rank, 1, True, "node", 0, None, of_engine)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_answers_tell_the_load_to_who_asks(http: Any, engines: Any, path: str) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    headers = {"endpoint-load-metrics-format": "JSON"}
+    told = http.post(path, body, headers=headers).headers["endpoint-load-metrics"]
+    assert msgspec.json.decode(told.removeprefix("JSON "))["named_metrics"] == {
+        "kv_cache_usage_perc": 0.0, "num_requests_waiting": 0, "num_requests_running": 0
+    }  # fmt: skip
+    entries = [stats(0, 2, 3, 0.5), stats(1, 1, 4, 0.25)]
+    engines.view = ClusterView(1, 1, 0, True, [*entries], 1)
+    headers = {"Endpoint-Load-Metrics-Format": "text"}
+    told = http.post(path, {**body, "stream": True}, headers=headers)
+    assert told.headers["endpoint-load-metrics"] == (
+        "TEXT named_metrics.kv_cache_usage_perc=0.375, named_metrics.num_requests_waiting=3, "
+        "named_metrics.num_requests_running=7"
+    )
+    for asked in ({}, {"endpoint-load-metrics-format": "xml"}):
+        assert "endpoint-load-metrics" not in http.post(path, body, headers=asked).headers
+
+
+def test_who_has_no_key_learns_no_load(http_of: Any) -> None:
+    http = http_of(settings())
+    headers = {"endpoint-load-metrics-format": "text"}
+    refused = http.post("/v1/completions", {"prompt": "x"}, headers=headers)
+    assert refused.status_code == 401
+    assert "endpoint-load-metrics" not in refused.headers

@@ -1,0 +1,20 @@
+"""What each kind of process gets of the settings of `swell serve`."""
+
+from server.config import FrontEndConfig, HttpConfig, ServeConfig, StoreConfig, TenantConfig
+
+
+def test_front_ends_get_all_settings_that_are_theirs() -> None:
+    store, http = StoreConfig(response_store="none"), HttpConfig(port=1234)
+    given = ServeConfig(store=store, http=http).front_end()
+    assert (given.store, given.http) == (store, http)
+    everything = ServeConfig()
+    for name in set(FrontEndConfig.__struct_fields__) - {"tenants"}:
+        assert getattr(everything.front_end(), name) is getattr(everything, name)
+    assert given.tenants == TenantConfig(allow_priority=False), "what follows from the policy"
+
+
+def test_a_store_in_a_database_does_not_show_who_logs_in() -> None:
+    store = StoreConfig(response_store="postgresql://me:secret@host/db")
+    assert store.is_postgres
+    assert "secret" not in repr(store)
+    assert not StoreConfig(response_store="/var/lib/swell/responses.sqlite").is_postgres

@@ -1,0 +1,134 @@
+"""Chat templates of requests: rendered apart, and ended where they are too much."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine.shared.config import ModelConfig
+from server.access.limits import MAX_TEMPLATE
+from server.config import FrontEndConfig, HttpConfig
+from server.text import request_templates, template_process
+from server.text.chat_template import TemplateFailed
+from server.text.request_templates import RequestTemplates
+from server.text.template_process import Rendering
+
+pytestmark = pytest.mark.slow  # it starts processes
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def templates() -> RequestTemplates:
+    return RequestTemplates({"bos_token": "<s>"})
+
+
+def render(templates: RequestTemplates, source: str, **more: Any) -> str:
+    attempt = Rendering(messages=MESSAGES, add_generation_prompt=True, **more)
+    return asyncio.run(templates.render(source, [attempt]))
+
+
+def test_a_template_gets_what_the_models_own_gets(templates: RequestTemplates) -> None:
+    source = "{{ bos_token }}{{ messages[0].content }}{{ add_generation_prompt }}{{ x }}"
+    assert render(templates, source, arguments={"x": 1}) == "<s>helloTrue1"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.environ }}",
+        "{% include '/etc/passwd' %}",
+        "{{ messages.append(1) }}",
+        "{{ 'x' * 10**10 }}",
+        "{{ range(10**9) | list }}",
+        "{% set x = namespace(v=('x' * 1000)) %}{% for i in range(99) %}"
+        "{% set x.v = x.v + x.v %}{% endfor %}",
+    ],
+    ids=range(9),
+)
+def test_what_a_template_must_not_do_is_an_error(templates: RequestTemplates, source: str) -> None:
+    with pytest.raises(TemplateFailed):
+        render(templates, source)
+    assert render(templates, "{{ messages[0].role }}") == "user"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 9 ** (9 ** 9) }}",
+    ],
+    ids=range(2),
+)
+def test_a_template_that_does_not_end_is_ended(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_templates, "MAX_TEMPLATE_SECONDS", 0.2)
+    templates = RequestTemplates({})
+    with pytest.raises(TemplateFailed, match=r"more than 0\.2 seconds"):
+        render(templates, source)
+    monkeypatch.undo()
+    assert render(templates, "{{ messages[0].role }}") == "user"
+
+
+def test_a_text_that_is_too_long_is_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "MAX_TEMPLATE_OUTPUT", 10)
+    attempt = Rendering(messages=MESSAGES, add_generation_prompt=True)
+    job = template_process.Job("{{ 'x' * 11 }}", {}, [attempt])
+    assert template_process.render(job).error == "it wrote more than 10 characters"
+
+
+def test_the_process_knows_nothing_of_its_parents_environment(
+    templates: RequestTemplates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWELL_CLUSTER_KEY", "a secret of the cluster")
+    process = request_templates._start()
+    try:
+        with open(f"/proc/{process.pid}/environ", "rb") as environment:
+            assert b"SWELL_CLUSTER_KEY" not in environment.read()
+    finally:
+        request_templates._end(process)
+
+
+def trusting(http_of: Any) -> Any:
+    http = HttpConfig(trust_request_chat_template=True)
+    return http_of(FrontEndConfig(model=ModelConfig(model="tiny"), http=http))
+
+
+def test_a_request_is_rendered_with_its_own_template(
+    http_of: Any, engines: Any, tokenizer: Any
+) -> None:
+    http = trusting(http_of)
+    template = "{% for each in messages %}{{ each.content }}!{% endfor %}"
+    http.chat(chat_template=template)
+    expected = tokenizer.encode("hello!", add_special_tokens=False)
+    assert engines.streams[-1].prompt_token_ids == expected
+    body = {"messages": MESSAGES, "chat_template": template}
+    assert http.post("/tokenize", body).json()["tokens"] == expected
+
+
+def test_tools_are_told_where_neither_template_shows_them(http_of: Any, engines: Any) -> None:
+    http = trusting(http_of)
+    tools = [{"type": "function", "function": {"name": "measure"}}]
+    shown = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    for template, told in ((shown, True), (shown + "{{ tools[0].function.name }}", False)):
+        http.chat(chat_template=template, tools=tools, max_tokens=1)
+        text = http.post("/detokenize", {"tokens": engines.streams[-1].prompt_token_ids})
+        assert "measure" in text.json()["prompt"]
+        assert ("<tool_call>" in text.json()["prompt"]) is told
+
+
+def test_templates_are_refused_unless_they_are_trusted(http: Any, http_of: Any) -> None:
+    for each, template in (
+        (http, "{{ messages }}"),
+        (trusting(http_of), "{% if %}"),
+        (trusting(http_of), ""),
+        (trusting(http_of), "x" * (MAX_TEMPLATE + 1)),
+    ):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            answer = each.post(path, {"messages": MESSAGES, "chat_template": template})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "chat_template"

@@ -1,0 +1,104 @@
+"""Reading an answer costs as much as the answer is long, whatever a model writes.
+
+What is held back is counted: text that is put together anew with every piece that comes is copied
+and searched again each time, so that work grows with the square of the answer's length.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from server.answer.parts import whole_message
+from server.answer.reader import AnswerReader
+from server.answer.reasoning import REASONING_FORMATS, ReasoningReader, ReasoningTags
+from server.api.shared.tools import FunctionDefinition
+from server.text.markers import MAX_HEAD
+from server.tool_calls.formats import CALL_FORMATS
+
+LENGTH, PIECE = 4000, 4
+MOST = MAX_HEAD**2 // PIECE + 20 * LENGTH
+"""Characters put together anew: heads are looked at with each piece, all else a few times. Reading
+everything with each piece would take six times as many."""
+
+_JSON = ('{"name": "', '{"x": "', '{"name": "add", "arguments": {"a": "')
+_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
+BEGUN = {
+    "deepseek_v3": [
+        _DEEPSEEK_CALL,
+        _DEEPSEEK_CALL + "function<｜tool▁sep｜>add",
+        _DEEPSEEK_CALL + 'add<｜tool▁sep｜>{"a": "',
+    ],
+    "glm45": [
+        "<tool_call>", "<tool_call>add", "<tool_call>add<arg_key>",
+        "<tool_call>add<arg_key>a</arg_key><arg_value>",
+    ],
+    "granite": ["<|tool_call|>[", *(f"<|tool_call|>[{each}" for each in _JSON)],
+    "hermes": ["<tool_call>", *(f"<tool_call>{each}" for each in _JSON)],
+    "openai": [
+        "<|channel|>", "<|start|>", "<|channel|>analysis<|message|>",
+        "<|channel|>commentary to=functions.add<|message|>",
+    ],
+    "qwen3_coder": [
+        "<tool_call>", "<tool_call><function=", "<tool_call><function=add><parameter=",
+        "<tool_call><function=add><parameter=a>",
+    ],
+    "llama3_json": ["<|python_tag|>", *_JSON],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]add[ARGS]{", "[TOOL_CALLS][" + _JSON[0]],
+    "pythonic": ["[", "[add(a=1)", "[add(a=1), "],
+}  # fmt: skip
+"""What each format's calls begin with, and how far one may have come."""
+SAME = {"deepseek_v31": "deepseek_v3", "internlm": "hermes", "qwen": "hermes"}
+"""Formats that have the parser of another."""
+FILLERS = (" ", "a", "{", '"')
+
+
+def texts(owner: object) -> Iterator[str]:
+    """Yield all texts that an object and those below it hold."""
+    names = getattr(type(owner), "__slots__", ()) or vars(owner)
+    for value in [getattr(owner, name) for name in names]:
+        if isinstance(value, str):
+            yield value
+        elif type(value).__module__.startswith("server."):
+            yield from texts(value)
+
+
+def work(reader: AnswerReader, text: str) -> int:
+    """Return how many characters are put together anew while a text is read in small pieces."""
+    known: set[int] = set()
+    total = 0
+    for start in range(0, len(text), PIECE):
+        reader.push(text[start : start + PIECE])
+        held = {id(each): len(each) for each in texts(reader)}
+        total += sum(size for name, size in held.items() if name not in known)
+        known = set(held)
+    reader.finish()
+    return total
+
+
+def test_all_formats_are_looked_at() -> None:
+    assert BEGUN.keys() | SAME.keys() == CALL_FORMATS.keys()
+
+
+@pytest.mark.parametrize("name", BEGUN)
+@pytest.mark.parametrize("filler", FILLERS)
+def test_a_parser_of_calls_reads_each_piece_once(name: str, filler: str) -> None:
+    functions = [FunctionDefinition.model_validate({"name": "add"})]
+    for begun in ("", *BEGUN[name]):
+        reader = AnswerReader(None, CALL_FORMATS[name].parser(functions))
+        assert work(reader, begun + filler * LENGTH) <= MOST, begun
+
+
+@pytest.mark.parametrize("tags", {each.start: each for each in REASONING_FORMATS.values()}.values())
+@pytest.mark.parametrize("filler", ["\n", "a", "<"])
+def test_reasoning_is_read_once(tags: ReasoningTags, filler: str) -> None:
+    for begun in ("", tags.start, tags.start + "a", tags.start + tags.end):
+        reader = AnswerReader(ReasoningReader(tags, inside=tags.implied), None)
+        assert work(reader, begun + filler * LENGTH) <= MOST, begun
+
+
+def test_a_header_that_does_not_end_is_content() -> None:
+    reader = AnswerReader(None, CALL_FORMATS["openai"].parser([]))
+    text = "<|start|>" + "a" * 2 * MAX_HEAD
+    pieces = [text[start : start + 100] for start in range(0, len(text), 100)]
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    assert whole_message(parts).content == text

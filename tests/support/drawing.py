@@ -1,0 +1,48 @@
+"""Draws from masks at random, as a model of nonsense would."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from engine.grammar.masks import GrammarTable, grammar_table
+from engine.scheduler.batch import SlotStart
+from engine.shared.config import BUNDLED_MODEL
+from engine.shared.messages import GrammarSpec, SamplingParams
+
+TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+EOS = {0, 2}
+_MOST = 2000
+_ENDS = 0.2
+"""How often an output ends that may end."""
+
+
+@contextlib.contextmanager
+def bundled_table() -> Iterator[GrammarTable]:
+    """Make a table over the bundled model's tokenizer for the length of a block."""
+    made = grammar_table(Path(BUNDLED_MODEL), TOKENIZER.get_vocab_size(), sorted(EOS))
+    assert made is not None
+    yield made
+    made.shutdown()
+
+
+def write(table: GrammarTable, spec: GrammarSpec, rng: random.Random) -> str:
+    """Return an output that a grammar ended as complete.
+
+    Raises:
+        AssertionError: it ended with an error, or did not end.
+    """
+    table.start(SlotStart(0, [5], 1, SamplingParams(max_tokens=1, seed=0, grammar=spec)))
+    drawn: list[int] = []
+    for _ in range(_MOST):
+        choices = table.choices([0])[0][0]
+        ends = [token_id for token_id in choices if token_id in EOS]
+        token_id = rng.choice(ends if ends and rng.random() < _ENDS else choices)
+        drawn.append(token_id)
+        ended = table.advance([0], [token_id]).reasons
+        if ended:
+            assert ended == {0: None}, ended
+            return str(TOKENIZER.decode([t for t in drawn if t not in EOS]))
+    raise AssertionError("the output did not end")

@@ -1,0 +1,78 @@
+"""Clients that keep a stack busy and check what they are told."""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tests.support.http import call, completion, fetch, ready_ranks
+from tests.support.waiting import PATIENCE, until
+
+
+def assert_none(failures: Sequence[object]) -> None:
+    """Say how many failures there are, and what the first are like.
+
+    Raises:
+        AssertionError: there are any.
+    """
+    if failures:
+        first = "\n".join(map(str, failures[:3]))
+        raise AssertionError(f"{len(failures)} failures, the first of them:\n{first}")
+
+
+class Load:
+    """Clients that send requests one after the other and keep what they were told."""
+
+    def __init__(self, url: str, clients: int) -> None:
+        self.answers: dict[int, set[str]] = {}
+        self.errors: list[str] = []
+        self.count = 0
+        self._url = url
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(clients)]
+
+    def _run(self, seed: int) -> None:
+        body = completion(f"Act {seed}", 60, seed=seed)
+        while not self._over.is_set():
+            answer = fetch(f"{self._url}/v1/completions", body)
+            if answer.status != 200:
+                self.errors.append(repr(answer))
+                continue
+            choices = json.loads(answer.text)["choices"]
+            self.answers.setdefault(seed, set()).add(json.dumps(choices))
+            self.count += 1
+
+    @contextmanager
+    def running(self) -> Iterator["Load"]:
+        """Send requests until the block ends."""
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._over.set()
+            for thread in self._threads:
+                thread.join(PATIENCE)
+
+    def goes_on(self, requests: int = 30) -> None:
+        """Wait until so many more requests are answered."""
+        before = self.count
+        until(lambda: self.count >= before + requests or self.errors, "the load goes on")
+
+    def check(self) -> None:
+        """Nobody was refused, and the same request has always had the same answer."""
+        assert_none(self.errors)
+        assert self.count > 50
+        assert all(len(told) == 1 for told in self.answers.values()), "the same in every run"
+
+
+def settle(url: str, size: int) -> dict[str, object]:
+    """Wait until the supervisor and the coordinator agree on ranks 0 to size - 1."""
+    status: dict[str, object] = {}
+
+    def is_settled() -> bool:
+        status.update(call(f"{url}/admin/scale"))
+        return not status["busy"] and ready_ranks(url) == set(range(size))
+
+    until(is_settled, f"{size} engines", interval=0.05)
+    return status

@@ -1,0 +1,78 @@
+"""Talking to a real stack whose engines step together, and help when it hangs."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from benchmarks.running_stack import RunningStack
+from tests.support.http import ADMIN_KEY, call
+from tests.support.metrics import metric
+from tests.support.waiting import until
+
+FLAGS = (
+    "--enable-expert-parallel", "--dtype", "float32", "--admin-key", ADMIN_KEY,
+    "--num-kv-blocks", "2048",
+)  # fmt: skip
+
+
+def utility(url: str, name: str, rank: int | None = None) -> dict[int, dict[str, Any]]:
+    """Call a utility of one engine or all; return what they answered by rank."""
+    results = call(f"{url}/admin/utilities", {"name": name, "rank": rank})["answers"]
+    assert all(each["error"] is None for each in results), results
+    return {each["rank"]: each["result"] for each in results}
+
+
+def is_paused(url: str) -> bool:
+    """Whether the engines rest, as the metrics say."""
+    return metric(url, "engines_running")[""] == 0
+
+
+def wave_when_paused(url: str) -> int:
+    """Wait until the engines rest and everybody tells the same wave; return it."""
+
+    def told() -> set[int]:
+        infos = utility(url, "info").values()
+        return {int(metric(url, "wave")[""]), *(int(info["wave"]) for info in infos)}
+
+    until(lambda: is_paused(url) and len(told()) == 1, "all agree on the wave")
+    return told().pop()
+
+
+def topologies(url: str) -> set[int]:
+    """Return the groups of which engines say that they are members."""
+    return {int(info["topology"]) for info in utility(url, "info").values()}
+
+
+def kill(stack: RunningStack, name: str) -> float:
+    """End a process at once; return when."""
+    stack.processes()[name].kill()
+    return time.monotonic()
+
+
+@contextmanager
+def watched(stack: RunningStack, seconds: float) -> Iterator[None]:
+    """Make whatever hangs inside fail after so long, with the stacks of all processes shown."""
+
+    def give_up() -> None:
+        before = len(stack.lines)
+        processes = stack.processes()
+        for process in processes.values():
+            process.send_signal(signal.SIGUSR1)
+        with suppress(AssertionError):  # some may be stopped, or too stuck even for that
+            until(
+                lambda: str(stack.lines[before:]).count("Current thread") >= len(processes),
+                "all processes show their stacks",
+                within=2.0,
+            )
+        stack.kill()
+        print("\n".join(stack.lines[-600:]))
+
+    watchdog = threading.Timer(seconds, give_up)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()

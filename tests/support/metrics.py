@@ -1,0 +1,44 @@
+"""What /metrics of a running stack says."""
+
+import re
+
+from tests.support.http import ADMIN_KEY, fetch
+
+
+def scrape(url: str, key: str = ADMIN_KEY) -> str:
+    """Return all of it.
+
+    Raises:
+        ConnectionError: nobody answered.
+    """
+    status, text, _ = fetch(f"{url}/metrics", key=key, timeout=10.0)
+    if status == 0:
+        raise ConnectionError(text)
+    assert status == 200, text
+    return text
+
+
+def metric(
+    url: str, name: str, *, prefix: str = "swell_", key: str = ADMIN_KEY
+) -> dict[str, float]:
+    """Return the values of a metric by engine, or by "" without that label.
+
+    Samples that differ in other labels are added up.
+    """
+    found: dict[str, float] = {}
+    pattern = rf"^{prefix}{name}(\{{[^}}]*\}})? (\S+)$"
+    for labels, value in re.findall(pattern, scrape(url, key), re.MULTILINE):
+        engine = re.search(r'engine="(\d+)"', labels)
+        key = engine[1] if engine else ""
+        found[key] = found.get(key, 0.0) + float(value)
+    return found
+
+
+def total(url: str, name: str, *, prefix: str = "swell_") -> float:
+    """Return the sum over all engines."""
+    return sum(metric(url, name, prefix=prefix).values())
+
+
+def num_running(url: str) -> float:
+    """Return how many sequences the engines run."""
+    return total(url, "num_requests_running")

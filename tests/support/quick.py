@@ -1,0 +1,116 @@
+"""Which tests are quick: those of state machines and plain functions, for the inner loop.
+
+Nobody marks them. A file of tests is quick if neither it nor what it imports of `tests` and
+`benchmarks` imports what starts processes or talks over sockets, and nothing that it imports loads
+torch. `pytest --quick` collects no others, and what a quick test starts in spite of it is refused.
+A test that is slow for other reasons has the marker `slow`.
+"""
+
+import re
+import sys
+from collections.abc import Generator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+TENSORS = frozenset(("torch", "transformers"))
+"""What no quick test loads, however far below it."""
+STARTERS = frozenset(
+    (
+        "benchmarks.running_stack", "httpx", "multiprocessing", "openai", "schemathesis", "socket",
+        "subprocess", "uvicorn", "uvloop", "zmq",
+    )
+)  # fmt: skip
+"""What no quick test imports itself, and none of the tests' own modules for it."""
+REFUSED = frozenset(
+    ("os.fork", "os.posix_spawn", "os.system", "socket.bind", "socket.connect", "subprocess.Popen")
+)
+"""Events of the interpreter that end a quick test."""
+
+_IMPORT = re.compile(r"^(?:import ([\w.]+)|from ([\w.]+) import (\([^)]*\)|.*))", re.MULTILINE)
+
+
+@cache
+def is_quick(path: Path) -> bool:
+    """Whether a file of tests is quick."""
+    seen, left = set[Path](), [path]
+    while left:
+        module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        names = _imported(module)
+        roots = {name.partition(".")[0] for name in names}
+        is_ours = module.relative_to(ROOT).parts[0] in ("tests", "benchmarks")
+        if roots & TENSORS or (is_ours and (roots | names) & STARTERS):
+            return False
+        left += [found for name in names if (found := _file_of(name)) is not None]
+    return True
+
+
+@cache
+def _imported(path: Path) -> set[str]:
+    """Return what a file imports when it is loaded; what is indented is imported later or never."""
+    names = set()
+    for module, package, members in _IMPORT.findall(path.read_text(encoding="utf-8")):
+        names.add(module or package)
+        names.update(f"{package}.{member}" for member in re.findall(r"\w+", members))
+    return names
+
+
+@cache
+def _file_of(name: str) -> Path | None:
+    path = ROOT.joinpath(*name.split("."))
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+class Guard:
+    """Makes torch an error in this process, and processes and sockets while a test runs."""
+
+    def __init__(self) -> None:
+        self._runs = False
+        sys.addaudithook(self._refuse)
+
+    def _refuse(self, event: str, arguments: tuple[object, ...]) -> None:
+        loads_tensors = event == "import" and arguments[0] in TENSORS
+        if loads_tensors or (self._runs and event in REFUSED):
+            raise pytest.UsageError(
+                f"{f'import {arguments[0]}' if loads_tensors else event} in a quick test: import "
+                "what does that at the top of the file of tests, or mark the test as `slow`"
+            )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        """Watch while a test runs."""
+        self._runs = True
+        try:
+            return (yield)
+        finally:
+            self._runs = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--quick`."""
+    parser.addoption("--quick", action="store_true", help="collect only what is quick to run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out what is marked, and refuse what is not quick."""
+    if config.getoption("quick"):
+        given = config.option.markexpr
+        config.option.markexpr = f"({given}) and not slow" if given else "not slow"
+        config.pluginmanager.register(Guard())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect no other files with `--quick`."""
+    is_file_of_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.getoption("quick") and is_file_of_tests and not is_quick(collection_path):
+        return True
+    return None
