@@ -117,16 +117,26 @@ class Router:
     # -- requests --------------------------------------------------------------------------------
 
     def _submit(self, request: RoutedRequest, now: float) -> list[Action]:
-        members, pinned_rank = self.members, request.pinned_rank
-        if pinned_rank is None:
-            if not members.has_engines:
-                return [Refuse(NoEngineAvailable("no engine can serve now"))]
-        elif pinned_rank >= members.num_ranks:
-            return [Refuse(NoSuchEngine(f"there is no engine {pinned_rank}"))]
-        elif (route := members.routes.get(pinned_rank)) is None or not route.is_open:
-            return [Refuse(NoEngineAvailable(f"engine {pinned_rank} cannot serve now"))]
+        """Begin with a sequence, unless nothing can serve it now.
+
+        Later sequences of a client's request are never refused: they wait for an engine as those
+        do that have lost theirs meanwhile.
+        """
+        if not request.message.group and (error := self._why_not(request.pinned_rank)):
+            return [Refuse(error)]
         self.delivery.begin(request)
         return self.failover.place(request, now)
+
+    def _why_not(self, pinned_rank: int | None) -> NoEngineAvailable | NoSuchEngine | None:
+        """Return why nothing can serve a new request, which may be pinned to an engine, now."""
+        members = self.members
+        if pinned_rank is None:
+            return None if members.has_engines else NoEngineAvailable("no engine can serve now")
+        if pinned_rank >= members.num_ranks:
+            return NoSuchEngine(f"there is no engine {pinned_rank}")
+        if (route := members.routes.get(pinned_rank)) is None or not route.is_open:
+            return NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
+        return None
 
     def _close(self, request: RoutedRequest) -> list[Action]:
         if not self.delivery.end(request):

@@ -57,9 +57,12 @@ def with_engines(*incarnations: int) -> Router:
     return router
 
 
-def new_request(name: str = "r", pinned_rank: int | None = None) -> RoutedRequest:
+def new_request(
+    name: str = "r", pinned_rank: int | None = None, *, group: int = 0
+) -> RoutedRequest:
     sampling = SamplingParams(max_tokens=9, seed=1)
-    return RoutedRequest(AddRequest(0, name, 0, 0, [1, 2], sampling), pinned_rank)
+    message = AddRequest(0, name, 0, 0, [1, 2], sampling, group=group)
+    return RoutedRequest(message, pinned_rank)
 
 
 def submitted(router: Router, *, now: float = 0.0) -> RoutedRequest:
@@ -109,6 +112,22 @@ def test_what_nobody_can_serve_is_refused(
     assert type(refused.error) is error
     assert str(refused.error) == why
     assert not router.delivery.in_flight
+
+
+@pytest.mark.parametrize("pinned_rank", [None, 0])
+def test_later_sequences_wait_when_all_engines_die_as_their_request_begins(
+    pinned_rank: int | None,
+) -> None:
+    router = with_engines(10)
+    first = new_request("r", pinned_rank)
+    [send] = sends(router.handle(Submit(first), 0.0))
+    router.handle(SendsFailed([send]), 0.0)
+    router.handle(EngineDead(0, 10, "boom"), 0.0)
+    later = new_request("r-1", pinned_rank, group=first.id)
+    assert router.handle(Submit(later), 0.0) == []
+    router.handle(view(2, entry(0, 11), running=True), 1.0)
+    sent = sends(router.handle(Heard(b"11", RouteHello(0, 11, 1)), 1.0))
+    assert [each.message for each in sent] == [first.message, later.message]
 
 
 def test_a_request_that_is_closed_is_aborted_once() -> None:
