@@ -22,6 +22,8 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Tells reasoning from the rest in answers without tools too."""
     begins_inside: bool = False
     """The answers begin inside the reasoning."""
+    may_call_at_once: bool = False
+    """An answer that begins with a call has no reasoning, wherever it begins."""
     show_reasoning: bool = True
     reasoning_field: Literal["both", "reasoning", "reasoning_content"] = "both"
     """The name by which it is shown."""
@@ -36,12 +38,17 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
         if format is not None and format.channels is not None:
             tags = None  # the parser does it
         return AnswerReader(
-            None if tags is None else ReasoningReader(tags, inside=self.begins_inside),
+            None if tags is None else self._reasoning_reader(tags),
             None if format is None else format.parser([*tools.functions.values()]),
             parallel=tools.parallel,
             show_reasoning=self.show_reasoning,
             reasoning_end=self.reasoning_end,
         )
+
+    def _reasoning_reader(self, tags: ReasoningTags) -> ReasoningReader:
+        format = self.tools.format if self.may_call_at_once else None
+        starts = () if format is None else format.starts
+        return ReasoningReader(tags, inside=self.begins_inside, call_starts=starts)
 
     def new_call_id(self) -> str:
         """Return a name for a call of an answer."""

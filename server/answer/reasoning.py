@@ -74,8 +74,18 @@ class ReasoningReader:
     Line ends next to the tags belong to neither: templates write them around both.
     """
 
-    def __init__(self, tags: ReasoningTags, *, inside: bool) -> None:
+    def __init__(
+        self, tags: ReasoningTags, *, inside: bool, call_starts: Sequence[str] = ()
+    ) -> None:
+        """Make a reader of one answer.
+
+        Args:
+            tags: how the model marks its reasoning.
+            inside: the answer begins in the middle of it.
+            call_starts: what calls of tools begin with: an answer that begins so has no reasoning.
+        """
         self._tags = tags
+        self._call_starts = call_starts
         self._inside = inside
         self._may_open = True
         """Nothing but whitespace has come: a start tag here is one."""
@@ -122,11 +132,15 @@ class ReasoningReader:
     def _open(self) -> bool:
         """Take a start tag off the held text; return whether it is known if there is one."""
         start, begin = self._tags.start, self._held.lstrip()
-        may_be = len(self._held) <= MAX_HEAD
-        if may_be and len(begin) < len(start) and start.startswith(begin):
+        if len(self._held) <= MAX_HEAD and any(
+            len(begin) < len(marker) and marker.startswith(begin)
+            for marker in (start, *self._call_starts)
+        ):
             return False
         self._may_open = False
-        if begin.startswith(start):
+        if begin.startswith(tuple(self._call_starts)):
+            self._inside = False
+        elif begin.startswith(start):
             self._inside = True
             self._held = begin[len(start) :]
         self._at_edge = self._inside

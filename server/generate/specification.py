@@ -174,6 +174,7 @@ def _answer_plan(
         reasoning_end=end,
         channels=channels,
         begins_inside=inside,
+        may_call_at_once=not _reasoning_first(source, form),
         show_reasoning=source.show_reasoning,
         reasoning_field=formats.reasoning_field,
         echo=prompts.echo,

@@ -65,6 +65,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     """None: the format itself cannot be enforced, `JSON_LIST` is in its place."""
     markers: tuple[str, ...] = ()
     """Texts that a tokenizer may have as special tokens and that the parser has to see."""
+    starts: tuple[str, ...] = ()
+    """Those of them that calls begin with."""
     channels: ReasoningTags | None = None
     """The parser tells reasoning from the rest as well; these tags lead from one to the other."""
     new_id: Callable[[], str] = _new_id
@@ -86,6 +88,7 @@ _HERMES = CallFormat(
     parser=HermesParser,
     syntax=CallSyntax('<tool_call>\n{"name": {name}, "arguments": ', "}\n</tool_call>", "\n"),
     markers=("<tool_call>", "</tool_call>"),
+    starts=("<tool_call>",),
 )
 
 _DEEPSEEK_V3 = CallFormat(
@@ -98,6 +101,7 @@ _DEEPSEEK_V3 = CallFormat(
         CALLS_END,
     ),
     markers=(CALLS_BEGIN, CALLS_END, CALL_BEGIN, SEPARATOR, CALL_END),
+    starts=(CALLS_BEGIN, CALL_BEGIN),
 )
 
 _PLUGIN = "<|action_start|><|plugin|>"
@@ -111,12 +115,16 @@ CALL_FORMATS = {
         ),
     ),
     "glm45": CallFormat(
-        parser=Glm45Parser, syntax=None, markers=("<tool_call>", "</tool_call>", *GLM45_TAGS)
+        parser=Glm45Parser,
+        syntax=None,
+        markers=("<tool_call>", "</tool_call>", *GLM45_TAGS),
+        starts=("<tool_call>",),
     ),
     "granite": CallFormat(
         parser=MarkedListParser,
         syntax=CallSyntax('{"name": {name}, "arguments": ', "}", ", ", "<|tool_call|>[", "]"),
         markers=GRANITE_MARKERS,
+        starts=GRANITE_MARKERS,
     ),
     "internlm": CallFormat(
         parser=partial(HermesParser, start=_PLUGIN, end="<|action_end|>"),
@@ -124,6 +132,7 @@ CALL_FORMATS = {
             f'{_PLUGIN}\n{{"name": {{name}}, "parameters": ', "}<|action_end|>", "\n"
         ),
         markers=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+        starts=(_PLUGIN,),
     ),
     "openai": CallFormat(
         parser=HarmonyParser,
@@ -136,22 +145,30 @@ CALL_FORMATS = {
         channels=HARMONY_TAGS,
     ),
     "pythonic": CallFormat(
-        parser=PythonicParser, syntax=None, markers=("<|python_start|>", "<|python_end|>")
+        parser=PythonicParser,
+        syntax=None,
+        markers=("<|python_start|>", "<|python_end|>"),
+        starts=("<|python_start|>",),
     ),
     "hermes": _HERMES,
     "qwen": _HERMES,
     "qwen3_coder": CallFormat(
-        parser=Qwen3CoderParser, syntax=None, markers=("<tool_call>", "</tool_call>")
+        parser=Qwen3CoderParser,
+        syntax=None,
+        markers=("<tool_call>", "</tool_call>"),
+        starts=("<tool_call>",),
     ),
     "llama3_json": CallFormat(
         parser=Llama3JsonParser,
         syntax=CallSyntax('{"name": {name}, "parameters": ', "}", "; "),
         markers=("<|python_tag|>",),
+        starts=("<|python_tag|>",),
     ),
     "mistral": CallFormat(
         parser=MistralParser,
         syntax=None,
         markers=("[TOOL_CALLS]", "[ARGS]"),
+        starts=("[TOOL_CALLS]",),
         new_id=_nine_letters,
     ),
 }

@@ -16,10 +16,14 @@ from engine.executor.in_process import InProcessExecutor
 from engine.executor.layout import Layout
 from engine.executor.multi_process import MultiProcessExecutor, TeamLeader
 from engine.executor.team import Team
-from engine.executor.team_messages import Answer
+from engine.executor.team_messages import Answer, BeginTrial, EndTrial, WorkerLaunch
+from engine.executor.worker import Worker
+from engine.models.decoder import Decoder
 from engine.models.moe import run_experts
 from engine.models.parallel import experts
 from engine.models.parallel.experts import MirrorGroup
+from engine.runner.kv_memory import bytes_per_block
+from engine.runner.memory_profile import MemoryTrial, free_for_cache
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import (
     CacheConfig,
@@ -33,16 +37,40 @@ from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 TOKENS = 48
+SHARES = [0.5, 0.25]
+DEVICE_BYTES, PEAK_BYTES = 2**22, 2**18
+"""Of a made-up device, and what the largest step takes of it."""
 
 
-def settings(directory: Path, **parallel: Any) -> EngineConfig:
+def settings(directory: Path, share: float = SHARES[0], **parallel: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(directory), device="cpu"),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS, gpu_memory_utilization=share
+        ),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=TOKENS),
         executor=ExecutorConfig(threads=1),
         parallel=ParallelConfig(**parallel),
     )
+
+
+@pytest.fixture
+def made_up_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials end as if they had been on a device of so much memory."""
+
+    def left(_: MemoryTrial, peak: int, utilization: float) -> int:
+        assert peak == PEAK_BYTES
+        return free_for_cache(total=DEVICE_BYTES, utilization=utilization, peak=peak, others=0)
+
+    monkeypatch.setattr(MemoryTrial, "peak", lambda *_: PEAK_BYTES)
+    monkeypatch.setattr(MemoryTrial, "left", left)
+
+
+def blocks_of(share: float, loaded: Decoder) -> int:
+    """Return the blocks that such a part of the made-up device has room for."""
+    block = bytes_per_block(loaded.spec, BLOCK_SIZE, loaded.cache_dtype)
+    assert block < PEAK_BYTES
+    return (int(DEVICE_BYTES * share) - PEAK_BYTES) // block
 
 
 class Steps:
@@ -77,7 +105,10 @@ def test_all_processes_get_the_blocks_that_the_one_with_the_least_memory_has(
 
 
 def test_processes_that_hold_a_model_together_try_the_largest_step_together(
-    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    request: pytest.FixtureRequest,
 ) -> None:
     model = checkpoint("llama")
     config = settings(model.directory, tensor_parallel_size=2, data_parallel_size=1)
@@ -88,6 +119,9 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
         assert inner._model is not None
         blocks = inner.blocks_after_trial(inner._model, executor.info.max_model_len, 2)
         assert blocks > 0
+        request.getfixturevalue("made_up_device")  # the other process has all that is free
+        share = inner.blocks_after_trial(inner._model, executor.info.max_model_len, 2)
+        assert share == blocks_of(SHARES[0], inner._model)
         executor._leader.allocate(NUM_BLOCKS)
         cut, whole = Driver(Steps(executor)), driver(model.directory)
         for engine in (cut, whole):
@@ -97,6 +131,31 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
         assert cut.tokens == whole.tokens
     finally:
         executor.shutdown()
+
+
+@pytest.mark.usefixtures("made_up_device")
+def test_the_share_of_a_device_holds_where_experts_are_spread_too(checkpoint: SaveModel) -> None:
+    model = checkpoint("qwen3-moe")
+    for share in SHARES:
+        config = settings(model.directory, share, data_parallel_size=2, enable_expert_parallel=True)
+        executor = InProcessExecutor(config, rank=1)
+        loaded = executor._model
+        assert loaded is not None
+        blocks = executor.blocks_after_trial(loaded, executor.info.max_model_len, 1)
+        assert blocks == blocks_of(share, loaded)
+        executor.shutdown()
+
+
+@pytest.mark.usefixtures("made_up_device")
+def test_the_share_of_a_device_holds_for_every_process_of_an_engine(checkpoint: SaveModel) -> None:
+    model = checkpoint("llama")
+    for share in SHARES:
+        config = settings(model.directory, share, pipeline_parallel_size=2)
+        launch = WorkerLaunch(config, 0, 0, 2, "", engines_on_node=1)
+        worker = Worker(launch, Grid(Group.alone(), None, None), torch.device("cpu"))
+        assert worker.obey(BeginTrial(NUM_BLOCKS))
+        assert worker.obey(EndTrial())
+        assert worker.free_blocks == blocks_of(share, worker._loaded)
 
 
 def test_an_engine_with_a_part_of_the_experts_tries_the_step_that_all_of_them_fill(

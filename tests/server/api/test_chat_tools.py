@@ -40,6 +40,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</t
 TWO_CALLS = f'Let me see.\n{CALL}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>'
 USER = {"role": "user", "content": "hello"}
 FORCED = {"type": "function", "function": {"name": "get_weather"}}
+THINKER_NAMES = ["qwen3", "deepseek_r1"]
+THINKERS = [AnswerConfig(reasoning_parser="qwen3"), AnswerConfig(reasoning_parser="deepseek_r1")]
 
 MakeApp = Callable[..., FastAPI]
 
@@ -238,25 +240,31 @@ def test_a_form_holds_from_the_end_of_the_reasoning_on(http: Any, engines: Any) 
     assert engines.streams[-1].sampling.grammar_opening == "<think>"
 
 
-@pytest.mark.parametrize("config", [AnswerConfig(reasoning_parser="deepseek_r1")], indirect=True)
-def test_a_model_that_does_not_think_is_held_to_the_form_at_once(http: Any, engines: Any) -> None:
+@pytest.mark.parametrize("config", THINKERS, ids=THINKER_NAMES, indirect=True)
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}'),
+        ({"structured_outputs": {"json": {"type": "object"}}}, '{"a": 1}'),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes"),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, "yes"),
+    ],
+    ids=["json_object", "schema", "choice", "regex"],
+)
+def test_a_model_that_does_not_think_is_held_to_the_form_at_once(
+    http: Any, engines: Any, form: dict[str, Any], answer: str
+) -> None:
     """Also where the format says that all answers begin inside: the model has no such token."""
-    engines.script = engines.answer('{"a": 1}')
-    form = {"type": "json_object"}
-    message = http.chat(response_format=form, max_tokens=40)["choices"][0]["message"]
-    assert message["content"] == '{"a": 1}'
+    engines.script = engines.answer(answer)
+    message = http.chat(**form, max_tokens=40)["choices"][0]["message"]
+    assert message["content"] == answer
     assert not message.get("reasoning_content")
     sampling = engines.streams[-1].sampling
     assert (sampling.grammar_opening, sampling.grammar_after) == ("<think>", "</think>")
     assert sampling.grammar_budget == 30, "a quarter of the tokens is kept for the form"
 
 
-@pytest.mark.parametrize(
-    "config",
-    [AnswerConfig(reasoning_parser=name) for name in ("qwen3", "deepseek_r1")],
-    ids=["qwen3", "deepseek_r1"],
-    indirect=True,
-)
+@pytest.mark.parametrize("config", THINKERS, ids=THINKER_NAMES, indirect=True)
 @pytest.mark.parametrize("choice", ["required", FORCED])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_call_of_a_model_that_does_not_think_is_a_call(
@@ -279,6 +287,38 @@ def test_a_call_of_a_model_that_does_not_think_is_a_call(
     assert isinstance(sampling.grammar, LarkGrammar)
     assert (sampling.grammar_opening, sampling.grammar_after) == ("<think>", "</think>")
     assert sampling.grammar_budget > 0, "reasoning leaves room for the call"
+
+
+@pytest.mark.parametrize("config", THINKERS, ids=THINKER_NAMES, indirect=True)
+@pytest.mark.parametrize("think", [False, True], ids=["", "opened"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_that_begins_with_a_call_is_no_thought(
+    http: Any, engines: Any, think: bool, streams: bool
+) -> None:
+    """Whether format or prompt put the answer inside the reasoning, which it does not go into."""
+    engines.script = engines.answer(f"\n{CALL}")
+    fields = {"tools": [WEATHER, NOW], "chat_template_kwargs": {"think": think}}
+    if streams:
+        body = {"messages": [USER], **fields}
+        message, reasons = added_up(http.stream("/v1/chat/completions", body))
+        calls, reason = message["tool_calls"], reasons[-1]
+    else:
+        (choice,) = http.chat(**fields)["choices"]
+        message, reason = choice["message"], choice["finish_reason"]
+        calls = [call["function"] for call in message["tool_calls"]]
+    assert calls == [{"name": "get_weather", "arguments": '{"city": "Oslo"}'}]
+    assert not message.get("reasoning_content")
+    assert not message.get("content")
+    assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize("config", THINKERS[1:], ids=THINKER_NAMES[1:], indirect=True)
+def test_a_call_that_is_thought_about_is_a_thought(http: Any, engines: Any) -> None:
+    engines.script = engines.answer(f"I could write {CALL}.</think>No.")
+    message = http.chat(tools=[WEATHER])["choices"][0]["message"]
+    assert message["content"] == "No."
+    assert "tool_calls" not in message
+    assert message["reasoning_content"] == f"I could write {CALL}."
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from engine.shared.messages import ControlQuery, ScaleEngines
+from engine.shared.messages import ControlQuery, RestartEngines, ScaleEngines
 from server.fleet.child import Child, watch_children_without_threads
 from server.fleet.keeper import Keeper, StartupFailed
 from server.fleet.restarts import Restarts
 from server.fleet.role import Role
 from server.fleet.scaling import EngineScaler
-from tests.support.waiting import until_async
+from tests.support.waiting import PATIENCE, until_async
 
 pytestmark = pytest.mark.slow  # it starts processes
 
@@ -246,6 +246,44 @@ def test_a_replacement_waits_for_an_interpreter_that_is_missing(role: Role) -> N
         kept.fill(role)
         await kept.until_ready([role])
         await stop(kept, role)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_replaced_is_not_lost_with_one_failed_spawn(role: Role) -> None:
+    failures: list[OSError] = []
+
+    def prepare() -> None:
+        if failures:
+            raise failures.pop()
+
+    def make(rank: int) -> Role:
+        return Role(
+            name=f"engine {rank}",
+            module=role.module,
+            launch=role.launch,
+            environment=role.environment,
+        )
+
+    async def run() -> None:
+        kept = keeper(prepare=prepare)
+        engines = {rank: make(rank) for rank in range(2)}
+        for engine in engines.values():
+            kept.fill(engine)
+        await kept.until_ready([*engines.values()])
+        first = [pid_of(engine) for engine in engines.values()]
+        scaling = EngineScaler(kept, engines, make, retire_within=PATIENCE, start_within=PATIENCE)
+        task = asyncio.create_task(scaling.run())
+        failures.append(BlockingIOError(11, "Resource temporarily unavailable"))
+        scaling.handle(RestartEngines())
+        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
+        status = scaling.handle(ControlQuery())
+        assert (status.error, status.engines) == (None, {"0": "ready", "1": "ready"})
+        assert not failures
+        assert not {pid_of(engine) for engine in scaling.engines.values()} & {*first}
+        task.cancel()
+        for engine in scaling.engines.values():
+            await stop(kept, engine)
 
     asyncio.run(run())
 

@@ -352,6 +352,31 @@ def test_connections_beyond_the_limit_push_out_idle_ones_only(app: Any, engines:
     run(scenario)
 
 
+def is_over(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
+    reader, _ = connection
+    return reader.at_eof() or reader.exception() is not None
+
+
+def test_a_client_is_answered_beside_hundreds_that_never_finish(app: Any, engines: Any) -> None:
+    """They idle, or have sent a part of a head, or a head and a part of a body."""
+    begun = (b"", HEAD[:-20], HEAD + BODY[:-1])
+
+    async def scenario() -> None:
+        async with served(app, GuardConfig(max_connections=32)) as port:
+            others = []
+            for number in range(300):
+                others.append(await connect(port))
+                others[-1][1].write(begun[number % len(begun)])
+            reader, writer = await connect(port)
+            writer.write(HEAD + BODY)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            await until_async(lambda: sum(map(is_over, others)) > 300 - 32, "the others gave way")
+            for _, each in (*others, (reader, writer)):
+                each.close()
+
+    run(scenario)
+
+
 def test_connections_are_refused_when_all_others_are_being_answered(app: Any, engines: Any) -> None:
     engines.script = lambda stream: []
 
