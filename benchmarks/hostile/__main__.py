@@ -2,6 +2,7 @@
 
     python -m benchmarks.hostile
     python -m benchmarks.hostile --only connections costly
+    python -m benchmarks.hostile --only fields --part 3/20
     python -m benchmarks.hostile --share 0.1 -- --max-body-bytes 1000000
 
 Ends with status 1 if a bound was exceeded. What follows `--` are flags of the server.
@@ -10,6 +11,7 @@ Ends with status 1 if a bound was exceeded. What follows `--` are flags of the s
 import argparse
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterable
 
 from rich.console import Console
@@ -18,6 +20,9 @@ from rich.table import Table
 
 from benchmarks.hostile.operations import OPERATIONS
 from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
+
+_TELL_EVERY = 10.0
+"""Seconds between lines of progress where there is no terminal to show it."""
 
 
 def table(trial: Trial) -> Table:
@@ -37,12 +42,28 @@ def table(trial: Trial) -> Table:
     return found
 
 
+def _part(text: str) -> tuple[int, int]:
+    """Return (K, N) of "K/N"."""
+    which, _, number = text.partition("/")
+    if not (which.isdecimal() and number.isdecimal() and 1 <= int(which) <= int(number)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N")
+    return int(which), int(number)
+
+
 def main() -> None:
     """Parse the arguments, attack, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = ("fields", "costly", "large", "kept", "shown", "gaps", "connections")
+    kinds = ("fields", "admin", "costly", "large", "kept", "shown", "gaps", "connections")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--share", type=float, default=1.0, help="of the values of fields, 0 to 1")
+    parser.add_argument(
+        "--part",
+        type=_part,
+        default=(1, 1),
+        metavar="K/N",
+        help="send only every N-th of the values of fields (some 25,800), beginning with the K-th, "
+        "so that they can be sent in N runs, 1/N to N/N",
+    )
     parser.add_argument(
         "--paths", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="of the fields"
     )
@@ -52,11 +73,15 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     trial = Trial(*arguments.server, key=arguments.key, with_key=not arguments.without_key)
+    due = time.monotonic()
     with trial, Progress(console=console) as progress:
         for kind in arguments.only:
             task = progress.add_task(kind, total=None)
             steps: dict[str, Callable[[], Iterable[str]]] = {
-                "fields": functools.partial(trial.fields, arguments.share, arguments.paths),
+                "fields": functools.partial(
+                    trial.fields, arguments.share, arguments.paths, arguments.part
+                ),
+                "admin": functools.partial(trial.admin, arguments.share),
                 "costly": trial.costly,
                 "large": trial.large,
                 "kept": trial.kept,
@@ -66,6 +91,9 @@ def main() -> None:
             }
             for name in steps[kind]():
                 progress.update(task, description=f"{kind}: {name}", advance=1)
+                if not console.is_terminal and time.monotonic() >= due:
+                    due = time.monotonic() + _TELL_EVERY
+                    print(f"{kind}: {name}", file=sys.stderr, flush=True)
             progress.update(task, total=1, completed=1)
     console.print(table(trial))
     for each in trial.left:

@@ -63,7 +63,18 @@ OPERATIONS = {
         *(Operation(path, (right,), pools=True) for path, right in _POOLING.items()),
     )
 }
-"""By path. A test holds them against all that a server has."""
+"""By path. A test holds them and `ADMIN_OPERATIONS` against all that a server has."""
+
+ADMIN_OPERATIONS = {
+    operation.path: operation
+    for operation in (
+        Operation("/v1/load_lora_adapter", ({"lora_name": "hostile", "lora_path": "nowhere"},)),
+        Operation("/v1/unload_lora_adapter", ({"lora_name": "hostile"},)),
+        Operation("/admin/scale", ({"data_parallel_size": 1},)),
+        Operation("/admin/utilities", ({"name": "is_sleeping", "arguments": {}, "rank": 0},)),
+    )
+}
+"""What only a holder of the admin key may ask for, by path."""
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
 """Sends a body to a path; returns the answer."""

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from benchmarks.hostile.bodies import Body, bodies
@@ -18,7 +19,13 @@ from benchmarks.hostile.gaps import slowdown
 from benchmarks.hostile.inputs import RIGHT_INPUTS, costly_inputs
 from benchmarks.hostile.kept import kept_requests
 from benchmarks.hostile.large import large_requests
-from benchmarks.hostile.operations import OPERATIONS, keep_something, named
+from benchmarks.hostile.operations import (
+    ADMIN_OPERATIONS,
+    OPERATIONS,
+    Operation,
+    keep_something,
+    named,
+)
 from benchmarks.hostile.requests import Request, costly_requests, long_requests
 from benchmarks.hostile.watch import Cost, Watch
 from benchmarks.running_stack import RunningStack
@@ -37,10 +44,18 @@ _CALM_SECONDS = 4.0
 _GAP_ROUNDS, _GAP_SECONDS = 3, 1.5
 _ANSWERS = {200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 422, 429, 431, 503}
 
+ADMIN_KEY = "of-the-operator"
+
 SHOWN = (
     "/", "/metrics", "/metrics/engine/0", "/status.json", "/openapi.json", "/docs", "/v1/models",
 )  # fmt: skip
 """What is asked for without a body."""
+
+
+_OBEYED = {("/admin/scale", "data_parallel_size: 1024")}
+"""Bodies that are right, and would have a server start processes without end."""
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -88,7 +103,7 @@ class Trial:
         self._stack = RunningStack(
             "--api-server-count", "1", "--data-parallel-size", "1", "--log-level", "error",
             "--receive-timeout", "2", "--keep-alive-timeout", "2", "--send-timeout", "2",
-            *keys, *flags,
+            "--admin-key", ADMIN_KEY, *keys, *flags,
         )  # fmt: skip
 
     def __enter__(self) -> "Trial":
@@ -120,30 +135,58 @@ class Trial:
 
     # -- attacks ---------------------------------------------------------------------------------
 
-    def fields(self, share: float = 1.0, paths: Iterable[str] = tuple(OPERATIONS)) -> Iterator[str]:
-        """Send every field's worst values; yield each path when it is done.
+    def fields(
+        self,
+        share: float = 1.0,
+        paths: Iterable[str] = tuple(OPERATIONS),
+        part: tuple[int, int] = (1, 1),
+    ) -> Iterator[str]:
+        """Send every field's worst values; yield how far it is with each.
 
-        `share` is how many of them are sent, evenly spread.
+        Args:
+            share: how many of them are sent, evenly spread.
+            paths: of the operations.
+            part: (K, N) for every N-th of these, beginning with the K-th: so that the values can be
+                sent in N runs.
         """
-        document = json.loads(self._get("/openapi.json"))
         kept = self._keep()
-        for operation in map(OPERATIONS.__getitem__, paths):
-            if self._pools and not operation.pools:
-                continue
-            rights = [named(right, kept) for right in operation.rights]
-            path = operation.path.format(**kept)
-            content = document["paths"][operation.path]["post"]["requestBody"]["content"]
-            schema = content["application/json"]["schema"]
+        operations = [OPERATIONS[path] for path in paths]
+        fitting = [each for each in operations if each.pools or not self._pools]
+        return self._worst_values(fitting, kept, share, part)
+
+    def admin(self, share: float = 1.0) -> Iterator[str]:
+        """Send the worst values to what is the operator's, without the admin key and with it."""
+        operations = [*ADMIN_OPERATIONS.values()]
+        strangers = self._headers
+        yield from self._worst_values(operations, {}, share)
+        self._headers = [f"Authorization: Bearer {ADMIN_KEY}"]
+        try:
+            yield from self._worst_values(operations, {}, share)
+        finally:
+            self._headers = strangers
+
+    def _worst_values(
+        self,
+        operations: Sequence[Operation],
+        kept: dict[str, str],
+        share: float,
+        part: tuple[int, int] = (1, 1),
+    ) -> Iterator[str]:
+        document = json.loads(self._get("/openapi.json"))
+        found = list(piece(_spread(_attacks(operations, document, kept), share), part))
+        number = 0
+        for path, group in itertools.groupby(found, key=lambda attack: attack[0]):
             worst: Row | None = None
-            for body in _spread(bodies(schema, document, rights), share):
+            for _, body in group:
                 row = self._request(f"{path} {body.name}", path, body.text.encode())
                 if row.wrong:
                     self.rows.append(row)
                 if worst is None or _weight(row.cost) > _weight(worst.cost):
                     worst = row
+                number += 1
+                yield f"{path} ({number:,} of {len(found):,})"
             if worst is not None and not worst.wrong:
                 self.rows.append(worst)
-            yield path
 
     def _keep(self) -> dict[str, str]:
         """Send every right body once; return the names of what is kept."""
@@ -300,14 +343,33 @@ def _address(url: str) -> Address:
     return parts.hostname or "127.0.0.1", parts.port or 80
 
 
-def _spread(found: Iterable[Body], share: float) -> Iterator[Body]:
+def _attacks(
+    operations: Iterable[Operation], document: dict[str, Any], kept: dict[str, str]
+) -> Iterator[tuple[str, Body]]:
+    """Yield each body with the path that it is for."""
+    for operation in operations:
+        path = operation.path.format(**kept)
+        content = document["paths"][operation.path]["post"]["requestBody"]["content"]
+        rights = [named(right, kept) for right in operation.rights]
+        for body in bodies(content["application/json"]["schema"], document, rights):
+            if (path, body.name) not in _OBEYED:
+                yield path, body
+
+
+def _spread(found: Iterable[T], share: float) -> Iterator[T]:
     """Yield this share of them, evenly spread; wrong kinds of values come at the same places."""
     due = 0.0
-    for body in found:
+    for each in found:
         due += share
         if due >= 1:
             due -= 1
-            yield body
+            yield each
+
+
+def piece(found: Iterable[T], part: tuple[int, int]) -> Iterator[T]:
+    """Yield every N-th of them, beginning with the K-th."""
+    which, number = part
+    return itertools.islice(found, which - 1, None, number)
 
 
 def _weight(cost: Cost) -> float:

@@ -10,7 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 from benchmarks.hostile.bodies import bodies
-from benchmarks.hostile.operations import OPERATIONS, keep_something, named
+from benchmarks.hostile.operations import ADMIN_OPERATIONS, OPERATIONS, keep_something, named
+from benchmarks.hostile.trial import piece
 from server.app import build_app
 from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
@@ -33,18 +34,25 @@ def fields_of(schema: dict[str, Any], document: dict[str, Any]) -> set[str]:
     return set(schema.get("properties", ())).union(*variants)
 
 
-def test_every_field_of_every_operation_is_attacked(app: FastAPI) -> None:
-    document = app.openapi()
+def test_every_field_of_every_operation_is_attacked(whole_app: FastAPI) -> None:
+    document = whole_app.openapi()
+    operations = OPERATIONS | ADMIN_OPERATIONS
     with_bodies = {
         path: operations["post"]["requestBody"]["content"]["application/json"]["schema"]
         for path, operations in document["paths"].items()
         if "requestBody" in operations.get("post", ())
     }
-    assert with_bodies.keys() == OPERATIONS.keys(), "benchmarks/hostile/operations.py lists them"
+    assert with_bodies.keys() == operations.keys(), "benchmarks/hostile/operations.py lists them"
     for path, schema in with_bodies.items():
-        names = [body.name for body in bodies(schema, document, OPERATIONS[path].rights)]
+        names = [body.name for body in bodies(schema, document, operations[path].rights)]
         for field in fields_of(schema, document):
             assert any(name.startswith(field) for name in names), f"{path}: {field}"
+
+
+def test_the_parts_of_the_attacks_are_all_of_them() -> None:
+    parts = [[*piece(range(10), (which, 3))] for which in (1, 2, 3)]
+    assert parts == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+    assert [*piece(range(10), (1, 1))] == [*range(10)]
 
 
 @pytest.mark.slow  # it opens a socket
