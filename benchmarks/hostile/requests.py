@@ -65,6 +65,9 @@ def long_requests() -> dict[str, dict[str, Any]]:
         "512 prompts of a line": {
             **body, "prompt": [f"{index} {prompt}" for index in range(512)], "max_tokens": 1,
         },
+        "32 beams of a long prompt": {
+            **body, "prompt": [5] * 900, "n": 32, "use_beam_search": True, "max_tokens": 64,
+        },
         "8 choices in a costly grammar": {
             **body, "n": 8,
             "structured_outputs": {"grammar": "start: /(.*a.*){40}/ /(.*b.*){40}/"},
@@ -91,6 +94,12 @@ def _of_sampling() -> list[Request]:
         _completion("the longest text, cut", prompt="a " * 1_000_000, truncate_prompt_tokens=10),
         _completion("one word of a megabyte", prompt="a" * 2_000_000),
         _completion("token ids without end", prompt=[5] * 600_000),
+        _completion("32 beams of a long prompt", use_beam_search=True, n=32, prompt=[5] * 900,
+                    max_tokens=8),
+        _completion("more beams than are sent", use_beam_search=True, n=32,
+                    prompt=[[5] * 900] * 3),
+        _completion("beams with a thousand ends", use_beam_search=True, n=32,
+                    stop_token_ids=list(range(1000))),
         _completion("a rank that cannot be", priority=-(2**31)),
     ]  # fmt: skip
 

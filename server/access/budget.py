@@ -6,7 +6,13 @@ lengths of its prompts are known. What a request leaves open is cut to what fits
 
 import msgspec
 
-from server.access.limits import MAX_ANSWER_TOKENS, MAX_NAMED_TOKENS, MAX_SCORES, MAX_SEQUENCES
+from server.access.limits import (
+    MAX_ANSWER_TOKENS,
+    MAX_BEAM_TOKENS,
+    MAX_NAMED_TOKENS,
+    MAX_SCORES,
+    MAX_SEQUENCES,
+)
 from server.api.shared.fields import SamplingFields
 from server.http.errors import invalid
 
@@ -21,6 +27,8 @@ class AnswerSize(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that each sequence may have; None leaves it open."""
     repeats_prompt: bool
     """Whether the answer shows the prompt beside each sequence."""
+    searched: bool = False
+    """Whether the sequences are beams, all of whose tokens are sent to engines at each step."""
     scores: int = 0
     """Log probabilities per token of the output that are kept until the answer is complete."""
     prompt_scores: int = 0
@@ -78,6 +86,8 @@ def room_for_output(size: AnswerSize, prompt_tokens: int, longest: int) -> int:
             f"answer repeats, are more than the {MAX_ANSWER_TOKENS} that a request may have",
             field,
         )
+    if size.searched:
+        tokens = min(tokens, _tokens_of_beams(size, asked, shown))
     room = tokens // size.sequences
     scores = MAX_SCORES - shown * size.prompt_scores
     if scores < size.sequences * asked * size.scores or scores < 0:
@@ -91,6 +101,23 @@ def room_for_output(size: AnswerSize, prompt_tokens: int, longest: int) -> int:
     if size.scores:
         room = min(room, scores // (size.sequences * size.scores))
     return room
+
+
+def _tokens_of_beams(size: AnswerSize, asked: int, prompt_tokens: int) -> int:
+    """Return how many tokens all beams may have beside those of their prompts.
+
+    Raises:
+        ApiError: fewer than they are to have.
+    """
+    tokens = MAX_BEAM_TOKENS - prompt_tokens
+    if size.sequences * asked > tokens:
+        raise invalid(
+            f"n: {size.sequences} beams with {prompt_tokens} tokens of their prompts and {asked} "
+            f"more for each are more than the {MAX_BEAM_TOKENS} that a search sends to engines at "
+            "each step",
+            "n",
+        )
+    return tokens
 
 
 def check_named_tokens(request: SamplingFields, sequences: int, of_bad_words: int = 0) -> None:

@@ -8,6 +8,11 @@ through. Bounds that operators set are in `server.config`, those of grammars in
 MAX_LENGTH_PENALTY = 10.0
 MAX_BEAMS = 32
 """Beams of one search: each step asks for several times as many alternatives to each."""
+MAX_BEAM_TOKENS = 2**16
+"""Tokens of all beams of a request together, their prompts included: each step of a search hands
+all of them to the engines again, whose caches are searched for them block by block."""
+MAX_BEAM_CANDIDATES = 2**15
+"""Next tokens that a step of all searches of a request chooses from."""
 MAX_CHOICES = 128
 """`n` of a request: choices per prompt."""
 MAX_PROMPTS = 2048

@@ -149,7 +149,7 @@ async def _run(
         shows_cached=context.tenancy.shows_cached_tokens,
     )
     if reservation is not None:
-        reservation.recount(spec.best_of * spec.num_prompt_tokens, time.monotonic())
+        reservation.recount(spec.num_tokens_sent, time.monotonic())
     output: Output = answer
     if spec.best_of > spec.n and spec.beams is None:
         output = BestOf(output, len(spec.prompts), spec.n, spec.best_of)

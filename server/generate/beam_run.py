@@ -5,7 +5,7 @@ import asyncio
 from engine.shared.messages import RequestOutput, SamplingParams, TokenLogprob
 from server.api.shared.answer import Usage
 from server.generate.beams import Beam, Beams, BeamSearch
-from server.generate.fold import ChoiceFold, Delta, Prompt, failure, highest
+from server.generate.fold import ChoiceFold, Delta, Prompt, failure
 from server.generate.run import Output, Sender, first_token
 from server.generate.specification import GenerationSpec
 from server.observe.metrics import FrontEndMetrics
@@ -77,7 +77,7 @@ class BeamRun:
         ends = frozenset(spec.sampling.stop_token_ids)
         if not spec.sampling.ignore_eos:
             ends |= self._table.tokenizer.eos_token_ids
-        search = BeamSearch(self._beams, spec.sampling.max_tokens, ends)
+        search = BeamSearch(self._beams, spec.sampling.max_tokens, ends, self._shown_alternatives)
         sampling = SamplingParams(
             max_tokens=1,
             seed=spec.sampling.seed,
@@ -145,10 +145,13 @@ class BeamRun:
             stream.close()
             self._streams.discard(stream)
 
+    @property
+    def _shown_alternatives(self) -> int:
+        return (self._spec.sampling.logprobs or 0) if self._spec.fold.logprobs else 0
+
     def _shown(self, prompt: Prompt, beam: Beam) -> Delta:
         """Return a beam as what would have come of it had it been drawn."""
-        wanted = self._spec.sampling.logprobs if self._spec.fold.logprobs else None
-        scores = None if wanted is None else [highest(each, wanted) for each in beam.scores]
+        scores = list(beam.scores) if self._spec.fold.logprobs else None
         end = beam.token_ids[-1] if beam.ended else None
         output = RequestOutput(
             0,

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from engine.shared.messages import TokenLogprob
-from server.access.limits import MAX_BEAMS
+from server.access.limits import MAX_BEAM_CANDIDATES, MAX_BEAMS
 from server.generate.request import GenerationRequest
 from server.http.errors import invalid
 
@@ -76,6 +76,34 @@ def beams_of(request: GenerationRequest) -> Beams | None:
     )
 
 
+def check_candidates(beams: Beams, searches: int, named_ends: int, other_ends: int) -> None:
+    """Check how many next tokens the searches of a request choose from at each step.
+
+    Args:
+        beams: how to search.
+        searches: one for each prompt.
+        named_ends: tokens that the request names to end a continuation.
+        other_ends: those of the model.
+
+    Raises:
+        ApiError: they are too many.
+    """
+    count = searches * beams.width * alternatives(beams.width, named_ends + other_ends)
+    if count > MAX_BEAM_CANDIDATES:
+        field = "stop_token_ids" if named_ends else "n"
+        raise invalid(
+            f"{field}: {searches} searches with {beams.width} beams, of which "
+            f"{named_ends + other_ends} tokens are an end, choose from {count} next tokens at each "
+            f"step, more than {MAX_BEAM_CANDIDATES}",
+            field,
+        )
+
+
+def alternatives(width: int, ends: int) -> int:
+    """Return how many next tokens of every beam have to be known: so many that enough go on."""
+    return max(2, 1 + ends) * width
+
+
 class Beam(msgspec.Struct, frozen=True):
     """One continuation of the prompt."""
 
@@ -102,14 +130,16 @@ class BeamSearch:
         beams: how to search.
         max_tokens: length at which a continuation ends.
         ends: tokens that end one before.
+        shown: alternatives to each token that are kept.
     """
 
-    def __init__(self, beams: Beams, max_tokens: int, ends: frozenset[int]) -> None:
+    def __init__(self, beams: Beams, max_tokens: int, ends: frozenset[int], shown: int = 0) -> None:
         self._beams = beams
         self._max_tokens = max_tokens
         self._ends = ends
-        self.num_alternatives = max(2, 1 + len(ends)) * beams.width
-        """How many next tokens of every beam have to be known: so many that enough go on."""
+        self._shown = shown
+        self.num_alternatives = alternatives(beams.width, len(ends))
+        """How many next tokens of every beam have to be known."""
         self.running = [Beam()]
         """What is followed, the most likely first; empty once the search is over."""
         self._finished: list[tuple[float, Beam]] = []
@@ -165,7 +195,8 @@ class BeamSearch:
     def _extended(self, candidate: _Candidate) -> Beam:
         beam, scores, place = candidate.beam, candidate.scores, candidate.place
         token_id = scores.top_ids[place]
-        chosen = msgspec.structs.replace(scores, logprob=scores.top_logprobs[place], rank=place + 1)
+        top_ids, top_logprobs = scores.top_ids[: self._shown], scores.top_logprobs[: self._shown]
+        chosen = TokenLogprob(scores.top_logprobs[place], place + 1, top_ids, top_logprobs)
         return Beam(
             (*beam.token_ids, token_id),
             (*beam.scores, chosen),

@@ -10,7 +10,7 @@ import msgspec
 from engine.shared.messages import GrammarSpec, LarkGrammar, SamplingParams
 from server.access.budget import room_for_output
 from server.answer.plan import AnswerPlan
-from server.generate.beams import Beams, beams_of
+from server.generate.beams import Beams, beams_of, check_candidates
 from server.generate.fold import FoldOptions, Prompt
 from server.generate.model import ServedModel
 from server.generate.prompts import Prompts, prompts_of, rendered
@@ -57,6 +57,14 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens of all prompts, each counted once."""
         return sum([len(prompt.token_ids) for prompt in self.prompts])
 
+    @property
+    def num_tokens_sent(self) -> int:
+        """Tokens that engines are sent for all sequences: those of beams come at each step."""
+        found = self.best_of * self.num_prompt_tokens
+        if self.beams is not None:
+            found += self.best_of * len(self.prompts) * self.sampling.max_tokens
+        return found
+
 
 class _Form(msgspec.Struct, frozen=True):
     """What answers are held to."""
@@ -76,6 +84,10 @@ async def specify(
         ApiError: the request is wrong; `param` names the field.
     """
     fields, source, size = request.fields, request.conversation, request.size
+    beams = beams_of(request)
+    if beams is not None:
+        named, of_model = {*(fields.stop_token_ids or ())}, model.tokenizer.eos_token_ids
+        check_candidates(beams, size.prompts, len(named - of_model), len(of_model))
     form = await _form(request, model)
     prompts = await prompts_of(request, form.tools, model, limits)
     max_tokens = _max_tokens(request, prompts.prompts, model.tokenizer, limits)
@@ -108,7 +120,7 @@ async def specify(
         best_of=size.copies,
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt,
-        beams=beams_of(request),
+        beams=beams,
         names_ids=bool(fields.return_tokens_as_token_ids),
     )
 

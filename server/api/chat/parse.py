@@ -125,6 +125,7 @@ def _size(request: ChatFields, logprobs: int | None, prompts: int) -> AnswerSize
         repeats_prompt=bool(request.return_token_ids or of_prompt is not None or request.echo),
         scores=0 if request.stream or logprobs is None else 1 + logprobs,
         prompt_scores=0 if of_prompt is None else 1 + of_prompt,
+        searched=bool(request.use_beam_search),
         tokens_field=field,
         scores_field=_scores_field(request),
     )

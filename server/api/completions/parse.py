@@ -74,6 +74,7 @@ def _size(
         repeats_prompt=bool(request.echo or request.return_token_ids or of_prompt is not None),
         scores=0 if request.stream else scores,
         prompt_scores=(0 if of_prompt is None else 1 + of_prompt) + (scores if request.echo else 0),
+        searched=bool(request.use_beam_search),
         tokens_field="max_tokens",
         scores_field="logprob_token_ids" if request.logprob_token_ids else "logprobs",
         prompt_scores_field="logprobs" if of_prompt is None else "prompt_logprobs",

@@ -9,7 +9,15 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer
 
 from engine.shared.messages import RequestOutput
-from server.access.limits import MAX_ANSWER_TOKENS, MAX_NAMED_TOKENS, MAX_SCORES, MAX_UNREAD
+from server.access.admission import Reservation
+from server.access.budget import AnswerSize, room_for_output
+from server.access.limits import (
+    MAX_ANSWER_TOKENS,
+    MAX_BEAM_TOKENS,
+    MAX_NAMED_TOKENS,
+    MAX_SCORES,
+    MAX_UNREAD,
+)
 from server.text.prompt_text import TextTooLong, encode_prompt
 from server.text.tokenizer import ServedTokenizer
 
@@ -56,6 +64,10 @@ class Counting(ServedTokenizer):
         ("max_tokens", {"prompt": [[7] * 100] * 128, "n": 16, "max_tokens": 500, "echo": True}),
         ("prompt", {"prompt": ["hello"] * 100, "n": 21}),
         ("best_of", {"best_of": 129}),
+        ("n", {"use_beam_search": True, "n": 32, "prompt": [[7] * 600] * 4}),
+        ("n", {"use_beam_search": True, "n": 32, "prompt": ["hello"] * 8, "max_tokens": 512}),
+        ("n", {"use_beam_search": True, "n": 32, "prompt": ["hello"] * 64}),
+        ("stop_token_ids", {"use_beam_search": True, "n": 32, "stop_token_ids": [*range(40)]}),
     ],
 )
 def test_little_of_each_is_not_much_together(
@@ -80,6 +92,24 @@ def test_what_a_request_leaves_open_is_cut_to_its_budget(http: Any, engines: Any
     http.stream("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}],
         "logprobs": True, "top_logprobs": 5})  # fmt: skip
     assert engines.streams[-1].sampling.max_tokens > 2**17 - 20, "scores of a stream are not kept"
+
+
+def test_what_a_search_leaves_open_is_cut_to_what_its_beams_may_be_sent_again() -> None:
+    size = AnswerSize(
+        prompts=1, copies=32, max_tokens=None, repeats_prompt=False, searched=True,
+        tokens_field="max_tokens", scores_field="logprobs",
+    )  # fmt: skip
+    assert room_for_output(size, 1000, 2**20) == MAX_BEAM_TOKENS // 32 - 1000
+
+
+def test_all_that_a_search_sends_again_waits_in_the_queue(
+    http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = []
+    monkeypatch.setattr(Reservation, "recount", lambda _, tokens, now: counted.append(tokens))
+    for fields in ({}, {"use_beam_search": True}):
+        http.complete(prompt=[5, 6, 7], n=2, max_tokens=4, **fields)
+    assert counted == [2 * 3, 2 * (3 + 4)]
 
 
 def test_too_much_is_refused_before_anything_is_tokenized(

@@ -110,6 +110,22 @@ def test_one_beam_is_the_most_likely_token_each_time() -> None:
     assert found == tuple(tokens)
 
 
+@pytest.mark.parametrize("shown", [0, 2])
+def test_of_alternatives_only_those_are_kept_that_are_shown(shown: int) -> None:
+    search = BeamSearch(Beams(3), 4, frozenset([1, 2]), shown)
+    assert search.num_alternatives == 9
+    while search.running:
+        following = []
+        for beam in search.running:
+            top = torch.topk(torch.log_softmax(logits_after(beam.token_ids, 7), dim=-1), 9)
+            ids, logprobs = top.indices.tolist(), top.values.tolist()
+            following.append(TokenLogprob(logprobs[0], 1, ids, logprobs))
+        search.advance(following)
+    kept = [scores for beam in search.best(3) for scores in beam.scores]
+    assert {len(each.top_ids) for each in kept} == {len(each.top_logprobs) for each in kept}
+    assert {len(each.top_ids) for each in kept} == {shown}
+
+
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_search_that_ends_at_once_has_one_token(width: int) -> None:
     assert [len(each) for each in of_search(5, Beams(width), 1, [])] == [1] * width
