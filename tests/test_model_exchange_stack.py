@@ -3,8 +3,8 @@
 import json
 import random
 import shutil
-import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -143,18 +143,25 @@ def test_one_model_replaces_another_and_every_answer_is_right(tmp_path: Path) ->
         service.add(old_url)
         with service.load(expected, clients=4) as right:
             until(lambda: right[old_url] > 10, "the first model answers")
+            began = time.monotonic()
             for _ in range(2):
                 running.enter_context(engine(second, "second"))
             new = front_end(second, "second", "--min-ready-engines", "2")
             new_url = running.enter_context(new).url
+            able = time.monotonic() - began
             expected[new_url] = {prompt: ask(new_url, prompt) for prompt in PROMPTS}
             assert expected[new_url] != expected[old_url]
             service.add(new_url)
             before = right[old_url]
             until(lambda: right[new_url] > 20 and right[old_url] > before + 10, "both answer")
+            began = time.monotonic()
             service.remove(old_url)
             old.close()
             old_engine.close()
+            ended = time.monotonic() - began
             after = right[new_url]
             until(lambda: right[new_url] > after + 20, "the second model answers alone")
-    print(f"{right[old_url]} and {right[new_url]} answers, all right", file=sys.stderr)
+    print(
+        f"{right[old_url]} and {right[new_url]} answers, all right; the new model was ready after "
+        f"{able:.1f} s, the old one's processes had ended after {ended:.1f} s"
+    )

@@ -1,13 +1,10 @@
 """The chart's values for other clusters: each does what it says, for each component."""
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.deploy.test_chart import (
     CHART,
@@ -58,6 +55,21 @@ def test_an_engine_uses_all_the_gpus_that_it_reserves() -> None:
     assert "SWELL_TENSOR_PARALLEL_SIZE" not in environment(one)
     for name in ("SWELL_TENSOR_PARALLEL_SIZE", "SWELL_DATA_PARALLEL_SIZE_LOCAL"):
         assert name in refused("engine.gpus=4", f"engine.env.{name}=2")
+
+
+def test_the_gpus_of_an_engine_are_divided_among_its_stages() -> None:
+    stages = "engine.env.SWELL_PIPELINE_PARALLEL_SIZE"
+    both = environment(workload(render(None, "engine.gpus=8", f"{stages}=2"), "engine"))
+    assert both["SWELL_TENSOR_PARALLEL_SIZE"] == "4"
+    alone = environment(workload(render(None, "engine.gpus=2", f"{stages}=2"), "engine"))
+    assert "SWELL_TENSOR_PARALLEL_SIZE" not in alone
+    assert "SWELL_PIPELINE_PARALLEL_SIZE" in refused("engine.gpus=4", f"{stages}=3")
+
+
+def test_an_engine_over_several_nodes_is_refused_with_the_reason() -> None:
+    for asked in ("engine.leaderWorkerSet=true", "engine.leaderWorkerSet.size=2"):
+        said = refused(asked)
+        assert "engine.leaderWorkerSet: all processes of an engine share a node" in said
 
 
 @pytest.mark.parametrize("example", ["ingress-tls", "gateway"])
@@ -265,57 +277,6 @@ def test_probes_and_scrapes_follow_https() -> None:
     assert pod_of(both, "api")["containers"][0]["livenessProbe"]["tcpSocket"] == {"port": "http"}
     plain = pod_of(render(), "api")["containers"][0]
     assert "scheme" not in plain["livenessProbe"]["httpGet"]
-
-
-def test_alerts_of_two_releases_neither_hide_nor_double_each_other(tmp_path: Path) -> None:
-    if shutil.which("promtool") is None:
-        pytest.skip("promtool is not installed (Debian: prometheus)")
-    files = []
-    for release, namespace in (("one", "llm"), ("two", "llm"), ("two", "other")):
-        done = helm(
-            "template", release, str(CHART), "--namespace", namespace,
-            "--kube-version", "1.30.0", "--set", "metrics.prometheusRule.enabled=true",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        rule = find(list(yaml.safe_load_all(done.stdout)), "PrometheusRule", f"{release}-swell")
-        files.append(tmp_path / f"{namespace}-{release}.yaml")
-        files[-1].write_text(yaml.safe_dump(rule["spec"]), encoding="utf-8")
-
-    def series(service: str, name: str, values: str, more: str = "") -> dict[str, str]:
-        labels = f'namespace="llm", service="{service}", job="{service}", model_name="m"{more}'
-        return {"series": f"{name}{{{labels}}}", "values": values}
-
-    test = {
-        "rule_files": [str(file) for file in files],
-        "evaluation_interval": "30s",
-        "tests": [{
-            "interval": "30s",
-            "input_series": [
-                # One has an engine that is down; two of llm is well; two of other is not there.
-                series("one-swell", "swell_front_ends", "2x60"),
-                series("two-swell", "swell_front_ends", "2x60"),
-                series("one-swell", "swell_engine_up", "0x60", ', engine="0"'),
-                series("two-swell", "swell_engine_up", "1x60", ', engine="0"'),
-            ],
-            "promql_expr_test": [{
-                "expr": f'count by (namespace, service) (ALERTS{{alertname="{alert}"}})',
-                "eval_time": "20m",
-                "exp_samples": [{
-                    "labels": f'{{namespace="{namespace}", service="{service}"}}', "value": 1
-                }],
-            } for alert, namespace, service in (
-                ("SwellEngineDown", "llm", "one-swell"),
-                ("SwellNotScraped", "other", "two-swell"),
-            )],
-        }],
-    }  # fmt: skip
-    file = tmp_path / "test.yaml"
-    file.write_text(yaml.safe_dump(test), encoding="utf-8")
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(file)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_pool_has_an_api_server_beside_each_engine_for_the_endpoint_picker() -> None:

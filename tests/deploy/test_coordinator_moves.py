@@ -17,6 +17,7 @@ pytestmark = pytest.mark.deploy
 
 NAME = "swell-coordinator"
 API, NEAR, FAR, LOST, NEXT = range(5)
+QUESTIONS = 16
 
 
 @pytest.fixture
@@ -30,16 +31,20 @@ def network() -> Iterator[Network]:
 
 @contextmanager
 def load(cluster: Cluster, clients: int) -> Iterator[list[str]]:
-    """Have clients ask all the while; yields what has been answered."""
+    """Have clients ask all the while; yields what has been answered, which has to be right."""
+    right = [cluster.complete(seed, 30) for seed in range(QUESTIONS)]
     answers: list[str] = []
     failures: list[Exception] = []
-    seeds = itertools.count()
+    seeds = itertools.cycle(range(QUESTIONS))
     stop = threading.Event()
 
     def ask() -> None:
         while not stop.is_set():
+            seed = next(seeds)
             try:
-                answers.append(cluster.complete(next(seeds), 30))
+                answer = cluster.complete(seed, 30)
+                assert answer == right[seed], f"question {seed} was answered otherwise"
+                answers.append(answer)
             except Exception as error:
                 failures.append(error)
 
@@ -80,4 +85,4 @@ def test_a_coordinator_at_another_address_takes_over_within_seconds_under_load(
             until(lambda: len(answers) > before + 20, "answers come")
         network.restore(LOST)
     assert took < 10, "seconds until everybody had found it"
-    print(f"{len(answers)} answers, none failed; everybody was back after {took:.1f} s")
+    print(f"{len(answers)} answers, none failed or wrong; everybody was back after {took:.1f} s")

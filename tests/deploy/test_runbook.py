@@ -1,0 +1,118 @@
+"""The runbook: what it says to type and to look for exists."""
+
+import json
+import re
+import shlex
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from engine.shared.messages.coordination import AbsenceReason
+from tests.deploy.test_chart import CHART, ROOT, helm
+
+pytestmark = pytest.mark.deploy
+
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+PAGES = ("runbook.md", "deploy.md")
+CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)|^    (.+)$", re.MULTILINE)
+OTHERS = ("kubectl", "helm", "curl", "docker", "python", "logs", "up", "set", "from")
+"""Programs, and words of theirs, whose flags are not ours."""
+
+
+def snippets(text: str) -> list[str]:
+    """Return what a page says in code: between backticks or indented."""
+    return [" ".join((inline or block).split()) for inline, block in CODE.findall(text)]
+
+
+def commands(program: str) -> list[list[str]]:
+    """Return the words of the runbook's command lines of a program."""
+    text = RUNBOOK.replace("| tail", "").replace(" &", "")
+    return [shlex.split(each) for each in snippets(text) if each.split()[0] == program]
+
+
+def rendered(*sets: str) -> list[dict[str, Any]]:
+    """Return the manifests of the release that the runbook speaks of, with all keys."""
+    chosen = [part for each in ("clusterKey.value=k", "apiKeys.value=a", *sets)
+              for part in ("--set", each)]  # fmt: skip
+    done = helm("template", "swell", str(CHART), "--namespace", "llm", "--kube-version", "1.30.0",
+                *chosen)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_of_ours_is_a_setting(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    named = {
+        flag
+        for each in snippets(text)
+        if not any(re.search(rf"\b{other}\b", each) for other in OTHERS)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", each)
+        if not flag.endswith("-")
+    }
+    assert len(named) > 5
+    of_clients = {"--url"}  # of `swell scale` and `swell status`
+    assert not {flag for flag in named - of_clients if f"`{flag}`" not in SETTINGS}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_value_that_a_page_names_is_one_of_the_charts(page: str) -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    paths = set(re.findall(rf"\b((?:{'|'.join(values)})\.[a-z]\w*(?:\.\w+)*)\b", " ".join(
+        each for each in snippets(text) if ".py" not in each and "/" not in each.split("=")[0]
+    )))  # fmt: skip
+    assert len(paths) > 4
+    for path in paths - {"engine.leaderWorkerSet", "engine.probe"}:
+        at: Any = values
+        for part in path.split("."):
+            if at in ({}, None) or path.startswith("previous.model."):
+                break
+            assert part in at, path
+            at = at[part]
+
+
+def test_what_kubectl_is_asked_for_is_in_the_chart() -> None:
+    manifests = rendered("engine.updateStrategy.type=OnDelete")
+    components = {
+        manifest["metadata"]["labels"].get("app.kubernetes.io/component") for manifest in manifests
+    }
+    names = {f"{m['kind'].lower()}/{m['metadata']['name']}" for m in manifests}
+    asked = commands("kubectl")
+    assert len(asked) > 8
+    for words in asked:
+        for word in words:
+            if match := re.fullmatch(r"app\.kubernetes\.io/component=(\w+)", word):
+                assert match[1] in components, words
+            if re.fullmatch(r"(service|deployment|statefulset|job)/\S+", word):
+                assert word in names, words
+        if "-n" in words:
+            assert words[words.index("-n") + 1] == "llm"
+
+
+def test_values_that_helm_is_told_to_set_are_taken() -> None:
+    settings = re.findall(r"--set ([\w.]+)=N\b", RUNBOOK)
+    assert "engine.replicas" in settings
+    for path in settings:
+        rendered(f"{path}=3")
+
+
+def test_messages_to_look_for_are_said() -> None:
+    sources = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("coordinator", "engine", "server")
+        for path in (ROOT / folder).glob("**/*.py")
+    )
+    dashboard = json.loads((CHART / "files" / "dashboard.json").read_text(encoding="utf-8"))
+    titles = {panel["title"] for panel in dashboard["panels"]}
+    quoted = re.findall(r'(?<![\w:=])"(?!Authorization)([^"\n`]+)"', RUNBOOK)
+    assert len(quoted) > 5
+    for said in quoted:
+        assert said in sources or said in titles, said
+
+
+def test_every_reason_for_which_an_engine_is_missing_has_a_row() -> None:
+    section = RUNBOOK.split("## SwellEngineMissing")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(get_args(AbsenceReason))
