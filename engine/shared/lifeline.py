@@ -101,7 +101,9 @@ class Lifeline:
 
     def _report(self, status: ChildStatus) -> None:
         if self._connection is None:
-            logger.info("%s", next(iter(msgspec.structs.astuple(status))))
+            # Alone, as in a pod: whoever looks for why it does not start looks for errors.
+            level = logging.ERROR if isinstance(status, ChildFailed) else logging.INFO
+            logger.log(level, "%s", next(iter(msgspec.structs.astuple(status))))
             return
         try:
             self._connection.sendall(pack_frame(status))

@@ -31,6 +31,18 @@ def test_launch_parameters_and_statuses_cross_it() -> None:
     theirs.close()
 
 
+def test_without_a_supervisor_what_keeps_a_process_from_starting_is_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        Lifeline(None).progress("loading")
+        Lifeline(None).failed("no model")
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("INFO", "loading"),
+        ("ERROR", "no model"),
+    ]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_frames_survive_any_cutting(size: int) -> None:
     stream = b"".join(pack_frame(ChildProgress("phase " * n)) for n in range(5))
