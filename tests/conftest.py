@@ -34,7 +34,7 @@ hypothesis.settings.load_profile("no deadline")
 @pytest.fixture(scope="session")
 def stack() -> Iterator[RunningStack]:
     """`swell serve` as `make serve` starts it: bundled model, two engines, two API servers."""
-    with RunningStack("--log-level", "warning") as running:
+    with RunningStack("--log-level", "warning", "--min-ready-engines", "2") as running:
         yield running
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.running_stack import RunningStack
 from tests.support.http import ADMIN_KEY, call, complete
 from tests.support.load import Load, settle
-from tests.support.lockstep import FLAGS, kill, topologies, utility, watched, wave_when_paused
+from tests.support.lockstep import FLAGS, infos, kill, topologies, watched, wave_when_paused
 from tests.support.metrics import metric, total
 from tests.support.waiting import until
 
@@ -49,17 +49,17 @@ def test_requests_survive_the_death_of_a_member(trio: Trio, dead: int) -> None:
     def tokens() -> float:
         return total(stack.url, "engine_generation_tokens_total") - generated
 
-    with watched(stack, 80), ThreadPoolExecutor(len(PROMPTS)) as clients:
+    with watched(stack, 250), ThreadPoolExecutor(len(PROMPTS)) as clients:
         sent = [clients.submit(complete, stack.url, PROMPTS[i], TOKENS, i) for i in range(3)]
         until(lambda: tokens() > TOKENS, "all are in the middle of it")
         died = kill(stack, f"engine {dead}")
-        assert [each.result(70) for each in sent] == trio.told
+        assert [each.result(200) for each in sent] == trio.told
         print(f"{trio.regroup}: the last answer {time.monotonic() - died:.2f} s later")
-        until(lambda: metric(stack.url, "engines_ready")[""] == 3, "it is back", 60)
-        until(lambda: len(topologies(stack.url)) == 1, "in one group again", 60)
+        until(lambda: metric(stack.url, "engines_ready")[""] == 3, "it is back")
+        until(lambda: len(topologies(stack.url)) == 1, "in one group again")
         assert topologies(stack.url).pop() >= before + (1 if trio.regroup == "wait" else 2)
         sent = [clients.submit(complete, stack.url, PROMPTS[i], TOKENS, i) for i in range(3)]
-        assert [each.result(60) for each in sent] == trio.told
+        assert [each.result(200) for each in sent] == trio.told
         assert wave_when_paused(stack.url) > wave
 
 
@@ -72,7 +72,7 @@ SIMULATED = (
 def test_a_group_grows_shrinks_and_is_replaced_under_load() -> None:
     with (
         RunningStack(*SIMULATED) as stack,
-        watched(stack, 90),
+        watched(stack, 250),
         Load(stack.url, 8).running() as load,
     ):
         for size in (3, 1, 2):
@@ -92,7 +92,7 @@ def test_a_member_that_hangs_holds_the_others_up_until_it_is_given_up_only() -> 
     flags = (*SIMULATED, "--engine-timeout", "2")
     with (
         RunningStack(*flags) as stack,
-        watched(stack, 60),
+        watched(stack, 250),
         ThreadPoolExecutor(3) as clients,
     ):
         told = [complete(stack.url, f"No. {i}", 100, seed=i) for i in range(3)]
@@ -100,8 +100,8 @@ def test_a_member_that_hangs_holds_the_others_up_until_it_is_given_up_only() -> 
         stopped = stack.processes()["engine 1"]
         sent = [clients.submit(complete, stack.url, f"No. {i}", 100, seed=i) for i in range(3)]
         stopped.send_signal(signal.SIGSTOP)
-        assert [each.result(50) for each in sent] == told
+        assert [each.result(200) for each in sent] == told
         stopped.send_signal(signal.SIGCONT)
-        until(lambda: len(utility(stack.url, "info")) == 2, "it takes part again", 30)
-        until(lambda: len(topologies(stack.url)) == 1, "in one group", 30)
+        until(lambda: len(infos(stack.url)) == 2, "it takes part again")
+        until(lambda: len(topologies(stack.url)) == 1, "in one group")
         assert [complete(stack.url, f"No. {i}", 100, 1, seed=i) for i in range(3)] == told

@@ -17,10 +17,9 @@ pytestmark = pytest.mark.stack
 
 KILLER = [7, 11, 7, 11]
 """As in `tests/killer/sitecustomize.py`."""
-INNOCENT = 40
+INNOCENT, INNOCENT_TOKENS = 40, 900
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("sequences", [1, 8])
 def test_what_kills_engines_takes_no_innocent_request_with_it(
     monkeypatch: pytest.MonkeyPatch, sequences: int
@@ -31,7 +30,7 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
         {
             "model": MODEL,
             "prompt": [20 + number, 30, 40],
-            "max_tokens": 400,
+            "max_tokens": INNOCENT_TOKENS,
             "ignore_eos": True,
             "seed": number,
         }
@@ -53,10 +52,10 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
                 "model": MODEL, "prompt": KILLER, "max_tokens": 50, "n": sequences,
                 "temperature": 1.0,
             }  # fmt: skip
-            answer = await asyncio.to_thread(fetch, f"{url}/v1/completions", killer, timeout=80)
+            answer = await asyncio.to_thread(fetch, f"{url}/v1/completions", killer, timeout=240)
             for result in await streams:
                 assert (result.status, result.finish_reason) == (200, "length")
-                assert result.tokens == 400
+                assert result.tokens == INNOCENT_TOKENS
             return answer
 
         answer = asyncio.run(load())

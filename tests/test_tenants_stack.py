@@ -8,12 +8,14 @@ import httpx
 import pytest
 
 from benchmarks.running_stack import RunningStack
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.stack
 
 FLAGS = (
     "--executor", "simulated", "--simulated-step-us", "20000", "--max-num-seqs", "4",
     "--max-queue", "20", "--prefix-cache-isolation", "tenant", "--max-sequences-per-key", "12",
+    "--max-model-len", "16384",
 )  # fmt: skip
 
 
@@ -21,7 +23,7 @@ async def complete(url: str, key: str, **fields: object) -> httpx.Response:
     """Ask for a completion on a connection of its own, so that any front end may get it."""
     body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, **fields}
     headers = {"Authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=2 * PATIENCE) as client:
         return await client.post(f"{url}/v1/completions", json=body, headers=headers)
 
 
@@ -35,7 +37,7 @@ def keys(tmp_path: Path) -> str:
 def test_a_flood_of_one_tenant_leaves_the_others_what_they_had(keys: str) -> None:
     async def flood(url: str) -> None:
         crowd = [
-            asyncio.create_task(complete(url, f"hog-{1 + n % 2}", prompt=f"{n}", max_tokens=400))
+            asyncio.create_task(complete(url, f"hog-{1 + n % 2}", prompt=f"{n}", max_tokens=16000))
             for n in range(30)
         ]
         refused: list[httpx.Response] = []
@@ -48,7 +50,7 @@ def test_a_flood_of_one_tenant_leaves_the_others_what_they_had(keys: str) -> Non
         assert error["code"] == "rate_limit_exceeded"
         assert "max_sequences_per_key is 12" in error["message"]
         assert int(refused[0].headers["retry-after"]) >= 1
-        # The 12 would hold all 8 slots for 8 s; four others end before the first of them.
+        # The 12 would hold all 8 slots for five minutes; four others end before the first of them.
         answers = await asyncio.gather(*(complete(url, "guest", prompt=f"{n}") for n in range(4)))
         assert [answer.status_code for answer in answers] == [200] * 4
         assert not any(each.done() for each in crowd), "the guest waited for the flood"
@@ -56,7 +58,7 @@ def test_a_flood_of_one_tenant_leaves_the_others_what_they_had(keys: str) -> Non
             each.cancel()
         await asyncio.gather(*crowd, return_exceptions=True)
 
-    with RunningStack(*FLAGS, "--api-key-file", keys) as stack:
+    with RunningStack(*FLAGS, "--api-key-file", keys, "--min-ready-engines", "2") as stack:
         asyncio.run(flood(stack.url))
 
 

@@ -20,9 +20,22 @@ FLAGS = (
 
 def utility(url: str, name: str, rank: int | None = None) -> dict[int, dict[str, Any]]:
     """Call a utility of one engine or all; return what they answered by rank."""
-    results = call(f"{url}/admin/utilities", {"name": name, "rank": rank})["answers"]
+    results = _answers(url, name, rank)
     assert all(each["error"] is None for each in results), results
     return {each["rank"]: each["result"] for each in results}
+
+
+def infos(url: str) -> dict[int, dict[str, Any]]:
+    """Return what those engines tell of themselves that can: others may just be dying."""
+    results = _answers(url, "info", None)
+    return {each["rank"]: each["result"] for each in results if each["error"] is None}
+
+
+def _answers(url: str, name: str, rank: int | None) -> list[dict[str, Any]]:
+    answers: list[dict[str, Any]] = call(f"{url}/admin/utilities", {"name": name, "rank": rank})[
+        "answers"
+    ]
+    return answers
 
 
 def is_paused(url: str) -> bool:
@@ -34,8 +47,8 @@ def wave_when_paused(url: str) -> int:
     """Wait until the engines rest and everybody tells the same wave; return it."""
 
     def told() -> set[int]:
-        infos = utility(url, "info").values()
-        return {int(metric(url, "wave")[""]), *(int(info["wave"]) for info in infos)}
+        waves = {int(info["wave"]) for info in infos(url).values()}
+        return {int(metric(url, "wave")[""]), *waves}
 
     until(lambda: is_paused(url) and len(told()) == 1, "all agree on the wave")
     return told().pop()
@@ -43,7 +56,7 @@ def wave_when_paused(url: str) -> int:
 
 def topologies(url: str) -> set[int]:
     """Return the groups of which engines say that they are members."""
-    return {int(info["topology"]) for info in utility(url, "info").values()}
+    return {int(info["topology"]) for info in infos(url).values()}
 
 
 def kill(stack: RunningStack, name: str) -> float:

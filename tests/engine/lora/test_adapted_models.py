@@ -20,7 +20,8 @@ from tests.engine.lora.adapters import train
 from tests.engine.tiny_models import Checkpoint
 
 ROOM = AdapterRoom(3, 8)
-TOLERANCE = 1e-4
+TOLERANCE = 5e-4
+"""Of logits of up to 10 in single precision: processors add up in different orders."""
 
 
 def load(driver: Any, model: Path, *adapters: Path, **settings: Any) -> Any:

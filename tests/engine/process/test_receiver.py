@@ -30,7 +30,7 @@ from engine.shared.version import PROTOCOL_VERSION
 
 INCARNATION = 77
 SETUP = EngineSetup(num_kv_blocks=9, block_size=16, max_model_len=64, model_fingerprint="f")
-GUARD = 10.0
+GUARD = 60.0
 
 
 class Discarded:

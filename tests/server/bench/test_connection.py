@@ -12,7 +12,7 @@ from server.bench.connection import HttpClient
 
 pytestmark = pytest.mark.slow  # it opens sockets
 
-GUARD_SECONDS = 10
+GUARD_SECONDS = 60
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -9,7 +9,7 @@ import pytest
 from engine.shared.messages import RequestOutput
 from server.access.limits import MAX_PROMPTS
 
-GUARD_SECONDS = 5
+GUARD_SECONDS = 60
 
 
 class Connection:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import uvicorn
 
-GUARD_SECONDS = 10
+GUARD_SECONDS = 60
 
 
 @contextlib.asynccontextmanager

@@ -40,7 +40,7 @@ from server.router.routing import LeastLoaded
 from tests.server.router.played_cluster import GREEDY, SETUP
 from tests.support.waiting import until_async
 
-GUARD = 10.0
+GUARD = 60.0
 
 
 @dataclass
