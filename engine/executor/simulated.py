@@ -322,12 +322,13 @@ class SimulatedExecutor:
             self._check(plan, self._memory)
         slots, vocab_size = self._slots, self._info.vocab_size
         if self._pooling is not None:
-            ended = [row for row, sample in enumerate(plan.samples) if sample]
-            size = self._pooling.size
-            return BatchResult(
-                [],
-                pooled={r: simulated_vector(slots[plan.slots[r]].token_ids, size) for r in ended},
-            )
+            size, pooled = self._pooling.size, {}
+            each = {s.slot for s in plan.starting if s.pooling and s.pooling.per_token}
+            for row in (row for row, sample in enumerate(plan.samples) if sample):
+                ids = slots[plan.slots[row]].token_ids
+                parts = [[i] for i in ids] if plan.slots[row] in each else [ids]
+                pooled[row] = b"".join(simulated_vector(part, size) for part in parts)
+            return BatchResult([], pooled=pooled)
         drawing = [slot for slot, sample in zip(plan.slots, plan.samples, strict=True) if sample]
         guesses = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
         grammars = self._grammars

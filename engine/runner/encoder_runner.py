@@ -5,7 +5,7 @@ import torch
 
 from engine.models.attention.varlen import to_device
 from engine.models.encoders.encoder import Encoder, EncoderBatch, groups_of
-from engine.runner.pooler import Pooler
+from engine.runner.pooler import IntArray, Pooler
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.messages import PoolingParams
 
@@ -29,21 +29,21 @@ class EncoderRunner:
         counts = np.array([len(each.token_ids) for each in sequences], np.int64)
         firsts = np.cumsum(counts) - counts
         params = [each.pooling or PoolingParams() for each in sequences]
-        states = self._encoder.states(self._batch([s.token_ids for s in sequences], params, counts))
-        vectors = self._pooler.vectors(states, firsts, counts, params)
+        token_ids = np.fromiter((i for s in sequences for i in s.token_ids), np.int64, counts.sum())
+        states = self._encoder.states(self._batch(token_ids, params, counts))
+        vectors = self._pooler.vectors(states, token_ids, firsts, counts, params)
         return BatchResult([], pooled=dict(zip(rows, vectors, strict=True)))
 
     def _batch(
-        self, token_ids: list[list[int]], params: list[PoolingParams], counts: "np.ndarray"
+        self, token_ids: IntArray, params: list[PoolingParams], counts: IntArray
     ) -> EncoderBatch:
         device = self._encoder.device
         ends = np.cumsum(counts)
         positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
         second = np.array([each.types_from for each in params], np.int64)
         types = (positions >= np.repeat(second, counts)) & np.repeat(second > 0, counts)
-        flat = np.fromiter((i for ids in token_ids for i in ids), np.int64, int(ends[-1]))
         return EncoderBatch(
-            token_ids=to_device(flat, device),
+            token_ids=to_device(token_ids, device),
             positions=to_device(positions, device),
             types=to_device(types.astype(np.int64), device),
             groups=groups_of(counts.tolist()),

@@ -203,14 +203,15 @@ class ModelRunner:
         ended = rows.samples
         if pooler.sees_last:
             hidden, _ = self._states(begun)
+            token_ids = np.zeros(len(ended), np.int64)  # they are for vectors of each token
             firsts, counts = np.arange(len(ended)), np.ones(len(ended), np.int64)
         else:
             hidden = self._compute(begun, None)
-            firsts, counts = rows.first_token, rows.counts
+            token_ids, firsts, counts = rows.token_ids, rows.first_token, rows.counts
         if not len(ended):
             return BatchResult([])
         params = [self._params[plan.slots[row]] for row in ended.tolist()]
-        vectors = pooler.vectors(hidden, firsts, counts, params)
+        vectors = pooler.vectors(hidden, token_ids, firsts, counts, params)
         return BatchResult([], pooled=dict(zip(ended.tolist(), vectors, strict=True)))
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""From the states of sequences to one vector each: embeddings, or scores of labels."""
+"""From the states of sequences, or of their tokens, to embeddings or scores of labels."""
 
 import numpy as np
 import numpy.typing as npt
@@ -25,15 +25,21 @@ class Pooler:
     @property
     def sees_last(self) -> bool:
         """Whether a sequence's last state is all that is needed."""
-        return self._spec.pooling == "last"
+        return not self._spec.in_one_step
 
     def vectors(
-        self, states: Tensor, firsts: IntArray, counts: IntArray, params: list[PoolingParams]
+        self,
+        states: Tensor,
+        token_ids: IntArray,
+        firsts: IntArray,
+        counts: IntArray,
+        params: list[PoolingParams],
     ) -> list[bytes]:
-        """Return the vector of each sequence as float32 numbers.
+        """Return the vector of each sequence, or those of its tokens, as float32 numbers.
 
         Args:
             states: [tokens, hidden]
+            token_ids: what each state is of.
             firsts, counts: where in `states` each sequence begins, and how many it has.
             params: one of each sequence.
         """
@@ -42,7 +48,26 @@ class Pooler:
             rows = self._embeddings(pooled, params)
         else:
             rows = self._scores(pooled, params)
+        for index, each in enumerate(params):
+            if each.per_token:
+                part = slice(firsts[index], firsts[index] + counts[index])
+                rows[index] = self._of_tokens(states[part], token_ids[part], each)
         return [row.tobytes() for row in rows]
+
+    def _of_tokens(self, states: Tensor, token_ids: IntArray, params: PoolingParams) -> Floats:
+        """Return [tokens, numbers] of one sequence."""
+        spec = self._spec
+        if spec.tokens is not None and spec.tokens.step_tag_id is not None:
+            (steps,) = np.nonzero(token_ids == spec.tokens.step_tag_id)
+            states = states[torch.from_numpy(steps).to(states.device)]
+        if spec.task == "classify":
+            outputs = self._outputs(states.float())
+            found = self._activated(outputs) if params.activate else outputs
+        else:
+            found = states[:, : params.dimensions or None].float()
+            if params.activate and spec.normalize:
+                found = F.normalize(found, dim=1)
+        return found.cpu().numpy()
 
     def _pooled(self, states: Tensor, firsts: IntArray, counts: IntArray) -> Tensor:
         """Return [sequences, hidden] in float32."""
@@ -72,19 +97,26 @@ class Pooler:
         return rows
 
     def _scores(self, pooled: Tensor, params: list[PoolingParams]) -> list[Floats]:
-        assert self._head is not None, "a classifier has a head"
-        outputs = self._head(pooled)
-        match self._spec.activation:
-            case "sigmoid":
-                scores = outputs.sigmoid()
-            case "softmax":
-                scores = outputs.softmax(dim=1)
-            case "identity":
-                scores = outputs
-        plain, active = outputs.cpu().numpy(), scores.cpu().numpy()
+        outputs = self._outputs(pooled)
+        plain, active = outputs.cpu().numpy(), self._activated(outputs).cpu().numpy()
         return [
             active[index] if each.activate else plain[index] for index, each in enumerate(params)
         ]
+
+    def _outputs(self, states: Tensor) -> Tensor:
+        """Return [rows, labels] of states [rows, hidden] in float32."""
+        assert self._head is not None, "a classifier has a head"
+        outputs, scale = self._head(states), self._spec.logits
+        return outputs if scale is None else (outputs - scale.mean) / scale.sigma
+
+    def _activated(self, outputs: Tensor) -> Tensor:
+        match self._spec.activation:
+            case "sigmoid":
+                return outputs.sigmoid()
+            case "softmax":
+                return outputs.softmax(dim=1)
+            case "identity":
+                return outputs
 
 
 def _reduced(states: Tensor, counts: IntArray, how: str) -> Tensor:

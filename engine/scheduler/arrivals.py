@@ -39,7 +39,7 @@ class Arrivals:
         self._adapters = adapters
         self._counters = counters
         self._vocab_size = executor.vocab_size
-        self._pools = executor.pools
+        self._pools, self._in_one_step = executor.pools, executor.in_one_step
         self._eos_token_ids = frozenset(executor.eos_token_ids)
         self._max_model_len = max_model_len
         self._by_priority = by_priority
@@ -60,6 +60,7 @@ class Arrivals:
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
             pools=self._pools,
+            in_one_step=self._in_one_step,
         )
         if reason is None and message.adapter and message.adapter not in self._adapters.held:
             reason = "this engine does not have the adapter that the request names"

@@ -14,21 +14,24 @@ _LARGEST = 2**31 - 1
 
 
 def refusal(
-    message: AddRequest, *, max_model_len: int, vocab_size: int, pools: bool = False
+    message: AddRequest,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    pools: bool = False,
+    in_one_step: bool = False,
 ) -> str | None:
     """Return why a request can never be served, or None when it can."""
     num_prompt_tokens = len(message.prompt_token_ids)
     if num_prompt_tokens == 0:
         return "the prompt is empty: it needs at least one token"
     if pools or message.pooling is not None:
-        return _bad_pooling(message, max_model_len, vocab_size, pools=pools)
+        return _bad_pooling(message, max_model_len, vocab_size, pools, in_one_step=in_one_step)
     if num_prompt_tokens >= max_model_len:
         return (
             f"the prompt has {num_prompt_tokens} tokens, but this engine takes at most "
             f"{max_model_len - 1} so that one token can be generated"
         )
-    if len(message.cache_root) not in (0, ROOT_SIZE):
-        return f"cache_root has {len(message.cache_root)} bytes: it must be {ROOT_SIZE} or none"
     sampling = message.sampling
     named_ids = {
         "prompt": message.prompt_token_ids,
@@ -41,21 +44,27 @@ def refusal(
     for where, ids in named_ids.items():
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             return f"{where}: token ids must be from 0 to {vocab_size - 1}"
-    return _bad_words(sampling) or _bad_sampling(sampling)
+    return _bad_root(message) or _bad_words(sampling) or _bad_sampling(sampling)
 
 
 def _bad_pooling(
-    message: AddRequest, max_model_len: int, vocab_size: int, *, pools: bool
+    message: AddRequest, max_model_len: int, vocab_size: int, pools: bool, *, in_one_step: bool
 ) -> str | None:
     token_ids, pooling = message.prompt_token_ids, message.pooling
     if pooling is None or not pools:
         return "this engine's model " + ("generates nothing" if pools else "makes no vectors")
+    if pooling.per_token and not in_one_step:
+        return "this engine computes prompts in parts: tokens have no vectors"
     if len(token_ids) > max_model_len:
         return f"the input has {len(token_ids)} tokens, but this engine takes {max_model_len}"
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return f"input: token ids must be from 0 to {vocab_size - 1}"
     if message.output_token_ids or pooling.dimensions < 0 or pooling.types_from < 0:
         return "there is output so far, or dimensions or types_from are below 0"
+    return _bad_root(message)
+
+
+def _bad_root(message: AddRequest) -> str | None:
     if len(message.cache_root) not in (0, ROOT_SIZE):
         return f"cache_root has {len(message.cache_root)} bytes: it must be {ROOT_SIZE} or none"
     return None

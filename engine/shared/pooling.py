@@ -5,6 +5,7 @@ sentence-transformers say goes before what the architecture suggests, and `--poo
 both.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,8 @@ from msgspec import Meta
 from engine.shared.config import ModelConfig
 
 Task = Literal["embed", "classify"]
+TokenTask = Literal["token_embed", "token_classify"]
+"""The same of each token by itself."""
 Pooling = Literal["cls", "mean", "last", "max", "mean_sqrt_len"]
 Activation = Literal["identity", "sigmoid", "softmax"]
 
@@ -44,6 +47,22 @@ class BadPooling(ValueError):
     """The model's files or the settings ask for a pooling that is not supported."""
 
 
+class TokenPooling(msgspec.Struct, frozen=True):
+    """Vectors of each token, as settings ask for them."""
+
+    is_usual: bool = False
+    """Whether they are what /pooling returns to requests that name no task."""
+    step_tag_id: int | None = None
+    """The only token whose vectors are returned; None: all are."""
+
+
+class LogitScale(msgspec.Struct, frozen=True):
+    """Makes (output - mean) / sigma of each of a classifier's outputs."""
+
+    mean: float = 0.0
+    sigma: float = 1.0
+
+
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How a model makes one vector of each sequence."""
 
@@ -68,25 +87,49 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the one that stands before inputs for which none is named."""
     dimensions: tuple[int, ...] | None = None
     """Sizes to which embeddings may be cut (Matryoshka); empty: any; None: none."""
+    usual_dimensions: int = 0
+    """The size to which they are cut if a request names none; 0: they are not."""
+    logits: LogitScale | None = None
+    """What is done to a classifier's outputs before they become scores."""
+    tokens: TokenPooling | None = None
+    """What settings say of vectors of each token; None: nothing."""
 
     @property
     def in_one_step(self) -> bool:
-        """Whether a sequence has to be computed in one step."""
-        return self.is_encoder or self.pooling != "last"
+        """Whether a sequence has to be computed in one step: only then each token has a vector."""
+        return self.is_encoder or self.pooling != "last" or self.tokens is not None
+
+
+_Count = Annotated[int, Meta(ge=1)]
 
 
 class _Overrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `--pooler-config` may say; names as in vLLM where it has them."""
+    """What `--pooler-config` may say; names as in vLLM where it has them.
 
-    task: Task | None = None
-    pooling_type: Literal["CLS", "MEAN", "LAST", "MAX"] | None = None
-    normalize: bool | None = None
-    activation: Activation | None = None
+    More than 15 attributes: one for each key.
+    """
+
+    task: Task | TokenTask | None = None
+    pooling_type: Literal["CLS", "MEAN", "LAST", "MAX", "ALL", "STEP"] | None = None
+    """The next two in one: how sequences are pooled, or which tokens have vectors."""
+    seq_pooling_type: Literal["CLS", "MEAN", "LAST", "MAX"] | None = None
+    tok_pooling_type: Literal["ALL", "STEP"] | None = None
+    step_tag_id: Annotated[int, Meta(ge=0)] | None = None
+    """With STEP: the token whose vectors are returned."""
     use_activation: bool | None = None
     """False: outputs of classifiers as they are, embeddings of any length."""
-    max_embed_len: Annotated[int, Meta(ge=1)] | None = None
-    dimensions: tuple[Annotated[int, Meta(ge=1)], ...] | None = None
-    """Sizes to which embeddings may be cut; an empty list allows any."""
+    normalize: bool | None = None
+    softmax: bool | None = None
+    """Older names of `use_activation` for embeddings and for scores."""
+    activation: Activation | bool | None = None
+    """Which one a classifier has; true and false as in `use_activation`."""
+    max_embed_len: _Count | None = None
+    dimensions: _Count | tuple[_Count, ...] | None = None
+    """One size: embeddings are cut to it. A list: requests may ask for these; empty: for any."""
+    logit_mean: float | None = None
+    logit_sigma: float | None = None
+    enable_chunked_processing: bool = False
+    returned_token_ids: tuple[int, ...] | None = None
 
 
 def read_pooling(directory: Path, model: ModelConfig) -> PoolingSpec | None:
@@ -111,9 +154,9 @@ def read_pooling(directory: Path, model: ModelConfig) -> PoolingSpec | None:
             raise BadPooling("--pooler-config: this model generates; set --runner pooling")
         return None
     overrides = _overrides(model.pooler_config)
-    task = overrides.task or ("classify" if classifies else "embed")
-    if task != ("classify" if classifies else "embed"):
-        raise BadPooling(f"--pooler-config: {architecture} cannot {task}")
+    task = "classify" if classifies else "embed"
+    if overrides.task is not None and overrides.task.removeprefix("token_") != task:
+        raise BadPooling(f"--pooler-config: {architecture} cannot {overrides.task}")
     read = _classifier if classifies else _embedder
     spec = read(directory, config, modules, is_encoder=is_encoder)
     return _overridden(spec, overrides)
@@ -205,20 +248,74 @@ def _activation(config: dict[str, Any], library: dict[str, Any], labels: int) ->
 
 
 def _overridden(spec: PoolingSpec, overrides: _Overrides) -> PoolingSpec:
-    changes: dict[str, Any] = {}
-    if overrides.pooling_type is not None:
-        changes["pooling"] = overrides.pooling_type.lower()
+    """Return the spec as `--pooler-config` changes it.
+
+    Raises:
+        BadPooling: keys contradict each other, or ask for what there is not.
+    """
+    _check_overrides(spec, overrides)
+    changes: dict[str, Any] = {"tokens": _token_pooling(overrides)}
+    of_sequences = overrides.seq_pooling_type or overrides.pooling_type
+    if of_sequences not in (None, "ALL", "STEP"):
+        changes["pooling"] = of_sequences.lower()
     if overrides.normalize is not None:
         changes["normalize"] = overrides.normalize
-    if overrides.use_activation is False:
+    if False in (overrides.use_activation, overrides.softmax, overrides.activation):
         changes |= {"normalize": False, "activation": "identity"}
-    if overrides.activation is not None:
+    if isinstance(overrides.activation, str):
         changes["activation"] = overrides.activation
     if overrides.max_embed_len is not None:
         changes["max_length"] = overrides.max_embed_len
-    if overrides.dimensions is not None:
+    if isinstance(overrides.dimensions, int):
+        changes["usual_dimensions"] = overrides.dimensions
+        if spec.dimensions is None:
+            changes["dimensions"] = (overrides.dimensions,)
+    elif overrides.dimensions is not None:
         changes["dimensions"] = overrides.dimensions
+    if overrides.logit_mean is not None or overrides.logit_sigma is not None:
+        sigma = 1.0 if overrides.logit_sigma is None else overrides.logit_sigma
+        changes["logits"] = LogitScale(overrides.logit_mean or 0.0, sigma)
     return msgspec.structs.replace(spec, **changes)
+
+
+def _token_pooling(overrides: _Overrides) -> TokenPooling | None:
+    of_tokens = overrides.tok_pooling_type or overrides.pooling_type
+    named = of_tokens in ("ALL", "STEP")
+    is_usual = overrides.pooling_type in ("ALL", "STEP")
+    if overrides.task is not None:
+        is_usual = overrides.task.startswith("token_")
+    return TokenPooling(is_usual, overrides.step_tag_id) if named or is_usual else None
+
+
+def _check_overrides(spec: PoolingSpec, overrides: _Overrides) -> None:
+    numbers = [each for each in (overrides.logit_mean, overrides.logit_sigma) if each is not None]
+    steps = "STEP" in (overrides.pooling_type, overrides.tok_pooling_type)
+    twice = overrides.seq_pooling_type or overrides.tok_pooling_type
+    sizes = overrides.dimensions if isinstance(overrides.dimensions, int) else 0
+    refused = {
+        "pooling_type stands for seq_pooling_type or tok_pooling_type: leave it out": (
+            overrides.pooling_type is not None and twice is not None
+        ),
+        "step_tag_id and STEP need each other; ALL has all tokens": (
+            steps != (overrides.step_tag_id is not None)
+        ),
+        "logit_mean and logit_sigma are for classifiers": bool(numbers) and spec.task == "embed",
+        "logit_mean and logit_sigma must be finite, and logit_sigma not 0": (
+            not all(map(math.isfinite, numbers)) or overrides.logit_sigma == 0
+        ),
+        f"dimensions: embeddings have {spec.size} numbers": sizes > spec.size,
+        "dimensions are for embeddings": (
+            overrides.dimensions is not None and spec.task == "classify"
+        ),
+        "enable_chunked_processing is not supported: inputs longer than the model takes are "
+        "refused, or cut with truncate_prompt_tokens": overrides.enable_chunked_processing,
+        "returned_token_ids is not supported: vectors have all of a model's outputs": (
+            overrides.returned_token_ids is not None
+        ),
+    }
+    reasons = [reason for reason, asked in refused.items() if asked]
+    if reasons:
+        raise BadPooling(f"--pooler-config: {'; '.join(reasons)}")
 
 
 def _overrides(text: str) -> _Overrides:

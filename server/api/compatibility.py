@@ -214,7 +214,8 @@ _INPUT: Rows = {
 
 EMBEDDINGS: Rows = {
     **_INPUT,
-    **_same("encoding_format dimensions"),
+    **_same("dimensions"),
+    "encoding_format": Row("different", "float or base64, not bytes"),
     "prompt_name": Row("different", "vLLM has no prompts; as in sentence-transformers"),
     "embed_dtype": Row("refused", "numbers are float32", ("float32", "float"), "float16"),
     "endianness": Row("refused", "the lowest byte comes first", ("native", "little"), "big"),
@@ -223,7 +224,7 @@ EMBEDDINGS: Rows = {
 
 POOLING: Rows = {
     **EMBEDDINGS,
-    "task": Row("different", "embed or classify, not of each token"),
+    "task": Row("different", "no plugin; of each token: not of decoders as they are"),
     **_refused("there are no plugins that could read it", "data"),
 }
 

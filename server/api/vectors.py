@@ -6,6 +6,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -79,9 +80,9 @@ class PooledCall:
             raise error.renamed(lambda name: field if name in ("prompt", "n") else name) from error
 
     async def vectors(
-        self, inputs: list[PoolingInput], *, dimensions: int = 0, activate: bool = True
+        self, inputs: list[PoolingInput], *, dimensions: int = 0, per_token: bool = False
     ) -> list[bytes]:
-        """Return one vector of each input, as float32 numbers.
+        """Return one vector of each input, or those of its tokens in a row, as float32 numbers.
 
         Raises:
             ApiError: it took too long.
@@ -97,7 +98,8 @@ class PooledCall:
             request_id=call.request_id,
             inputs=inputs,
             dimensions=dimensions,
-            activate=activate and self._body.use_activation is not False,
+            activate=self._body.use_activation is not False,
+            per_token=per_token,
             priority=self._body.priority or 0,
         )
         sender = Sender(
@@ -178,9 +180,7 @@ def shown(vector: bytes, encoding: str | None) -> "list[float] | str":
     return numbers(vector)
 
 
-async def encoded(
-    items: Sequence[T], show: Callable[[int, T], msgspec.Struct]
-) -> "list[msgspec.Raw]":
+async def encoded(items: Sequence[T], show: Callable[[int, T], object]) -> "list[msgspec.Raw]":
     """Return the JSON of each item; others get their turn in between."""
     found, size = [], 0
     for index, item in enumerate(items):
@@ -190,6 +190,23 @@ async def encoded(
             size = 0
             await asyncio.sleep(0)
         found.append(msgspec.Raw(text))
+    return found
+
+
+def _row(vectors: bytes, size: int, _: int, first: int) -> list[float]:
+    return numbers(vectors[first : first + size])
+
+
+async def encoded_rows(
+    vectors: Sequence[bytes], size: int, show: Callable[[int, list[msgspec.Raw]], msgspec.Struct]
+) -> "list[msgspec.Raw]":
+    """Return the JSON of each item, which has vectors of so many numbers one after the other."""
+    found = []
+    for index, each in enumerate(vectors):
+        firsts = range(0, len(each), 4 * size)
+        rows = await encoded(firsts, partial(_row, each, 4 * size))
+        found.append(msgspec.Raw(msgspec.json.encode(show(index, rows))))
+        await asyncio.sleep(0)
     return found
 
 

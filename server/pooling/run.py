@@ -29,6 +29,8 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     inputs: list[PoolingInput]
     dimensions: int = 0
     activate: bool = True
+    per_token: bool = False
+    """Whether each token gets a vector."""
     priority: int = 0
 
 
@@ -90,7 +92,10 @@ class PoolingRun:
             cache_root=sender.cache_root,
             group=self._group,
             pooling=PoolingParams(
-                types_from=each.types_from, dimensions=spec.dimensions, activate=spec.activate
+                types_from=each.types_from,
+                dimensions=spec.dimensions,
+                activate=spec.activate,
+                per_token=spec.per_token,
             ),
         )
         self._group = self._group or stream.id

@@ -401,7 +401,10 @@ def vectors(size: int) -> Script:
     """Return a script that answers each sequence with its vector."""
 
     def script(stream: FakeStream) -> list[RequestOutput]:
-        pooled = array("f", vector_of(stream.prompt_token_ids, size)).tobytes()
+        ids = stream.prompt_token_ids
+        each = stream.pooling is not None and stream.pooling.per_token
+        parts = [[token_id] for token_id in ids] if each else [ids]
+        pooled = b"".join(array("f", vector_of(part, size)).tobytes() for part in parts)
         return [RequestOutput(stream.id, [], "stop", pooled=pooled)]
 
     return script

@@ -47,7 +47,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     pooler_config: Annotated[
         str,
         "JSON object that overrides how the model's files pool: `pooling_type` (CLS, MEAN, LAST, "
-        "MAX), `normalize`, `use_activation`, `activation`, `max_embed_len`, `dimensions`.",
+        "MAX; ALL or STEP: of each token), `normalize`, `use_activation`, `activation`, "
+        "`logit_mean`, `logit_sigma`, `max_embed_len`, `dimensions`, `step_tag_id`, `task`.",
     ] = "{}"
     seed: Annotated[int, "Seed of dummy weights."] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], "Where the model runs."] = "auto"

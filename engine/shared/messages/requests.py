@@ -107,6 +107,8 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     activate: bool = True
     """Whether embeddings are normalized, or outputs become scores, as the model's files say.
     """
+    per_token: bool = False
+    """Each token gets a vector, one after the other, in place of one vector of all."""
 
 
 class AddRequest(Message, frozen=True):

@@ -40,7 +40,9 @@ def checked_dimensions(asked: int | None, model: PoolingModel) -> int:
         ApiError: the model was not trained for so few, or has fewer.
     """
     size, allowed = model.spec.size, model.spec.dimensions
-    if asked is None or asked == size:
+    if asked is None:
+        return model.spec.usual_dimensions
+    if asked == size:
         return 0
     if allowed is None:
         raise invalid(

@@ -1,23 +1,23 @@
 """POST /pooling."""
 
-from typing import cast
+from typing import Any, cast
 
+from engine.shared.pooling import Task, TokenTask
 from server.api.body import read_body
 from server.api.context import Context
 from server.api.embeddings.endpoint import check_answer, checked_dimensions, checked_prompt
 from server.api.pooling.schema import PooledData, PoolingRequest, PoolingResponse
-from server.api.vectors import PooledCall, encoded, inputs_of, shown
+from server.api.vectors import PooledCall, encoded, encoded_rows, inputs_of, shown
 from server.http.call import Call
 from server.http.errors import invalid
 
 
 async def pool(call: Call, context: Context) -> None:
-    """Make a vector of each input, as the model does."""
+    """Make a vector of each input, or of each of its tokens, as the model does."""
     body = read_body(PoolingRequest, call.body)
     called = PooledCall(call, context, body)
     model = called.model
-    if body.task is not None:
-        called.wants(body.task)
+    per_token = _is_per_token(body.task, called)
     dimensions = 0
     if model.spec.task == "embed":
         dimensions = checked_dimensions(body.dimensions, model)
@@ -29,15 +29,41 @@ async def pool(call: Call, context: Context) -> None:
         prompt=checked_prompt(body.prompt_name, model),
         add_special_tokens=body.add_special_tokens is not False,
     )
-    check_answer(len(inputs), dimensions or model.spec.size)
-    vectors = await called.vectors(inputs, dimensions=dimensions)
+    size = dimensions or model.spec.size
+    count = sum([len(each.token_ids) for each in inputs]) if per_token else len(inputs)
+    check_answer(count, size)
+    vectors = await called.vectors(inputs, dimensions=dimensions, per_token=per_token)
 
     def show(index: int, vector: bytes) -> PooledData:
-        return PooledData(index, shown(vector, body.encoding_format))
+        return PooledData(index, cast("Any", shown(vector, body.encoding_format)))
 
-    data = cast("list[PooledData]", await encoded(vectors, show))
+    if per_token and body.encoding_format != "base64":
+        made = await encoded_rows(vectors, size, lambda i, rows: PooledData(i, cast("Any", rows)))
+    else:
+        made = await encoded(vectors, show)
+    data = cast("list[PooledData]", made)
     await called.send(
         PoolingResponse(
             f"pool-{called.request_id}", called.created, called.name, data, called.usage
         )
     )
+
+
+def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
+    """Return whether each token gets a vector.
+
+    Raises:
+        ApiError: the model is for something else, or its tokens have no vectors.
+    """
+    spec = called.model.spec
+    if task is None:
+        return spec.tokens is not None and spec.tokens.is_usual
+    called.wants(task.removeprefix("token_"))
+    per_token = task.startswith("token_")
+    if per_token and not spec.in_one_step:
+        raise invalid(
+            "task: this model's prompts are computed in parts, so that tokens have no vectors; "
+            'serve it with --pooler-config \'{"tok_pooling_type": "ALL"}\'',
+            "task",
+        )
+    return per_token

@@ -3,7 +3,9 @@
 from typing import Literal
 
 import msgspec
+from pydantic import Field
 
+from engine.shared.pooling import Task, TokenTask
 from server.api.embeddings.schema import EmbeddingsRequest
 from server.api.shared.pooling import PoolingUsage
 
@@ -11,15 +13,17 @@ from server.api.shared.pooling import PoolingUsage
 class PoolingRequest(EmbeddingsRequest):
     """Texts, or token ids, to make vectors of: embeddings, or the scores of all classes."""
 
-    task: Literal["embed", "classify"] | None = None
+    task: Task | TokenTask | None = Field(
+        None, description="token_embed, token_classify: a vector of each token."
+    )
 
 
 class PooledData(msgspec.Struct):
-    """The vector of one input."""
+    """The vector of one input, or those of its tokens."""
 
     index: int
-    data: list[float] | str
-    """Numbers, or base64 of them."""
+    data: list[float | list[float]] | str
+    """Numbers, a list of them for each token, or base64 of all."""
     object: Literal["pooling"] = "pooling"
 
 

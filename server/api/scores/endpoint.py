@@ -116,7 +116,7 @@ async def _scores(
         length = _cutting(length, most_of_second)
         length = msgspec.structs.replace(length, keep=min(length.keep or 0, most_of_second))
     inputs += await maker.of_texts(texts, length, fields[1])
-    vectors = await called.vectors(inputs)
+    vectors = await called.vectors(inputs, dimensions=spec.usual_dimensions)
     left, right = vectors[: len(firsts)], vectors[len(firsts) :]
     return await _cosines(left * len(right) if len(left) == 1 else left, right)
 

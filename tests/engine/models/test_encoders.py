@@ -76,6 +76,23 @@ def test_a_pair_has_two_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+def test_each_token_has_a_vector_if_that_is_asked_for(family: str, tmp_path: Path) -> None:
+    reference = save_pooling_model(family, tmp_path)
+    asked = [
+        pooling_request(i + 1, ids, per_token=bool(i % 3), dimensions=9 * (i % 2))
+        for i, ids in enumerate(PROMPTS)
+    ]
+    found = outputs_of(tmp_path, asked)
+    for index, token_ids in enumerate(PROMPTS):
+        size = 9 if index % 2 else 64
+        with torch.inference_mode():
+            states = reference(torch.tensor([token_ids])).last_hidden_state[0, :, :size]
+        states = states if index % 3 else states[:1]
+        wanted = torch.nn.functional.normalize(states, dim=1).numpy()
+        np.testing.assert_allclose(vector(found[index + 1]).reshape(-1, size), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
 def test_a_batch_invariant_vector_has_the_same_bits_alone(family: str, tmp_path: Path) -> None:
     save_pooling_model(family, tmp_path)
     together = vectors_of(tmp_path, PROMPTS, batch_invariant=True)

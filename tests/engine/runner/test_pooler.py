@@ -1,11 +1,13 @@
 """Decoders that make vectors: of the last token, however the prompt is computed."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from engine.shared.messages import RequestOutput
 from tests.engine.pooling import (
     outputs_of,
     pooling_request,
@@ -66,3 +68,62 @@ def test_a_model_that_makes_vectors_generates_nothing(tmp_path: Path) -> None:
     found = outputs_of(tmp_path, [request(1, [5, 6, 7]), pooling_request(2, [5, 6, 7])])
     assert found[1].error == "this engine's model generates nothing"
     assert found[2].finish_reason == "stop"
+
+
+ALL = {"pooler_config": '{"tok_pooling_type": "ALL"}'}
+
+
+def rows(output: RequestOutput, size: int) -> Any:
+    return vector(output).reshape(-1, size)
+
+
+def test_each_token_of_a_decoder_has_a_vector_if_that_is_asked_for(tmp_path: Path) -> None:
+    reference = save_pooling_model("Qwen3", tmp_path)
+    asked = [pooling_request(i + 1, ids, per_token=True) for i, ids in enumerate(PROMPTS)]
+    others = [pooling_request(i + 101, ids) for i, ids in enumerate(PROMPTS)]
+    mixed = [each for pair in zip(asked, others, strict=True) for each in pair]
+    found = outputs_of(tmp_path, mixed, model=ALL, max_num_batched_tokens=24)
+    for index, token_ids in enumerate(PROMPTS):
+        with torch.inference_mode():
+            states = reference(torch.tensor([token_ids])).last_hidden_state[0]
+        wanted = torch.nn.functional.normalize(states, dim=1).numpy()
+        np.testing.assert_allclose(rows(found[index + 1], 64), wanted, atol=1e-4)
+        np.testing.assert_allclose(vector(found[index + 101]), wanted[-1], atol=1e-4)
+
+
+def test_tokens_of_prompts_that_are_computed_in_parts_have_no_vectors(tmp_path: Path) -> None:
+    save_pooling_model("Qwen3", tmp_path)
+    found = outputs_of(
+        tmp_path, [pooling_request(1, [5, 6], per_token=True), pooling_request(2, [5, 6])]
+    )
+    assert found[1].error == "this engine computes prompts in parts: tokens have no vectors"
+    assert found[2].finish_reason == "stop"
+
+
+def test_each_token_is_classified(tmp_path: Path) -> None:
+    reference = save_pooling_model("Qwen3", tmp_path, "ForSequenceClassification", num_labels=3)
+    asked = [
+        pooling_request(i + 1, ids, per_token=True, activate=bool(i % 2))
+        for i, ids in enumerate(PROMPTS)
+    ]
+    settings = ALL["pooler_config"][:-1] + ', "logit_mean": 0.5, "logit_sigma": 2.0}'
+    found = outputs_of(tmp_path, asked, model={"pooler_config": settings})
+    for index, token_ids in enumerate(PROMPTS):
+        with torch.inference_mode():
+            states = reference.model(torch.tensor([token_ids])).last_hidden_state[0]
+            outputs = (reference.score(states) - 0.5) / 2.0
+        wanted = outputs.softmax(1) if index % 2 else outputs
+        np.testing.assert_allclose(rows(found[index + 1], 3), wanted.numpy(), atol=1e-4)
+
+
+def test_only_tokens_that_end_a_step_have_vectors(tmp_path: Path) -> None:
+    save_pooling_model("Qwen3", tmp_path)
+    prompt = [9, 7, 8, 7, 5]
+    requests = [
+        pooling_request(1, prompt, per_token=True), pooling_request(2, [8, 9], per_token=True)
+    ]  # fmt: skip
+    of_all = outputs_of(tmp_path, requests, model=ALL)
+    steps = {"pooler_config": '{"pooling_type": "STEP", "step_tag_id": 7}'}
+    found = outputs_of(tmp_path, requests, model=steps)
+    assert rows(found[1], 64).tolist() == rows(of_all[1], 64)[[1, 3]].tolist()
+    assert found[2].pooled == b""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.shared.config import ModelConfig
-from engine.shared.pooling import BadPooling, PoolingSpec, read_pooling
+from engine.shared.pooling import BadPooling, LogitScale, PoolingSpec, TokenPooling, read_pooling
 
 
 def _read(directory: Path, config: dict[str, Any], **settings: Any) -> PoolingSpec | None:
@@ -100,6 +100,78 @@ def test_settings_go_before_files(tmp_path: Path) -> None:
     assert spec.dimensions == (2, 4)
 
 
+LLAMA = {"architectures": ["LlamaModel"]}
+SCORES = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "expected"),
+    [
+        (LLAMA, '{"seq_pooling_type": "MEAN"}', {"pooling": "mean", "tokens": None}),
+        (LLAMA, '{"tok_pooling_type": "ALL"}', {"pooling": "last", "tokens": TokenPooling()}),
+        (LLAMA, '{"pooling_type": "ALL"}', {"tokens": TokenPooling(True)}),
+        (LLAMA, '{"task": "token_embed"}', {"tokens": TokenPooling(True)}),
+        (
+            SCORES,
+            '{"tok_pooling_type": "STEP", "step_tag_id": 7, "seq_pooling_type": "CLS"}',
+            {"pooling": "cls", "tokens": TokenPooling(False, 7)},
+        ),
+        (LLAMA, '{"dimensions": 4}', {"usual_dimensions": 4, "dimensions": (4,)}),
+        (
+            LLAMA | {"matryoshka_dimensions": [2, 4]},
+            '{"dimensions": 4}',
+            {"usual_dimensions": 4, "dimensions": (2, 4)},
+        ),
+        (SCORES, '{"softmax": false}', {"activation": "identity"}),
+        (SCORES, '{"activation": false}', {"activation": "identity"}),
+        (SCORES, '{"activation": true}', {"activation": "softmax"}),
+        (SCORES, '{"use_activation": true}', {"activation": "softmax"}),
+        (SCORES, '{"activation": "sigmoid"}', {"activation": "sigmoid"}),
+        (SCORES, '{"logit_mean": 2}', {"logits": LogitScale(2.0, 1.0)}),
+        (SCORES, '{"logit_sigma": 4, "logit_mean": 2}', {"logits": LogitScale(2.0, 4.0)}),
+        (LLAMA, '{"enable_chunked_processing": false}', {"pooling": "last"}),
+    ],
+    ids=str,
+)
+def test_the_names_of_vllm_s_pooler_config(
+    config: dict[str, Any], text: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    spec = _read(tmp_path, config, pooler_config=text)
+    assert spec is not None
+    assert {name: getattr(spec, name) for name in expected} == expected
+    assert spec.in_one_step is (spec.pooling != "last" or spec.tokens is not None)
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "reason"),
+    [
+        (LLAMA, '{"pooling_type": "CLS", "seq_pooling_type": "CLS"}', "pooling_type stands for"),
+        (LLAMA, '{"pooling_type": "ALL", "tok_pooling_type": "ALL"}', "pooling_type stands for"),
+        (LLAMA, '{"tok_pooling_type": "STEP"}', "step_tag_id and STEP need each other"),
+        (LLAMA, '{"tok_pooling_type": "ALL", "step_tag_id": 1}', "step_tag_id and STEP"),
+        (LLAMA, '{"logit_mean": 1}', "logit_mean and logit_sigma are for classifiers"),
+        (SCORES, '{"logit_sigma": 0}', "logit_sigma not 0"),
+        (SCORES, '{"logit_mean": 1e999}', "--pooler-config"),
+        (SCORES, '{"dimensions": 2}', "dimensions are for embeddings"),
+        (LLAMA, '{"dimensions": 9}', "embeddings have 8 numbers"),
+        (LLAMA, '{"enable_chunked_processing": true}', "enable_chunked_processing"),
+        (LLAMA, '{"returned_token_ids": [1, 2]}', "returned_token_ids is not supported"),
+        (LLAMA, '{"task": "token_classify"}', "LlamaModel cannot token_classify"),
+        (SCORES, '{"task": "score"}', "task"),
+        (LLAMA, '{"activation": "tanh"}', "activation"),
+        (LLAMA, '{"pooling_typ": "CLS"}', "unknown field `pooling_typ`"),
+        (LLAMA, '{"step_tag_id": -1}', "step_tag_id"),
+    ],
+    ids=str,
+)
+def test_settings_of_pooling_that_there_are_not(
+    config: dict[str, Any], text: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadPooling, match=reason) as refused:
+        _read(tmp_path, config, pooler_config=text)
+    assert str(refused.value).startswith("--pooler-config: ")
+
+
 def test_what_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
     bert = {"architectures": ["BertModel"]}
     with pytest.raises(BadPooling, match="--runner generate: BertModel generates nothing"):
@@ -108,7 +180,15 @@ def test_what_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
         _read(tmp_path, {"architectures": ["LlamaForCausalLM"]}, pooler_config='{"task":"embed"}')
     with pytest.raises(BadPooling, match="BertModel cannot classify"):
         _read(tmp_path, bert, pooler_config='{"task": "classify"}')
-    for text in ('{"pooling_type": "STEP"}', '{"pooling": 1}', "[]", "{", '{"dimensions": [0]}'):
+    for text in (
+        '{"pooling_type": "STEP"}',
+        '{"pooling": 1}',
+        '{"step_tag_id": 5}',
+        '{"task": 1}',
+        "[]",
+        "{",
+        '{"dimensions": [0]}',
+    ):
         with pytest.raises(BadPooling, match="--pooler-config"):
             _read(tmp_path, bert, pooler_config=text)
     for pooling in (

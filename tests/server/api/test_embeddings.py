@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.shared.messages import PoolingParams, RequestOutput
+from engine.shared.pooling import TokenPooling
 from server.access.limits import MAX_INPUT_TOKENS, MAX_PROMPTS, MAX_VECTOR_NUMBERS
 from server.config import FrontEndConfig
 from server.config.load import TenantConfig
@@ -74,6 +75,62 @@ def test_engines_are_told_what_is_wanted(
     assert third.pooling == PoolingParams(activate=False)
     assert (first.group, second.group) == (0, first.id)
     assert first.closed.is_set()
+
+
+def test_each_token_has_a_vector_if_that_is_asked_for(
+    pooling_http: Pooling, engines: FakeGenerationClient
+) -> None:
+    ids = [[5, 6], [7]]
+    expected = [[vector_of([token_id]) for token_id in each] for each in ids]
+    http = pooling_http()
+    body: dict[str, Any] = {"input": ids, "task": "token_embed"}
+    assert [each["data"] for each in http.post("/pooling", body).json()["data"]] == expected
+    assert {stream.pooling for stream in engines.streams} == {PoolingParams(per_token=True)}
+    data = http.post("/pooling", {**body, "encoding_format": "base64"}).json()["data"]
+    found = [array("f", base64.b64decode(each["data"])).tolist() for each in data]
+    assert found == [[number for row in rows for number in row] for rows in expected]
+    classes = pooling_http(task="classify", size=3)
+    data = classes.post("/pooling", {"input": ids, "task": "token_classify"}).json()["data"]
+    assert [each["data"] for each in data] == [
+        [vector_of([token_id], 3) for token_id in each] for each in ids
+    ]
+    usual = pooling_http(tokens=TokenPooling(True))
+    assert [each["data"] for each in usual.post("/pooling", {"input": ids}).json()["data"]] == (
+        expected
+    )
+    whole = usual.post("/pooling", {"input": ids, "task": "embed"}).json()["data"]
+    assert [each["data"] for each in whole] == list(map(vector_of, ids))
+    assert usual.post("/v1/embeddings", {"input": ids}).json()["data"][0]["embedding"] == (
+        vector_of([5, 6])
+    )
+
+
+def test_vectors_of_each_token_are_refused_where_there_are_none(
+    pooling_http: Pooling, engines: FakeGenerationClient
+) -> None:
+    body: dict[str, Any] = {"input": [[5, 6]], "task": "token_embed"}
+    refused(pooling_http(pooling="last"), "/pooling", body, "task", "tok_pooling_type")
+    refused(pooling_http(task="classify", size=3), "/pooling", body, "model", "no embeddings")
+    refused(pooling_http(), "/pooling", {**body, "task": "token_classify"}, "model", "no classes")
+    large = pooling_http(size=MAX_VECTOR_NUMBERS // 4 + 1)
+    refused(large, "/pooling", {**body, "input": [[1, 2], [3, 4]]}, "input", "4 vectors of")
+    assert not engines.streams
+    assert large.post("/pooling", {"input": [[1, 2, 3, 4]] * 2}).status_code == 200
+
+
+def test_embeddings_are_cut_by_themselves_if_settings_say_so(
+    pooling_http: Pooling, engines: FakeGenerationClient
+) -> None:
+    http = pooling_http(dimensions=(2, 4), usual_dimensions=4)
+    for path, body, wanted in (
+        ("/v1/embeddings", {"input": [1]}, 4),
+        ("/v1/embeddings", {"input": [1], "dimensions": 2}, 2),
+        ("/v1/embeddings", {"input": [1], "dimensions": 8}, 0),
+        ("/pooling", {"input": [1]}, 4),
+        ("/score", {"text_1": "a", "text_2": "b"}, 4),
+    ):
+        http.post(path, body)
+        assert engines.streams[-1].pooling == PoolingParams(dimensions=wanted)
 
 
 def test_dimensions_are_those_that_the_model_was_trained_for(pooling_http: Pooling) -> None:
