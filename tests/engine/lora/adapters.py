@@ -1,12 +1,14 @@
 """Random adapters as PEFT writes them, and the merged model as the reference."""
 
 import copy
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.engine.tiny_models import Checkpoint
 
@@ -37,3 +39,29 @@ def train(base: Checkpoint, directory: Path, seed: int, **config: Any) -> Traine
     if not {"embed_tokens", "lm_head"} & set(config["target_modules"]):  # which may be one tensor
         model = model.merge_and_unload()
     return Trained(directory, Checkpoint(directory, model.eval()))
+
+
+def exact(base: Checkpoint, adapter: Path | None = None) -> Checkpoint:
+    """Return a Llama, or what it is with an adapter merged, computed in float64.
+
+    But for the angles of positions, which transformers computes in float32 in any case.
+    """
+    model: Any = copy.deepcopy(base.reference).double()
+    if adapter is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapted: Any = peft.PeftModel.from_pretrained(
+                model, str(adapter), torch_dtype="float64"
+            )
+        model = adapted.double().merge_and_unload()
+    for module in model.modules():
+        if type(module) is LlamaRMSNorm:  # it computes in float32 whatever it is given
+            norm: Any = module
+            norm.forward = functools.partial(_norm, norm)
+    return Checkpoint(base.directory, model.eval())
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    scale: torch.Tensor = (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+    weight: torch.Tensor = module.weight
+    return weight * x * scale

@@ -3,7 +3,8 @@
     python -m tests.engine.lora.parity MODEL [--tensor-parallel-size N] [--pipeline-parallel-size N]
 
 MODEL is a directory or a GGUF file; its reference is transformers' model with the same weights in
-float32. Prints how far the log-probabilities of the likeliest tokens of all prompts are apart.
+float32. Prints how far the log-probabilities of the likeliest tokens of all prompts are apart, and
+for a Llama how far both are from what float64 makes of them.
 """
 
 import argparse
@@ -21,8 +22,14 @@ from engine.models.settings import open_checkpoint
 from engine.shared.config import ModelConfig
 from engine.shared.model_files import model_directory
 from tests.engine.driver import Driver
-from tests.engine.lora.adapters import train
-from tests.engine.lora.processes import REPORTING, Processes, largest_error
+from tests.engine.lora.adapters import exact, train
+from tests.engine.lora.processes import (
+    REPORTING,
+    Processes,
+    expected,
+    largest_distance,
+    reported,
+)
 from tests.engine.tiny_models import Checkpoint
 
 _LENGTHS = (40, 25, 60, 33, 7)
@@ -71,12 +78,21 @@ def main() -> None:
             steps, draw = Driver(engine), random.Random(1)
             steps.adapters = dict(enumerate(engine.load(each.directory) for each in adapters))
             vocab = base.reference.config.vocab_size
-            references = {}
+            references, truth = {}, {}
             for row, (length, adapter) in enumerate(zip(_LENGTHS, _ADAPTERS, strict=True)):
                 prompt = [draw.randrange(vocab) for _ in range(length)]
                 steps.start(row, prompt, REPORTING, adapter=adapter)
                 references[row] = base if adapter < 0 else adapters[adapter].merged
-            print(f"{base.directory.name} {layout}: {largest_error(steps, references):.1e}")
+                if type(base.reference).__name__.startswith("Llama"):
+                    truth[row] = exact(base, None if adapter < 0 else adapters[adapter].directory)
+            found = reported(steps, references)
+            ours = [each.logprobs for each in found]
+            theirs = expected(steps, references, found)
+            print(f"{base.directory.name} {layout}: {largest_distance(ours, theirs):.1e}")
+            if truth:
+                wanted = expected(steps, truth, found)
+                for name, each in (("ours", ours), ("transformers'", theirs)):
+                    print(f"{name} from float64: {largest_distance(each, wanted):.1e}")
         finally:
             engine.executor.shutdown()
 

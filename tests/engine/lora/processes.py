@@ -1,7 +1,8 @@
 """Engines that are cut over several processes, with adapters."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -56,18 +57,44 @@ class Processes:
         return self.executor.submit(plan).result()
 
 
-def largest_error(engine: Driver, references: dict[int, Any]) -> float:
-    """Compute prompts in one step; return how far log-probabilities are from the references'.
+class Reported(NamedTuple):
+    """What an engine reported of one token: log-probabilities of some tokens."""
 
-    Args:
-        references: models by slot; sequences have `REPORTING`.
-    """
-    rows, errors = {slot: len(engine.tokens[slot]) for slot in references}, []
-    reported = engine.step(rows).prompt_logprobs
-    for row, slot in enumerate(rows):
-        expected = references[slot].logits(engine.tokens[slot][: rows[slot]]).log_softmax(-1)
-        for position, entry in enumerate(reported[row]):
-            wanted = expected[position][torch.tensor(entry.top_ids)]
-            errors.append(float((wanted - torch.tensor(entry.top_logprobs)).abs().max()))
-    assert len(errors) >= sum(rows.values()) - len(rows)
-    return max(errors)
+    slot: int
+    position: int
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+
+
+def reported(engine: Driver, slots: Iterable[int]) -> list[Reported]:
+    """Compute prompts in one step; their sequences have `REPORTING`."""
+    rows = {slot: len(engine.tokens[slot]) for slot in slots}
+    logprobs = engine.step(rows).prompt_logprobs
+    found = [
+        Reported(slot, position, torch.tensor(each.top_ids), torch.tensor(each.top_logprobs))
+        for row, slot in enumerate(rows)
+        for position, each in enumerate(logprobs[row])
+    ]
+    assert len(found) >= sum(rows.values()) - len(rows)
+    return found
+
+
+def expected(engine: Driver, references: dict[int, Any], of: list[Reported]) -> list[torch.Tensor]:
+    """Return the log-probabilities of the same tokens by references, models by slot."""
+    made = {
+        slot: reference.logits(engine.tokens[slot]).log_softmax(-1)
+        for slot, reference in references.items()
+    }
+    return [made[each.slot][each.position][each.ids] for each in of]
+
+
+def largest_error(engine: Driver, references: dict[int, Any]) -> float:
+    """Compute prompts in one step; return how far log-probabilities are from the references'."""
+    found = reported(engine, references)
+    wanted = expected(engine, references, found)
+    return largest_distance([each.logprobs for each in found], wanted)
+
+
+def largest_distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """Return how far the numbers of two lists are apart at most."""
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))

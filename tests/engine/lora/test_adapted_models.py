@@ -16,7 +16,7 @@ from engine.models.hf_config import read_spec
 from engine.models.loader import AdapterRoom
 from engine.shared.config import BUNDLED_MODEL, ModelConfig
 from engine.shared.model_files import model_directory
-from tests.engine.lora.adapters import train
+from tests.engine.lora.adapters import exact, train
 from tests.engine.tiny_models import Checkpoint
 
 ROOM = AdapterRoom(3, 8)
@@ -271,3 +271,30 @@ def test_the_bundled_model_has_adapters(
         for row, reference in enumerate((two.merged, model, one.merged))
     ]
     assert (logits - torch.cat(expected)).abs().max() < TOLERANCE
+
+
+def test_where_logits_are_large_rows_differ_by_no_more_than_float32_rounds(
+    checkpoint: Any, driver: Any, prompt: Any, tmp_path: Path
+) -> None:
+    """How far two computations are apart grows with what they compute: both are held to float64."""
+    reference = copy.deepcopy(checkpoint("llama-deep").reference)
+    with torch.no_grad():
+        largest = reference(torch.tensor([prompt(60)])).logits.abs().max()
+        reference.lm_head.weight.mul_(33.0 / largest)
+    reference.save_pretrained(tmp_path / "model")
+    model = Checkpoint(tmp_path / "model", reference)
+    one, two = (train(model, tmp_path / str(seed), seed, r=8) for seed in (1, 2))
+    engine = load(driver, model.directory, one.directory, two.directory)
+    lengths = {0: 60, 1: 33, 2: 40}
+    for row, adapter in enumerate((1, -1, 0)):
+        engine.start(row, prompt(lengths[row]), adapter=adapter)
+    logits, first = engine.logits(lengths), 0
+    for row, (merged, directory) in enumerate(
+        ((two.merged, two.directory), (model, None), (one.merged, one.directory))
+    ):
+        true = exact(model, directory).logits(prompt(lengths[row]))
+        theirs = merged.logits(prompt(lengths[row])) - true
+        ours = logits[first : first + lengths[row]] - true
+        assert ours.square().mean() <= 4 * theirs.square().mean(), row
+        assert ours.abs().max() <= 4 * theirs.abs().max(), row
+        first += lengths[row]
