@@ -178,8 +178,8 @@ def test_paths_and_names_of_adapters_at_their_bounds(
 
 
 words = st.sampled_from(
-    ["", "a", "hello", "tiny", "query", "base64", "float", "embed", "classify", "left", "token_embed", "\x00",
-     "\ud83d", "a " * 600]
+    ["", "a", "hello", "tiny", "query", "base64", "float", "embed", "classify", "left",
+     "token_embed", "\x00", "\ud83d", "a " * 600]
 )  # fmt: skip
 leaves = st.none() | st.booleans() | st.integers(-2, 400) | st.integers() | st.floats() | words
 values = st.recursive(
