@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -107,6 +107,9 @@ from server.router.generation_client import GenerationClient, NoEngineAvailable
 from server.store.service import ResponseStore
 from server.text.tokenizer import ServedTokenizer
 
+if TYPE_CHECKING:
+    from server.upstreams.forwarder import Forwarder
+
 _POST_ERRORS = (400, 401, 404, 413, 415, 500)
 
 _Handler = Callable[[Call, Context], Awaitable[None]]
@@ -122,13 +125,15 @@ def build_app(
     tracer: RequestTracer | None = None,
     store: ResponseStore | None = None,
     pooling: PoolingSpec | None = None,
+    forwarder: "Forwarder | None" = None,
 ) -> FastAPI:
     """Return the application of one front end.
 
     `table` is where the front ends of a node count what they have taken on; None for one that is
     alone. `control` reaches the node's supervisor, if it has one. `tracer`
     makes a span of each request, if there is one. `store` keeps responses, if they are kept.
-    `pooling` is how the model makes vectors, if that is what it does.
+    `pooling` is how the model makes vectors, if that is what it does. `forwarder` serves models of
+    other servers, if there are any.
     """
     doors = Doors(config.guards)
     tenancy = Tenancy(config)
@@ -141,7 +146,17 @@ def build_app(
     )
     created = int(time.time())
     context = make_context(
-        config, client, tokenizer, metrics, admission, tenancy, created, tracer, store, pooling
+        config,
+        client,
+        tokenizer,
+        metrics,
+        admission,
+        tenancy,
+        created,
+        tracer,
+        store,
+        pooling,
+        forwarder,
     )
     meta = MetaRoutes(context, config)
     app = FastAPI(
@@ -201,17 +216,21 @@ def _direct_routes(context: Context) -> list[APIRoute]:
     )
     count = with_errors(json_responses(TokenCount, *_POST_ERRORS, 503), MessagesErrorResponse)
     return [
-        _post("/v1/completions", create_completion, CompletionRequest, completion, context),
-        _post("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context),
-        _post(
+        _post_for_model(
+            "/v1/completions", create_completion, CompletionRequest, completion, context
+        ),
+        _post_for_model(
+            "/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context
+        ),
+        _post_for_model(
             "/v1/chat/completions/batch",
             create_chat_completions,
             BatchChatRequest,
             json_responses(ChatCompletionResponse, *_POST_ERRORS, 429, 503),
             context,
         ),
-        _post("/v1/responses", create_response, ResponsesRequest, response, context),
-        _post(
+        _post_for_model("/v1/responses", create_response, ResponsesRequest, response, context),
+        _post_for_model(
             "/v1/responses/input_tokens",
             count_input_tokens,
             ResponsesRequest,
@@ -219,23 +238,25 @@ def _direct_routes(context: Context) -> list[APIRoute]:
             context,
         ),
         *_pooling_routes(context),
-        _post("/v1/messages", create_message, MessagesRequest, message, context),
-        _post(
+        _post_for_model("/v1/messages", create_message, MessagesRequest, message, context),
+        _post_for_model(
             "/v1/messages/count_tokens",
             count_tokens,
             CountTokensRequest,
             count,
             context,
         ),
-        _post("/invocations", invoke, AnyRequest, any_of(chat, completion, response), context),
-        _post(
+        _post_for_model(
+            "/invocations", invoke, AnyRequest, any_of(chat, completion, response), context
+        ),
+        _post_for_model(
             "/tokenize",
             tokenize,
             TokenizeRequest,
             json_responses(TokenizeResponse, *_POST_ERRORS, 503),
             context,
         ),
-        _post(
+        _post_for_model(
             "/detokenize",
             detokenize,
             DetokenizeRequest,
@@ -251,18 +272,25 @@ def _pooling_routes(context: Context) -> list[APIRoute]:
     embeddings = json_responses(EmbeddingsResponse, *errors)
     scored, ranked = json_responses(ScoreResponse, *errors), json_responses(RerankResponse, *errors)
     return [
-        _post("/v1/embeddings", create_embeddings, EmbeddingsRequest, embeddings, context),
-        _post("/pooling", pool, PoolingRequest, json_responses(PoolingResponse, *errors), context),
-        _post(
+        _post_for_model(
+            "/v1/embeddings", create_embeddings, EmbeddingsRequest, embeddings, context
+        ),
+        _post_for_model(
+            "/pooling", pool, PoolingRequest, json_responses(PoolingResponse, *errors), context
+        ),
+        _post_for_model(
             "/classify",
             classify,
             ClassifyRequest,
             json_responses(ClassifyResponse, *errors),
             context,
         ),
-        *(_post(path, score, ScoreRequest, scored, context) for path in ("/score", "/v1/score")),
         *(
-            _post(path, rerank, RerankRequest, ranked, context)
+            _post_for_model(path, score, ScoreRequest, scored, context)
+            for path in ("/score", "/v1/score")
+        ),
+        *(
+            _post_for_model(path, rerank, RerankRequest, ranked, context)
             for path in ("/rerank", "/v1/rerank", COHERE_PATH)
         ),
     ]
@@ -369,6 +397,25 @@ def _post(
 
     route.app = raw_endpoint(path, serve, context.metrics, context.body_limits)
     return route
+
+
+def _post_for_model(
+    path: str, handler: _Handler, body: Any, responses: Responses, context: Context
+) -> APIRoute:
+    """Return a route as `_post` does; another server answers what is for its models."""
+    forwarder = context.forwarder
+    if forwarder is None:
+        return _post(path, handler, body, responses, context)
+
+    @functools.wraps(handler)
+    async def here_or_elsewhere(call: Call, context: Context) -> None:
+        model = forwarder.elsewhere(call, context.own_models)
+        if model is None:
+            await handler(call, context)
+        else:
+            await forwarder.forward(call, model)
+
+    return _post(path, here_or_elsewhere, body, responses, context)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

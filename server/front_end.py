@@ -7,7 +7,7 @@ import secrets
 import signal
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -56,6 +56,10 @@ from server.store.records import Backend
 from server.store.service import ResponseStore
 from server.store.sqlite import sqlite_backend
 from server.text.tokenizer import ServedTokenizer, TokenizerError
+from server.upstreams.routes import BadModelRoutes, ModelRoutes
+
+if TYPE_CHECKING:
+    from server.upstreams.forwarder import Forwarder
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +150,7 @@ class FrontEnd:
         control = None
         if self._launch.control is not None:
             control = SupervisorControl(self._launch.control, self._transport)
+        forwarder = _forwarder(self._config.http.model_routes, metrics)
         store = await asyncio.to_thread(self._store)  # others may be writing
         try:
             app = build_app(
@@ -158,6 +163,7 @@ class FrontEnd:
                 tracer,
                 store,
                 pooling,
+                forwarder,
             )
             await self._serve_http(app, link, client)
         finally:
@@ -168,6 +174,8 @@ class FrontEnd:
                 control.close()
             if store is not None:
                 await store.jobs.close()
+            if forwarder is not None:
+                await forwarder.close()
             link.close()
             client.close()
             if store is not None:
@@ -290,6 +298,19 @@ class FrontEnd:
             raise JoinRefused(link.replaced.result())
 
 
+def _forwarder(routes: str | None, metrics: FrontEndMetrics) -> "Forwarder | None":
+    """Return what serves the models of other servers, if a file says which there are.
+
+    Raises:
+        BadModelRoutes: the file cannot be used.
+    """
+    if routes is None:
+        return None
+    from server.upstreams.forwarder import Forwarder  # an HTTP client takes long to import
+
+    return Forwarder(ModelRoutes(routes), metrics)
+
+
 def _postgres(url: str, max_bytes: int, max_age: float) -> Backend:
     """Return what keeps responses in a PostgreSQL database.
 
@@ -330,6 +351,7 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
         BadFormats,
         BadMiddleware,
         BadPooling,
+        BadModelRoutes,
         OSError,
     ) as error:
         lifeline.failed(str(error))

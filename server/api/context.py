@@ -1,5 +1,7 @@
 """What every endpoint needs, made once per process."""
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from engine.shared.model_files import served_names
@@ -21,6 +23,9 @@ from server.store.service import ResponseStore
 from server.text.detokenizer import TokenTable
 from server.text.request_templates import RequestTemplates
 from server.text.tokenizer import ServedTokenizer
+
+if TYPE_CHECKING:
+    from server.upstreams.forwarder import Forwarder
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -44,6 +49,13 @@ class Context(msgspec.Struct, frozen=True):
     """Unix time at which this process began to serve."""
     store: ResponseStore | None
     """Where responses are kept, if they are."""
+    forwarder: "Forwarder | None"
+    """Serves the models of other servers, if there are any."""
+
+    @property
+    def own_models(self) -> set[str]:
+        """The names that this server answers to, those of adapters included."""
+        return {*self.names, *self.client.adapters.served}
 
     def asked_model(self, asked: str | None) -> tuple[str, str]:
         """Return the name to answer with, and the version of the adapter that it means, if any.
@@ -82,8 +94,11 @@ def make_context(
     tracer: RequestTracer | None = None,
     store: ResponseStore | None = None,
     pooling: PoolingSpec | None = None,
+    forwarder: "Forwarder | None" = None,
 ) -> Context:
-    """Return the context of a front end; `pooling` is how the model makes vectors, if it does.
+    """Return the context of a front end.
+
+    `pooling` is how the model makes vectors, if it does; `forwarder` serves models of others.
 
     Raises:
         BadFormats: settings contradict each other.
@@ -121,4 +136,5 @@ def make_context(
         force_usage=config.http.enable_force_include_usage,
         created=created,
         store=store,
+        forwarder=forwarder,
     )

@@ -21,6 +21,11 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         "Import path(s) of ASGI middleware around the API, keys included: a class, or a coroutine "
         "function of a request and call_next.",
     ] = ()
+    model_routes: Annotated[
+        str | None,
+        "YAML or JSON file of models that other servers serve, `NAME: URL` each: requests for them "
+        "are sent there, with the client's key. Read again when it changes.",
+    ] = None
     max_logprobs: Annotated[
         int,
         Meta(ge=-1),

@@ -61,7 +61,7 @@ class Call:
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
         self.receive = receive
         self.path: str = scope["path"]
-        self._headers = scope["headers"]
+        self.headers: list[_Header] = scope["headers"]
         self.limits = limits
         self.arrived = time.monotonic()
         self.status: int | None = None
@@ -87,13 +87,13 @@ class Call:
     def trace_context(self) -> dict[str, str]:
         """The client's W3C trace context, if it sent one."""
         wanted = (b"traceparent", b"tracestate")
-        return {n.decode(): v.decode("latin-1") for n, v in self._headers if n in wanted}
+        return {n.decode(): v.decode("latin-1") for n, v in self.headers if n in wanted}
 
     @property
     def lasting_headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that matter for what is made after the call has been answered."""
         wanted = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
-        return [(name, value) for name, value in self._headers if name in wanted]
+        return [(name, value) for name, value in self.headers if name in wanted]
 
     @property
     def pins_rank(self) -> bool:
@@ -137,7 +137,7 @@ class Call:
         if not message.get("more_body", False):
             self._check_size(len(first))
             return first
-        declared = next((v for name, v in self._headers if name == b"content-length"), b"0")
+        declared = next((v for name, v in self.headers if name == b"content-length"), b"0")
         self._check_size(int(declared))
         held = self.limits.budget.hold()
         try:

@@ -77,6 +77,9 @@ class FrontEndMetrics:
         self._http = factory.by_label(
             "http_requests", "Answers by endpoint and HTTP status.", "endpoint", "status"
         )
+        self._forwarded = factory.by_label(
+            "forwarded_requests", "Answers of other servers, by their model.", "model", "status"
+        )
         self._adapters = {
             name: factory.by_label(name, text, "lora_name")
             for name, text in (
@@ -93,6 +96,10 @@ class FrontEndMetrics:
     def http_request(self, endpoint: str, status: int) -> None:
         """An endpoint answered with a status."""
         self._http.child(endpoint, status).inc()
+
+    def forwarded(self, model: str, status: int) -> None:
+        """Another server, that of a model, answered with a status."""
+        self._forwarded.child(model, status).inc()
 
     def submitted(self, arrived: float) -> None:
         """A request that arrived at `arrived` (monotonic seconds) has gone to the engines."""

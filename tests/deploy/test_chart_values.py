@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from server.upstreams.routes import read_routes
 from tests.deploy.test_chart import (
     CHART,
     EXAMPLES,
@@ -381,3 +382,29 @@ def test_a_model_may_come_as_an_image() -> None:
             each for each in pod_of(manifests, component)["volumes"] if each["name"] == "models"
         )
         assert volume["image"] == {"reference": "r.example/model:1"}
+
+
+@pytest.mark.parametrize("example", [None, CHART / "examples" / "inference-pool.yaml"])
+def test_models_of_other_releases_are_served_behind_the_same_address(
+    tmp_path: Path, example: Path | None
+) -> None:
+    sets = "api.modelRoutes.org/coder=http://coder-swell", "api.modelRoutes.b=https://b:8443/swell"
+    manifests = render(example, *sets)
+    routes = find(manifests, "ConfigMap", "demo-swell-model-routes")["data"]["models.yaml"]
+    (tmp_path / "models.yaml").write_text(routes, encoding="utf-8")
+    assert read_routes(tmp_path / "models.yaml") == {
+        "org/coder": "http://coder-swell",
+        "b": "https://b:8443/swell",
+    }
+    pod = pod_of(manifests, "engine" if example else "api")
+    server = pod["containers"][-1]
+    assert server["args"] == ["api-server"]
+    env = {each["name"]: each.get("value") for each in server["env"]}
+    (mount,) = [each for each in server["volumeMounts"] if each["name"] == "model-routes"]
+    assert env["SWELL_MODEL_ROUTES"] == f"{mount['mountPath']}/models.yaml"
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "model-routes"]
+    assert volume["configMap"] == {"name": "demo-swell-model-routes"}
+
+
+def test_an_address_that_is_no_server_is_refused() -> None:
+    assert "modelRoutes" in refused("api.modelRoutes.b=coder-swell:80")

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import functools
 import random
 import socket
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -441,23 +440,31 @@ def pooling_http(
     return make
 
 
-Served = Callable[[FastAPI], contextlib.AbstractContextManager[str]]
+Served = Callable[..., contextlib.AbstractContextManager[str]]
 
 
 @pytest.fixture
 def served() -> Served:
-    """Return what serves an app on a free port, from a thread as a front end would."""
+    """Return what serves an app on a free port, from a thread as a front end would.
+
+    What is given beside the app is called at the end, on its event loop.
+    """
 
     @contextlib.contextmanager
-    def serve(app: FastAPI) -> Iterator[str]:
+    def serve(app: FastAPI, *endings: Callable[[], Awaitable[None]]) -> Iterator[str]:
         server = uvicorn.Server(
             uvicorn.Config(app, http="httptools", log_level="warning", lifespan="off")
         )
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             listening.listen(128)
-            run = functools.partial(uvloop.run, server.serve(sockets=[listening]))
-            thread = threading.Thread(target=run, daemon=True)
+
+            async def run() -> None:
+                await server.serve(sockets=[listening])
+                for end in endings:
+                    await end()
+
+            thread = threading.Thread(target=lambda: uvloop.run(run()), daemon=True)
             thread.start()
             try:
                 yield f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -36,6 +36,9 @@ that engine alone. */}}
     - {name: SWELL_SSL_CERTFILE, value: /run/secrets/swell-tls/tls.crt}
     - {name: SWELL_SSL_KEYFILE, value: /run/secrets/swell-tls/tls.key}
     {{- end }}
+    {{- if $root.Values.api.modelRoutes }}
+    - {name: SWELL_MODEL_ROUTES, value: /etc/swell/model-routes/models.yaml}
+    {{- end }}
     {{- include "swell.ownEnv" $root.Values.api.env | nindent 4 }}
     {{- with $root.Values.api.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- with $root.Values.api.envFrom }}
@@ -68,6 +71,9 @@ that engine alone. */}}
     {{- if $root.Values.api.tls.secret }}
     - {name: tls, mountPath: /run/secrets/swell-tls, readOnly: true}
     {{- end }}
+    {{- if $root.Values.api.modelRoutes }}
+    - {name: model-routes, mountPath: /etc/swell/model-routes, readOnly: true}
+    {{- end }}
     {{- with $root.Values.api.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end }}
 
@@ -77,6 +83,10 @@ that engine alone. */}}
 {{- with $root.Values.api.tls.secret }}
 - name: tls
   secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- if $root.Values.api.modelRoutes }}
+- name: model-routes
+  configMap: {name: {{ include "swell.fullname" $root }}-model-routes}
 {{- end }}
 - name: api-keys
   projected:

@@ -33,20 +33,25 @@ class MetaRoutes:
         self._scrape = SharedWork(lambda: context.metrics.scrape(context.client))
 
     async def list_models(self) -> Response:
-        """List the names by which the model may be called."""
+        """List the names by which the model may be called, and the models of other servers."""
         names = self._context.names
         served = self._context.client.adapters.served
         adapters = [self._model(name, path) for name, path in served.items() if name not in names]
-        return _json(ModelList([self._model(name) for name in names] + adapters))
+        here = [self._model(name) for name in names] + adapters
+        known = {each.id for each in here}
+        return _json(ModelList(here + [each for each in self._elsewhere() if each.id not in known]))
 
     async def retrieve_model(self, model_id: str) -> Response:
         """Show one served name."""
         if model_id in self._context.names:
             return _json(self._model(model_id))
         path = self._context.client.adapters.served.get(model_id)
-        if path is None:
-            raise model_not_found(model_id)
-        return _json(self._model(model_id, path))
+        if path is not None:
+            return _json(self._model(model_id, path))
+        for model in self._elsewhere():
+            if model.id == model_id:
+                return _json(model)
+        raise model_not_found(model_id)
 
     async def health(self) -> Response:
         """Say that this process lives."""
@@ -100,6 +105,12 @@ class MetaRoutes:
         if text is None:
             raise ApiError(404, f"There is no engine {rank}.", param="rank", code="not_found")
         return Response(text, media_type=CONTENT_TYPE)
+
+    def _elsewhere(self) -> list[Model]:
+        """Return what is shown of the models of other servers."""
+        forwarder = self._context.forwarder
+        names = forwarder.models if forwarder is not None else ()
+        return [Model(name, self._context.created, "swell", name, None) for name in names]
 
     def _model(self, name: str, path: str | None = None) -> Model:
         """Return what is shown of the model, or of an adapter at this path."""

@@ -1,0 +1,1 @@
+"""Models that other servers serve, behind the same address."""

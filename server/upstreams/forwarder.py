@@ -1,0 +1,219 @@
+"""Sends requests for models of other servers there, and their answers back as they come.
+
+The client's key goes with a request, so that the other server's keys, limits and counts of
+tenants hold. Nothing is sent on twice: a request that came from another server, which its `Via`
+header tells, is answered here or not at all.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Collection
+
+import httpx
+import msgspec
+
+from server.http.body_budget import NoRoomForBody
+from server.http.call import Call, CancelOnDisconnect
+from server.http.errors import ApiError, unavailable
+from server.observe.metrics import FrontEndMetrics
+from server.upstreams.routes import ModelRoutes
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024
+"""To all other servers together; further requests wait for `_PLACE_SECONDS`."""
+
+_CONNECT_SECONDS = 5.0
+_WRITE_SECONDS = 60.0
+_PLACE_SECONDS = 5.0
+_IDLE_SECONDS = 2.0
+"""Connections are kept for less than servers do: nothing is sent into one that is being closed."""
+
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+]
+"""An answer may be long in coming, but not from a node that is gone: 30 seconds."""
+
+_CONNECT_TRIES = 4
+_FIRST_PAUSE = 0.1
+"""Seconds before a server that could not be reached is tried again; doubles each time."""
+
+_VIA = b"1.1 swell"
+_SENT_ON = frozenset(
+    (
+        b"accept",
+        b"anthropic-beta",
+        b"anthropic-version",
+        b"authorization",
+        b"content-type",
+        b"openai-beta",
+        b"openai-organization",
+        b"openai-project",
+        b"traceparent",
+        b"tracestate",
+        b"user-agent",
+        b"x-api-key",
+        b"x-data-parallel-rank",
+    )
+)
+_SENT_BACK = frozenset(
+    (
+        b"cache-control",
+        b"content-length",
+        b"content-type",
+        b"endpoint-load-metrics",
+        b"retry-after",
+        b"www-authenticate",
+        b"x-accel-buffering",
+        b"x-should-retry",
+    )
+)
+
+
+class _Asked(msgspec.Struct):
+    model: str = ""
+
+
+class Forwarder:
+    """Serves the models of other servers.
+
+    Args:
+        routes: which server serves which model.
+        metrics: counts what was forwarded.
+    """
+
+    def __init__(self, routes: ModelRoutes, metrics: FrontEndMetrics) -> None:
+        self._routes = routes
+        self._metrics = metrics
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(
+                None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS, pool=_PLACE_SECONDS
+            ),
+            transport=httpx.AsyncHTTPTransport(
+                limits=httpx.Limits(
+                    max_connections=MAX_CONNECTIONS,
+                    max_keepalive_connections=MAX_CONNECTIONS,
+                    keepalive_expiry=_IDLE_SECONDS,
+                ),
+                trust_env=False,
+                socket_options=_KEEPALIVE,
+            ),
+            follow_redirects=False,
+        )
+
+    @property
+    def models(self) -> list[str]:
+        """The names of all models of other servers."""
+        return list(self._routes.current())
+
+    def elsewhere(self, call: Call, here: Collection[str]) -> str | None:
+        """Return the model that a call asks for if another server has it, and none of those `here`.
+
+        A call that came from a server is never another's.
+        """
+        routes = self._routes.current()
+        if not routes or _came_from_server(call):
+            return None
+        try:
+            asked = msgspec.json.decode(call.body, type=_Asked).model
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None  # what is wrong with the body is said where it is read in full
+        return asked if asked in routes and asked not in here else None
+
+    async def forward(self, call: Call, model: str) -> None:
+        """Answer a call with what a model's server says.
+
+        Raises:
+            ApiError: 503, the server cannot be reached, or too much waits to be sent.
+            ClientDisconnected: the client hung up.
+        """
+        with CancelOnDisconnect(call.receive):
+            held = call.limits.budget.hold()
+            try:
+                held.grow(len(call.body))
+                response = await self._ask(call, model)
+            except NoRoomForBody:
+                raise unavailable("The server holds too much at once; try again.") from None
+            finally:
+                held.release()
+            call.body = b""
+            self._metrics.forwarded(model, response.status_code)
+            try:
+                await _answer(call, response)
+            finally:
+                await response.aclose()
+
+    async def _ask(self, call: Call, model: str) -> httpx.Response:
+        """Return the beginning of the answer of a model's server.
+
+        One that cannot be reached is tried again, since nothing has arrived there: it may be
+        being replaced.
+        """
+        pause = _FIRST_PAUSE
+        for left in reversed(range(_CONNECT_TRIES)):
+            url = self._routes.current().get(model)
+            if url is None:
+                break
+            request = self._client.build_request(
+                "POST", url + call.path, content=_body(call), headers=_headers(call)
+            )
+            try:
+                return await self._client.send(request, stream=True)
+            except httpx.PoolTimeout:
+                break
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                logger.warning(
+                    "the server of model %s, %s, cannot be reached: %s", model, url, error
+                )
+                if not left:
+                    break
+            except httpx.HTTPError as error:
+                logger.warning("the server of model %s, %s, failed: %s", model, url, error)
+                break
+            await asyncio.sleep(pause)
+            pause *= 2
+        self._metrics.forwarded(model, 503)
+        raise _unreachable(model)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+
+def _unreachable(model: str) -> ApiError:
+    return unavailable(f"The server of the model {model!r} cannot be reached now; try again.")
+
+
+def _came_from_server(call: Call) -> bool:
+    return any(name == b"via" and _VIA in value for name, value in call.headers)
+
+
+def _headers(call: Call) -> list[tuple[bytes, bytes]]:
+    headers = [(name, value) for name, value in call.headers if name in _SENT_ON]
+    return [
+        *headers,
+        (b"accept-encoding", b"identity"),
+        (b"content-length", str(len(call.body)).encode()),
+        (b"x-request-id", call.request_id.encode()),
+        (b"via", _VIA),
+    ]
+
+
+async def _body(call: Call) -> AsyncIterator[bytes]:
+    """Yield the body of a call; a request that was made of it does not keep it."""
+    yield call.body
+
+
+async def _answer(call: Call, response: httpx.Response) -> None:
+    """Send an answer back, as fast as the client reads it."""
+    given = [(name.lower(), value) for name, value in response.headers.raw]
+    await call.start(
+        response.status_code, [(name, value) for name, value in given if name in _SENT_BACK]
+    )
+    async for part in response.aiter_raw():
+        await call.write(part, more=True)
+    await call.write(b"", more=False)

@@ -1,0 +1,86 @@
+"""Which other server serves which model, as a file says that operators change at any time."""
+
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from engine.shared.watched_file import WatchedFile
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL = 1.0
+"""Seconds between looks at whether the file has changed."""
+
+MAX_FILE_BYTES = 1 << 20
+MAX_ROUTES = 1024
+
+_ORIGIN = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
+
+
+class BadModelRoutes(Exception):
+    """The file cannot be used; the message is for people."""
+
+
+_Routes = dict[Annotated[str, Meta(min_length=1, max_length=256)], str]
+
+
+def read_routes(path: Path) -> dict[str, str]:
+    """Return the address of the server of each model that a file of `NAME: URL` lines has.
+
+    Raises:
+        BadModelRoutes: the file cannot be read, or something else is in it.
+    """
+    what = f"--model-routes {path}"
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise BadModelRoutes(f"{what} is larger than {MAX_FILE_BYTES} bytes")
+        routes = msgspec.convert(yaml.safe_load(text) or {}, _Routes)
+    except (OSError, yaml.YAMLError, msgspec.ValidationError, RecursionError) as error:
+        raise BadModelRoutes(f"{what} cannot be used: {error}") from error
+    if len(routes) > MAX_ROUTES:
+        raise BadModelRoutes(f"{what} has more than {MAX_ROUTES} models")
+    for name, url in routes.items():
+        if not _ORIGIN.fullmatch(url):
+            raise BadModelRoutes(
+                f"{what}: {name} needs the URL of a server, as http://HOST:PORT, not {url!r}"
+            )
+    return {name: url.rstrip("/") for name, url in routes.items()}
+
+
+class ModelRoutes:
+    """The routes of a file, read again when it changes; one that cannot be used changes nothing."""
+
+    def __init__(self, path: str) -> None:
+        """Read the file.
+
+        Raises:
+            BadModelRoutes: it cannot be used.
+        """
+        self._file = WatchedFile(path)
+        self._look_at = 0.0
+        self._routes = read_routes(self._file.path)
+
+    def current(self) -> dict[str, str]:
+        """Return the address of each model's server."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_INTERVAL
+            if self._file.changed():
+                self._read_again()
+        return self._routes
+
+    def _read_again(self) -> None:
+        try:
+            self._routes = read_routes(self._file.path)
+        except BadModelRoutes as error:
+            logger.error("model routes stay as they were: %s", error)
+        else:
+            logger.info("model routes were read again: %s", ", ".join(self._routes) or "none")

@@ -1,0 +1,221 @@
+"""Requests for models of other servers, over real connections between two apps."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from engine.shared.config import ModelConfig
+from server.app import build_app
+from server.config import FrontEndConfig, GuardConfig
+from server.observe.metrics import FrontEndMetrics
+from server.upstreams.forwarder import Forwarder
+from server.upstreams.routes import ModelRoutes
+from tests.server.conftest import FakeGenerationClient, Served
+from tests.server.endpoints import ADMIN, ADMIN_KEY
+from tests.support.waiting import until
+
+KEY = {"authorization": "Bearer of-a-tenant"}
+ASK = {"model": "other", "prompt": "hello", "max_tokens": 8}
+
+
+class Fleet:
+    """A server `here` whose routes a test writes, and one that serves the model `other`."""
+
+    def __init__(
+        self, tokenizer: Any, served: Served, directory: Path, stack: contextlib.ExitStack
+    ) -> None:
+        self._routes, self._tokenizer = directory / "routes.yaml", tokenizer
+        self.engines = FakeGenerationClient(tokenizer)
+        guards = GuardConfig(api_key=("of-a-tenant",), admin_key=ADMIN_KEY)
+        other = FrontEndConfig(
+            model=ModelConfig(model="org/other", served_model_name=("other",)), guards=guards
+        )
+        self.there = stack.enter_context(
+            served(build_app(other, self.engines, tokenizer, FrontEndMetrics(other)))
+        )
+        self.route(other=self.there)
+        here = FrontEndConfig(
+            model=ModelConfig(model="org/tiny", served_model_name=("tiny",)), guards=guards
+        )
+        self.own_engines = FakeGenerationClient(tokenizer)
+        metrics = FrontEndMetrics(here)
+        forwarder = Forwarder(ModelRoutes(str(self._routes)), metrics)
+        self.app = build_app(here, self.own_engines, tokenizer, metrics, forwarder=forwarder)
+        url = stack.enter_context(served(self.app, forwarder.close))
+        self.url = url
+        self.http = stack.enter_context(httpx.Client(base_url=url, headers=KEY, timeout=60))
+
+    def route(self, **routes: str) -> None:
+        self._routes.write_bytes(msgspec.json.encode(routes))
+
+
+@pytest.fixture
+def fleet(
+    tokenizer: Any, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Fleet]:
+    monkeypatch.setattr("server.upstreams.routes.LOOK_INTERVAL", 0.0)
+    with contextlib.ExitStack() as stack:
+        yield Fleet(tokenizer, served, tmp_path, stack)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/completions", {"prompt": "hello"}, "text_completion"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]},
+         "chat.completion"),
+        ("/v1/responses", {"input": "hello"}, "response"),
+        ("/invocations", {"prompt": "hello"}, "text_completion"),
+    ],
+)  # fmt: skip
+def test_who_has_the_model_answers(fleet: Fleet, path: str, body: Any, kind: str) -> None:
+    asked = {"x-request-id": "mine"}
+    answer = fleet.http.post(path, json={"model": "other", **body}, headers=asked)
+    assert (answer.status_code, answer.json()["object"]) == (200, kind)
+    assert answer.json()["model"] == "other"
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+    assert (len(fleet.engines.streams), len(fleet.own_engines.streams)) == (1, 0)
+    assert fleet.engines.streams[0].request_id == "mine"
+
+
+def test_streams_and_lengths_are_what_the_other_server_says(fleet: Fleet) -> None:
+    direct = httpx.post(fleet.there + "/v1/completions", json={**ASK, "stream": True}, headers=KEY)
+    through = fleet.http.post("/v1/completions", json={**ASK, "stream": True})
+    assert through.headers["content-type"] == direct.headers["content-type"]
+    assert through.text.count("data: ") == direct.text.count("data: ") > 3
+    assert through.text.endswith("data: [DONE]\n\n")
+    whole = fleet.http.post("/v1/completions", json=ASK)
+    assert int(whole.headers["content-length"]) == len(whole.content)
+
+
+def test_errors_of_the_other_server_reach_the_client(fleet: Fleet) -> None:
+    refused = fleet.http.post("/v1/completions", json={**ASK, "n": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+    fleet.engines.ready = False
+    busy = fleet.http.post("/v1/completions", json=ASK)
+    assert busy.status_code == 503
+    assert busy.headers["retry-after"]
+
+
+def test_models_of_all_servers_are_listed(fleet: Fleet) -> None:
+    listed = fleet.http.get("/v1/models").json()["data"]
+    assert [each["id"] for each in listed] == ["tiny", "other"]
+    assert fleet.http.get("/v1/models/other").json()["id"] == "other"
+    assert fleet.http.get("/v1/models/neither").status_code == 404
+
+
+def test_models_are_added_and_taken_away_while_serving(fleet: Fleet) -> None:
+    fleet.route()
+    gone = fleet.http.post("/v1/completions", json=ASK)
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+    fleet.route(other=fleet.there)
+    assert fleet.http.post("/v1/completions", json=ASK).status_code == 200
+
+
+def test_what_is_served_here_stays_here(fleet: Fleet) -> None:
+    fleet.route(tiny=fleet.there)
+    assert fleet.http.post("/v1/completions", json={**ASK, "model": "tiny"}).status_code == 200
+    assert (len(fleet.engines.streams), len(fleet.own_engines.streams)) == (0, 1)
+
+
+def test_a_key_is_asked_for_before_anything_is_sent(fleet: Fleet) -> None:
+    answer = httpx.post(fleet.url + "/v1/completions", json=ASK)
+    assert answer.status_code == 401
+    assert not fleet.engines.streams
+
+
+def test_what_administrators_send_is_never_forwarded(fleet: Fleet) -> None:
+    paths = ["/admin/scale", "/admin/utilities", "/v1/load_lora_adapter"]
+    with listening() as (url, seen):
+        fleet.route(other=url)
+        for path in paths:
+            fleet.http.post(path, json=ASK, headers=ADMIN)
+        assert not seen.is_set()
+
+
+def test_servers_that_name_each_other_do_not_pass_a_request_round(fleet: Fleet) -> None:
+    fleet.route(neither=fleet.url)
+    answer = fleet.http.post("/v1/completions", json={**ASK, "model": "neither"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_server_that_cannot_be_reached_is_a_503_that_says_so(fleet: Fleet) -> None:
+    with listening() as (url, _):
+        pass
+    fleet.route(other=url)
+    answer = fleet.http.post("/v1/completions", json=ASK)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+    assert "'other'" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"]
+    [line] = [
+        line
+        for line in fleet.http.get("/metrics", headers=ADMIN).text.splitlines()
+        if line.startswith("swell_forwarded_requests_total")
+    ]
+    assert 'model="other"' in line
+    assert 'status="503"' in line
+
+
+def test_a_client_that_hangs_up_is_missed_at_the_other_server(fleet: Fleet) -> None:
+    first = fleet.engines.tokens([20, 21])
+    fleet.engines.script = lambda stream: first(stream)[:1]
+    with fleet.http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as answer:
+        assert answer.status_code == 200
+        until(lambda: bool(fleet.engines.streams), "it runs")
+    until(lambda: fleet.engines.streams[0].closed.is_set(), "it was aborted")
+
+
+def test_an_answer_that_breaks_off_is_no_whole_answer(fleet: Fleet) -> None:
+    with listening(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{") as (url, _):
+        fleet.route(other=url)
+        with pytest.raises(httpx.RemoteProtocolError):
+            fleet.http.post("/v1/completions", json=ASK)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": 7, "prompt": "x"}',
+        b'{"model": null, "prompt": "x", "n": 0}',
+        b'{"model": ["other"], "prompt": "x"}',
+        b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b', "model": "other"}',
+        b'{"model": "\xff"}',
+        b'["other"]',
+        b"{",
+    ],
+)
+def test_what_names_no_model_is_refused_here(fleet: Fleet, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    answer = fleet.http.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert not fleet.engines.streams
+
+
+@contextlib.contextmanager
+def listening(answer: bytes = b"") -> Iterator[tuple[str, threading.Event]]:
+    """A server that answers whoever comes with the same bytes, and whether anybody came."""
+    came = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    came.set()
+                    with connection:
+                        connection.recv(1 << 16)
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", came
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
