@@ -112,7 +112,7 @@ class EngineClient:
     def max_model_len(self) -> int:
         length = self._router.members.max_model_len
         if length is None:
-            raise NoEngineAvailable("no engine has joined yet")
+            raise NoEngineAvailable("No engine can serve now; try again.")
         return length
 
     @property

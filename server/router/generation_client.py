@@ -79,7 +79,7 @@ class GenerationClient(Protocol):
         """Longest sequence in tokens that the engines take (smallest over engines).
 
         Raises:
-            NoEngineAvailable: no engine has joined yet.
+            NoEngineAvailable: no engine is there.
         """
         ...
 

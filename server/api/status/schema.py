@@ -48,8 +48,9 @@ class MissingOverview(msgspec.Struct):
 
     rank: int
     reason: AbsenceReason
-    """not_joined: it has never come; died: its supervisor saw it die; silent: it was not heard for
-    too long; drained: it left by order; refused: it holds other weights than the others."""
+    """not_joined: it has never come; died: it said so, or its supervisor saw it; silent: it was
+    not heard for too long; drained: it left by order; refused: it holds other weights than the
+    others."""
     age: float
     """Seconds for which it has been missed."""
 
