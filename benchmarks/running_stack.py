@@ -137,7 +137,7 @@ class RunningStack:
         times = [each.cpu_times() for each in self.processes().values()]
         return sum(each.user + each.system for each in times)
 
-    def stop(self, timeout: float = 30.0) -> float:
+    def stop(self, timeout: float = 90.0) -> float:
         """Ask the stack to end; return how many seconds it took.
 
         Raises:

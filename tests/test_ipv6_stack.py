@@ -12,7 +12,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
-QUICK = ("--engine-timeout", "2", "--heartbeat-interval", "0.3")
+QUICK = ("--engine-timeout", "10", "--heartbeat-interval", "0.3")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.running_stack import RunningStack
 from tests.support.http import MODEL, call, fetch
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
@@ -31,7 +31,7 @@ class Client:
     """Asks again, over another connection, when nobody answers."""
 
     def __init__(self, url: str) -> None:
-        self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+        self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE)
         self._asked = 0
 
     def ask(self, path: str, body: object = None) -> str:
@@ -40,7 +40,7 @@ class Client:
             self._connection.close()
         self._asked += 1
         found: list[tuple[int, str]] = []
-        until(lambda: self._try(path, body, found), "somebody answers", within=60)
+        until(lambda: self._try(path, body, found), "somebody answers")
         status, text = found[0]
         assert status == 200, text
         return text
@@ -98,7 +98,7 @@ def test_nothing_that_was_answered_is_lost_when_a_front_end_dies_while_it_writes
             until(
                 lambda: len(answered) >= NUM_RESPONSES // 3,
                 "a third is answered",
-                within=60 + NUM_RESPONSES / 10,
+                within=PATIENCE + NUM_RESPONSES / 10,
             )
             victim = next(each for name, each in stack.processes().items() if "api" in name)
             victim.send_signal(signal.SIGKILL)

@@ -11,6 +11,7 @@ from benchmarks.running_stack import RunningStack
 from tests.support.http import complete
 from tests.support.lockstep import FLAGS, utility, watched, wave_when_paused
 from tests.support.metrics import num_running, total
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
@@ -25,7 +26,7 @@ def test_500_requests_at_random_times_through_two_front_ends_and_three_engines()
     with (
         RunningStack(*flags, "--executor", "simulated") as stack,
         ThreadPoolExecutor(16) as clients,
-        watched(stack, 80),
+        watched(stack, 250),
     ):
         before = wave_when_paused(stack.url)
         sent: list[Any] = []
@@ -47,7 +48,10 @@ def test_500_requests_at_random_times_through_two_front_ends_and_three_engines()
                 )
             if random_gaps.random() < 0.6:
                 time.sleep(random_gaps.uniform(0, LONGEST_GAP))
-        assert all(each.result(60) for each in sent)
+            if random_gaps.random() < 0.3:  # however long the machine takes for it
+                until(lambda: all(each.done() for each in sent), "all are answered")
+                wave_when_paused(stack.url)
+        assert all(each.result(PATIENCE) for each in sent)
         after = wave_when_paused(stack.url)
         assert 10 < after - before < REQUESTS, "it paused often, and not for every request"
         infos = utility(stack.url, "info")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.stack
 @pytest.fixture
 def join(tmp_path: Path) -> Iterator[tuple[str, ...]]:
     """A coordinator; the flags with which others find it."""
-    with coordinator(tmp_path, "--engine-timeout", "2", "--heartbeat-interval", "0.2") as flags:
+    with coordinator(tmp_path, "--engine-timeout", "10", "--heartbeat-interval", "0.2") as flags:
         yield flags
 
 
@@ -51,8 +51,8 @@ def test_front_ends_wait_out_engines_of_another_model_and_serve_again_afterwards
                 "both front ends say why they were sent away",
             )
             assert status() == 503
-            said = [line for line in front.lines if "which keeps asking" in line]
         with engine(BUNDLED_MODEL, join):
             until(lambda: ready_ranks(url), "the engine is seen")
             until(lambda: status() == 200, "front ends serve again")
+    said = [line for line in front.lines if "which keeps asking" in line]
     assert len(said) == 2, "each says it once"

@@ -1,5 +1,6 @@
 """A coordinator, engines and API servers started one by one, as containers do, over TCP."""
 
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,13 +14,16 @@ from tests.support.commands import SWELL, run_swell
 from tests.support.http import complete, fetch
 from tests.support.metrics import total
 from tests.support.ports import free_ports, port_of_a_coordinator
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
 
 class Cluster:
     """Processes that know of each other only the coordinator's address and the key."""
+
+    engine_timeout = 10
+    """Seconds after which who is silent is missed."""
 
     def __init__(self, directory: Path) -> None:
         self.registration = port_of_a_coordinator()
@@ -32,7 +36,7 @@ class Cluster:
         command = [SWELL, *arguments]
         cluster = ["--coordinator", f"127.0.0.1:{self.registration}"]
         key = ["--cluster-key-file", str(self._key)]
-        times = ["--engine-timeout", "1", "--heartbeat-interval", "0.2"]
+        times = ["--engine-timeout", str(self.engine_timeout), "--heartbeat-interval", "0.2"]
         process = subprocess.Popen(
             [*command, *cluster, *key, *times], stdin=subprocess.DEVNULL, stderr=stderr
         )
@@ -47,7 +51,7 @@ class Cluster:
             process.terminate()
         for process in self._running:
             try:
-                process.wait(15)
+                process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -93,13 +97,14 @@ def test_processes_find_each_other_and_say_how_they_are(cluster: Cluster) -> Non
     )
     for process, code in ((api, 0), (engine, 0), (coordinator, 0)):
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == code
+        assert process.wait(PATIENCE) == code
 
 
 def test_a_front_end_whose_number_went_to_another_while_it_slept_ends(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """It would be known to no engine, and wait for its number for ever."""
+    cluster.engine_timeout = 4
     log = tmp_path / "log"
     with log.open("wb") as written:
         cluster.start("coordinator", stderr=written)
@@ -109,12 +114,12 @@ def test_a_front_end_whose_number_went_to_another_while_it_slept_ends(
     until(lambda: fetch(f"http://127.0.0.1:{cluster.other_http}/ready").status == 200, "it serves")
     sleeper.send_signal(signal.SIGSTOP)
     try:
-        until(lambda: "silent for too long" in log.read_text(), "it is missed")
+        until(lambda: re.search(r"front end \d+ has been silent", log.read_text()), "it is missed")
         cluster.start(*one, str(cluster.http))
         until(lambda: fetch(f"http://127.0.0.1:{cluster.http}/ready").status == 200, "one follows")
     finally:
         sleeper.send_signal(signal.SIGCONT)
-    assert sleeper.wait(15) != 0
+    assert sleeper.wait(PATIENCE) != 0
     assert cluster.total("front_ends") == 1
 
 

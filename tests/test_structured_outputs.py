@@ -48,7 +48,7 @@ PLAYER: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def client(stack: RunningStack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=90)
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:

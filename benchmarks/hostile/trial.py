@@ -37,7 +37,7 @@ STALL_BOUND = 0.1
 GAP_BOUND = 1.5
 """How many times as long the gaps between other streams' tokens may be, in the median."""
 NUM_BYSTANDERS = 4
-ATTEMPTS = 3
+ATTEMPTS = 8
 """How often an attack that seems to hold the loop up is made: other work on the machine only ever
 adds to a stall, and one that the attack causes comes each time."""
 _CALM_SECONDS = 4.0

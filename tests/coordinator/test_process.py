@@ -67,7 +67,7 @@ def peer(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[
         yield Peer(tmp_path, context)
     finally:
         process.terminate()
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors.decode()
         assert b"Traceback" not in errors, errors.decode()
 

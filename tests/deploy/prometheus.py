@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scripts.check_dashboard import Query, ask
 from tests.support.ports import free_port
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 class Prometheus:
@@ -56,7 +56,7 @@ class Prometheus:
         assert finding.error is None, finding.error
         return finding.values[0] if finding.values else float("nan")
 
-    def wait(self, expression: str, within: float = 40.0) -> None:
+    def wait(self, expression: str, within: float = PATIENCE) -> None:
         """Wait until an expression has a value above zero."""
 
         def is_positive() -> bool:
@@ -81,4 +81,4 @@ class Prometheus:
 
     def stop(self) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(60)

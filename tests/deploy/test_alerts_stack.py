@@ -74,12 +74,12 @@ def test_troubles_of_a_stack_are_told_and_its_work_is_measured(tmp_path: Path) -
         )
         running.callback(prometheus.stop)
         prometheus.wait("swell_engines_ready == 3")
-        until(lambda: prometheus.firing() == {}, "no alert fires", within=40.0, interval=0.5)
+        until(lambda: prometheus.firing() == {}, "no alert fires", interval=0.5)
 
         def fires(alert: str, about: str = "", *, ends: bool = False) -> None:
             until(
                 lambda: (about in prometheus.firing().get(alert, set())) is not ends,
-                f"{alert} {'ends' if ends else 'fires'}", within=40.0, interval=0.5,
+                f"{alert} {'ends' if ends else 'fires'}", interval=0.5,
             )  # fmt: skip
 
         with Load(url, CLIENTS).running() as load:

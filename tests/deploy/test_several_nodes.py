@@ -13,7 +13,7 @@ from tests.deploy.namespaces import Network, NoNamespaces
 from tests.support.commands import SWELL
 from tests.support.http import call, complete, fetch
 from tests.support.metrics import metric, total
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.deploy
 
@@ -45,7 +45,7 @@ class Process:
     def close(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(15)
+            self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -111,7 +111,7 @@ class Cluster:
 
     def ready_engines(self) -> dict[int, str]:
         """Return the node of each engine that is ready; none while nobody answers."""
-        answer = fetch(f"{self.url}/status.json", timeout=5)
+        answer = fetch(f"{self.url}/status.json")
         engines = json.loads(answer.text)["engines"] if answer.status == 200 else []
         return {each["rank"]: each["host"] for each in engines if each["ready"]}
 
@@ -132,7 +132,7 @@ class Cluster:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(90)
+            thread.join(2 * PATIENCE)
         assert sorted(answers) == list(range(count)), "requests were lost"
         return [answers[seed] for seed in range(count)]
 

@@ -124,15 +124,20 @@ def test_virtual_time_is_the_sum_of_all_costs() -> None:
     assert run.virtual_us == 500 + 30 + 500
 
 
+def test_steps_are_submitted_without_waiting_for_their_cost() -> None:
+    run = executor("real", step_us=3_600_000_000, token_us=0)
+    run.submit(start(1, 0, [1, 2, 3], [5]))
+    run.submit(decode(2, 0, 3))
+    run.shutdown()
+
+
 def test_in_real_time_steps_follow_each_other_and_take_their_cost() -> None:
     run = executor("real", step_us=100_000, token_us=0)
     began = time.monotonic()
     first = run.submit(start(1, 0, [1, 2, 3], [5]))
     second = run.submit(decode(2, 0, 3))
-    submitted = time.monotonic()
     first.result()
     second.result()
-    assert submitted - began < 0.1
     assert time.monotonic() - began >= 0.2
     run.shutdown()
     run.shutdown()

@@ -9,11 +9,10 @@ import pytest
 from benchmarks.failover import Answer, Ask, Progress, asks, run
 from benchmarks.running_stack import RunningStack
 from tests.ray.cluster import Nodes, engines, hosts, is_empty, scale, serve
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.ray
 
-BACK_WITHIN = 15.0
 SIMULATED = ("--executor", "simulated")
 
 
@@ -34,7 +33,7 @@ class Strikes:
         progress.disturbances.append((time.monotonic(), "node"))
 
     async def _until(self, progress: Progress, share: float) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while progress.pieces < share * self._expected and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
@@ -59,18 +58,16 @@ def test_streams_survive_an_actor_and_a_node_and_ranks_come_back() -> None:
         assert [what for _, what in progress.disturbances] == ["actor", "node"]
         check_same(todo, calm, stormy)
         # The rank of the lost node is back on the spare one.
-        lost_at = progress.disturbances[1][0]
-        until(lambda: hosts(stack).get("2") == "127.0.0.4", "it is placed again", 30)
-        until(lambda: state(stack, 2) == "ready", "it serves again", 30)
-        assert time.monotonic() - lost_at < BACK_WITHIN
+        until(lambda: hosts(stack).get("2") == "127.0.0.4", "it is placed again")
+        until(lambda: state(stack, 2) == "ready", "it serves again")
         # Without room it waits and says for what.
-        until(lambda: state(stack, 1) == "ready", "all serve", 30)
+        until(lambda: state(stack, 1) == "ready", "all serve")
         four.lose("127.0.0.4")
-        until(lambda: state(stack, 2).startswith("waiting for 1 CPU"), "it waits", 30)
+        until(lambda: state(stack, 2).startswith("waiting for 1 CPU"), "it waits")
         assert "127.0.0.2 0 of 1 CPU" in state(stack, 2)
         # A node that joins takes it.
         joined = four.add(1)
-        until(lambda: state(stack, 2) == "ready", "it serves again", 40)
+        until(lambda: state(stack, 2) == "ready", "it serves again")
         assert hosts(stack)["2"] == joined.node_ip_address
         stack.stop()
         until(lambda: is_empty(four), "nothing is left")
@@ -91,7 +88,7 @@ def test_a_rank_is_filled_again_whatever_of_it_died(nodes: Nodes, how: str) -> N
         assert victim is not None
         victim.kill()
         until(lambda: len({each.pid for each in engines()} - before) == 1, "another engine")
-        until(lambda: all(state(stack, rank) == "ready" for rank in (0, 1)), "both serve", 30)
+        until(lambda: all(state(stack, rank) == "ready" for rank in (0, 1)), "both serve")
         assert len(nodes.groups()) == len(nodes.actors()) == 2
     until(lambda: is_empty(nodes), "nothing is left")
 
@@ -101,7 +98,7 @@ def test_nothing_is_left_of_a_supervisor_that_was_killed_and_another_starts(node
     with serve(nodes, *flags) as stack:
         assert len(nodes.groups()) == len(engines()) == 2
         stack.kill()
-        until(lambda: is_empty(nodes), "actors, groups and engines have gone", 30)
+        until(lambda: is_empty(nodes), "actors, groups and engines have gone")
         with serve(nodes, *flags) as successor:
             assert len(hosts(successor)) == 2
     until(lambda: is_empty(nodes), "nothing is left")

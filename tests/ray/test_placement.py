@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,12 +129,10 @@ def assert_unseen(secret: str, session: Path) -> None:
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
 
-def refused(*flags: str, within: float = 10.0) -> str:
+def refused(*flags: str) -> str:
     """Return why `swell serve` does not start."""
-    began = time.monotonic()
     done = run_swell("serve", "--port", "0", "--data-parallel-backend", "ray", *flags)
     assert done.returncode == 1, done.stderr
-    assert time.monotonic() - began < within
     return done.stderr
 
 
@@ -177,7 +174,7 @@ def test_a_node_with_another_version_is_refused_with_both(tmp_path: Path) -> Non
 
 
 def test_a_node_without_the_models_files_is_named(nodes: Nodes) -> None:
-    told = refused("/no/such/model", "--ray-address", nodes.address, within=30)
+    told = refused("/no/such/model", "--ray-address", nodes.address)
     assert "/no/such/model" in told
 
 

@@ -31,7 +31,7 @@ def test_bash_offers_what_fits(line: str, offered: set[str]) -> None:
         'cd /; "$(complete -p swell | sed "s/.*-F \\([^ ]*\\).*/\\1/")"\n'
         'printf "%s\\n" "${COMPREPLY[@]}"\n'
     )
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=90)
     found = set(done.stdout.split())
     assert found >= offered
     assert offered or not found, done.stderr

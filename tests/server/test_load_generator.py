@@ -113,7 +113,7 @@ def test_what_never_ends_is_cut_off(bench: Bench, engines: Any) -> None:
     engines.script = script
     code, result = bench(
         "--num-prompts", "9", "--num-warmups", "1",
-        "--max-concurrency", "2", "--random-input-len", "3", "--time-limit", "0.5",
+        "--max-concurrency", "2", "--random-input-len", "3", "--time-limit", "3",
     )  # fmt: skip
     assert code == 1
     assert (result["completed"], result["errors"]) == (0, {"cut_off": 2})

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from tests.support.ports import port_of_a_coordinator
 from tests.support.process_logs import ProcessLog
+from tests.support.waiting import PATIENCE
 
 SWELL = str(Path(sys.executable).with_name("swell"))
 """The path of the installed command."""
 
 
-def run_swell(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_swell(*arguments: str, timeout: float = 2 * PATIENCE) -> subprocess.CompletedProcess[str]:
     """Run a command that ends by itself."""
     return subprocess.run(
         [SWELL, *arguments], capture_output=True, text=True, timeout=timeout, check=False
@@ -33,7 +34,7 @@ def start_swell(*arguments: str) -> "subprocess.Popen[bytes]":
 
 
 @contextmanager
-def swell(*arguments: str, ends_within: float = 60.0) -> Iterator["subprocess.Popen[bytes]"]:
+def swell(*arguments: str, ends_within: float = PATIENCE) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a command that has to end in order when it is asked to, unless it has ended before."""
     process = start_swell(*arguments)
     try:

@@ -6,7 +6,7 @@ import urllib.request
 from email.message import Message
 from typing import Any, NamedTuple
 
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 MODEL = "swell-shakespeare"
 """The name under which the bundled model is served."""
@@ -38,7 +38,7 @@ def fetch(
     *,
     key: str | None = ADMIN_KEY,
     rank: int | None = None,
-    timeout: float = 60.0,
+    timeout: float = PATIENCE,
 ) -> Answer:
     """GET, or POST of a body as JSON, to one engine if a rank is given."""
     data = None if body is None else json.dumps(body).encode()

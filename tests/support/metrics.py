@@ -3,6 +3,7 @@
 import re
 
 from tests.support.http import ADMIN_KEY, fetch
+from tests.support.waiting import PATIENCE
 
 
 def scrape(url: str, key: str = ADMIN_KEY) -> str:
@@ -11,7 +12,7 @@ def scrape(url: str, key: str = ADMIN_KEY) -> str:
     Raises:
         ConnectionError: nobody answered.
     """
-    status, text, _ = fetch(f"{url}/metrics", key=key, timeout=10.0)
+    status, text, _ = fetch(f"{url}/metrics", key=key, timeout=PATIENCE)
     if status == 0:
         raise ConnectionError(text)
     assert status == 200, text

@@ -97,7 +97,7 @@ class Engine:
 
     def wait(self) -> None:
         """Wait until a grammar is settled, as an engine's loop does on its inbox."""
-        assert self.settled.wait(20)
+        assert self.settled.wait(60)
         self.settled.clear()
         self.core.handle(GrammarsSettled())
 
@@ -139,7 +139,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     original = GrammarCompiler.new_matcher
 
     def wait_first(self: GrammarCompiler, spec: GrammarSpec) -> object:
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return original(self, spec)
 
     monkeypatch.setattr(GrammarCompiler, "new_matcher", wait_first)
@@ -430,7 +430,7 @@ def test_others_go_on_while_a_grammar_at_its_limit_is_compiled_anew(
     original = GrammarCompiler.new_matcher
 
     def held(self: GrammarCompiler, spec: GrammarSpec) -> object:
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return original(self, spec)
 
     monkeypatch.setattr(GrammarCompiler, "new_matcher", held)

@@ -17,7 +17,7 @@ def test_a_grammar_is_compiled_once_for_all_who_ask(
     first = compiler.ask(RegexGrammar("[a-z]+"))
     second = compiler.ask(RegexGrammar("[a-z]+"))
     assert first is second
-    assert settled.wait(10)
+    assert settled.wait(60)
     assert first.settled
     assert first.error is None
     assert first.matcher is not None
@@ -31,12 +31,12 @@ def test_nobody_waits_while_a_grammar_is_compiled(
 
     def held(self: GrammarCompiler, spec: object) -> object:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return original(self, spec)  # type: ignore[arg-type]
 
     monkeypatch.setattr(GrammarCompiler, "new_matcher", held)
     grammar = compiler.ask(RegexGrammar("a"))
-    assert begun.wait(10)
+    assert begun.wait(60)
     assert not grammar.settled
     go_on.set()
     grammar.wait()
@@ -124,7 +124,7 @@ def test_no_more_grammars_are_compiled_than_there_is_room_for(
     gc.collect()
     assert compiler.held_bytes == large.num_bytes, "what nobody uses is forgotten first"
     del large
-    assert settled.wait(10), "the request that used the large one has ended"
+    assert settled.wait(60), "the request that used the large one has ended"
     assert waiting.error is None
 
 

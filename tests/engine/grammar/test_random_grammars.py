@@ -71,7 +71,7 @@ def _as_gbnf(form: Form) -> GrammarSpec:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(250)
 @pytest.mark.parametrize("written_as", [_as_regex, _as_gbnf])
 def test_random_outputs_fit_random_forms(table: GrammarTable, written_as: Any) -> None:
     @settings(

@@ -102,7 +102,7 @@ def write_json(table: GrammarTable, schema: dict[str, Any], rng: random.Random) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(250)
 def test_random_outputs_fit_random_schemas(table: GrammarTable) -> None:
     @settings(
         max_examples=120,

@@ -20,7 +20,7 @@ def transport(directory: Path, secret: str, context: Context) -> Transport:
 
 
 def until_checked(watch: HandshakeWatch, failures: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while watch.failures < failures:
         assert watch.socket.poll(max(0, int(1000 * (deadline - time.monotonic()))))
         watch.check()
@@ -44,7 +44,7 @@ def test_a_wrong_key_is_logged_on_both_sides_and_disturbs_nobody(
     assert len(refused) == 1, "a peer that keeps trying must not fill the log"
     assert any("--cluster-key-file holds another key" in line for line in caplog.messages)
     ours.connect(zmq.PUSH, address).send(b"from a friend")
-    assert binder.poll(5000)
+    assert binder.poll(60_000)
     assert binder.recv() == b"from a friend"
     for watch in (at_binder, at_stranger):
         watch.socket.close(linger=0)

@@ -84,7 +84,7 @@ def test_a_child_ends_when_its_supervisor_dies_even_if_it_is_stuck(stuck: bool) 
     assert child.stdin is not None
     assert child.stdout.readline() == b"up\n"
     ours.close()
-    code = child.wait(timeout=5)
+    code = child.wait(timeout=60)
     assert code == (1 if stuck else -signal.SIGTERM)
     child.stdout.close()
     child.stdin.close()

@@ -32,7 +32,7 @@ def test_the_same_secret_opens_an_encrypted_link(context: Context, tmp_path: Pat
     address = bound_address(pull, "127.0.0.1")
     push = keyed(context, tmp_path, "alpha").connect(zmq.PUSH, address)
     push.send(b"hello")
-    assert pull.poll(5000)
+    assert pull.poll(60_000)
     assert pull.recv() == b"hello"
 
 
@@ -48,7 +48,7 @@ def test_another_secret_or_none_gets_nothing_through(
         outsider = Transport(ClusterConfig(insecure_cluster=True), context)
     outsider.connect(zmq.PUSH, address).send(b"let me in")
     keyed(context, tmp_path, "alpha").connect(zmq.PUSH, address).send(b"friend")
-    assert pull.poll(5000)
+    assert pull.poll(60_000)
     assert pull.recv() == b"friend"
     assert not pull.poll(500), "the outsider came first and had time enough"
 
@@ -90,10 +90,10 @@ def test_newcomers_find_a_local_socket_again_after_a_cleaner_removed_its_directo
     transport.mend()
     new = transport.connect(zmq.PUSH, address)
     new.send(b"newcomer")
-    assert pull.poll(5000)
+    assert pull.poll(60_000)
     assert pull.recv() == b"newcomer"
     old.send(b"still there")
-    assert pull.poll(5000)
+    assert pull.poll(60_000)
     assert pull.recv() == b"still there"
 
 
@@ -140,7 +140,7 @@ def test_foreign_and_malformed_messages_are_counted_and_skipped(
     inbox, push = pair(context, tmp_path)
     for frame in (b"\xc1", encode(Refused("x")), b"", encode(AbortRequests([4]))):
         push.send(frame)
-    inbox.socket.poll(5000)
+    inbox.socket.poll(60_000)
     received = None
     while received is None:
         received = inbox.receive()
@@ -163,7 +163,7 @@ def test_an_event_loop_gets_every_message_of_a_burst(context: Context, tmp_path:
         inbox.attach(asyncio.get_running_loop(), handle)
         for i in range(1000):
             push.send(encode(AbortRequests([i])))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await done.wait()
         assert got == list(range(1000))
         inbox.close()
@@ -197,7 +197,7 @@ def test_a_link_over_ipv6(context: Context, tmp_path: Path) -> None:
     address = bound_address(pull, "::1")
     assert address.startswith("tcp://[::1]:")
     transport.connect(zmq.PUSH, address).send(b"hello")
-    assert pull.poll(5000)
+    assert pull.poll(60_000)
 
 
 def test_all_interfaces_are_reached_over_both_families(context: Context, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_all_interfaces_are_reached_over_both_families(context: Context, tmp_pat
     pull = transport.bind(zmq.PULL, "tcp://*:*")
     for host in ("127.0.0.1", "::1", "localhost"):
         transport.connect(zmq.PUSH, bound_address(pull, host)).send(host.encode())
-    assert {pull.recv() for _ in range(3) if pull.poll(5000)} == {
+    assert {pull.recv() for _ in range(3) if pull.poll(60_000)} == {
         b"127.0.0.1",
         b"::1",
         b"localhost",
@@ -216,7 +216,7 @@ def test_a_peer_that_says_nothing_any_more_is_left(context: Context) -> None:
     """It took the connection and is silent, like a node that is lost behind a balancer."""
     cluster = ClusterConfig(insecure_cluster=True, heartbeat_interval=0.1, engine_timeout=0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(10)
+        silent.settimeout(60)
         port = silent.getsockname()[1]
         pull = Transport(cluster, context).connect(zmq.PULL, f"tcp://127.0.0.1:{port}")
         heard = b""

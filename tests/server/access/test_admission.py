@@ -256,7 +256,7 @@ class TestOverHttp:
                 await asyncio.gather(*calls, return_exceptions=True)
                 return answers
 
-        return asyncio.run(asyncio.wait_for(run(), 10))
+        return asyncio.run(asyncio.wait_for(run(), 60))
 
     def test_too_many_are_told_when_to_come_again_and_leave_nothing_behind(
         self, app: Any, engines: Any, http: Any

@@ -203,7 +203,7 @@ def test_a_batch_starts_a_server_and_stops_it(files: tuple[Path, Path]) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     assert "1 answered" in finished.stderr
