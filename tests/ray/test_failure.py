@@ -1,6 +1,7 @@
 """Actors, nodes and supervisors that die: streams go on, ranks come back, nothing is left."""
 
 import asyncio
+import signal
 import time
 
 import psutil
@@ -91,6 +92,29 @@ def test_a_rank_is_filled_again_whatever_of_it_died(nodes: Nodes, how: str) -> N
         until(lambda: all(state(stack, rank) == "ready" for rank in (0, 1)), "both serve")
         assert len(nodes.groups()) == len(nodes.actors()) == 2
     until(lambda: is_empty(nodes), "nothing is left")
+
+
+def test_engines_end_when_their_supervisor_stands_still_and_come_back_with_it(
+    nodes: Nodes,
+) -> None:
+    """Ray takes it for alive, as it does one on the other side of a broken network."""
+    with serve(nodes, *SIMULATED, "--data-parallel-size-local", "2") as stack:
+        before = engines()
+        stack.process.send_signal(signal.SIGSTOP)
+        try:
+            until(lambda: not any(runs(each) for each in before), "engines end by themselves")
+        finally:
+            stack.process.send_signal(signal.SIGCONT)
+        until(lambda: len(engines()) == 2, "other engines")
+        until(lambda: all(state(stack, rank) == "ready" for rank in (0, 1)), "both serve")
+    until(lambda: is_empty(nodes), "nothing is left")
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_nothing_is_left_of_a_supervisor_that_was_killed_and_another_starts(nodes: Nodes) -> None:

@@ -6,6 +6,9 @@ that dies leaves its actor to say how. And the lifeline between the two closes w
 goes first: however an actor ends (killed, with its raylet, with the driver's job), its engine
 ends within `engine.shared.lifeline.ORPHAN_GRACE` seconds, as every orphan does.
 
+A supervisor asks again and again for events. An actor that is not asked ends itself, whether Ray
+knows that its supervisor has gone or not.
+
 The class goes to other nodes by value and imports nothing of this project before it has said
 which version of it is there; so a node with another one, or none, is refused by name.
 """
@@ -17,6 +20,15 @@ import os
 from importlib import metadata
 from typing import Any
 
+ASKED_WITHIN = 15.0
+"""Seconds that an actor lives without being asked anything by its supervisor."""
+
+ANSWER_WITHIN = 3.0
+"""Seconds after which a supervisor that asks for events is told that there are none."""
+
+LOOK_INTERVAL = 1.0
+"""Seconds between looks at how long ago the supervisor has asked."""
+
 
 class EngineActor:
     """Holds one engine on this node for a supervisor elsewhere.
@@ -25,6 +37,8 @@ class EngineActor:
     """
 
     def __init__(self) -> None:
+        self._unasked = 0.0
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
         self._events: list[Any] = []
         self._lines = 0
         self._news = asyncio.Event()
@@ -32,6 +46,7 @@ class EngineActor:
 
     async def installed(self) -> dict[str, str]:
         """Return the versions of what is installed here, and the process's id."""
+        self._unasked = 0.0
         found = {"pid": str(os.getpid())}
         for name, module, attribute in (
             ("swell", "engine.shared.version", "SWELL_VERSION"),
@@ -55,6 +70,7 @@ class EngineActor:
         """
         from server.fleet.ray.relay import start_engine
 
+        self._unasked = 0.0
         self._child = await start_engine(launch, self._put)
         self._ending = asyncio.get_running_loop().create_task(self._wait())
 
@@ -75,10 +91,12 @@ class EngineActor:
         self._news.set()
 
     async def events(self) -> bytes:
-        """Wait until there are events, and return all of them."""
+        """Return all events; none if for a while there are none."""
         import msgspec
 
-        await self._news.wait()
+        self._unasked = 0.0
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), ANSWER_WITHIN)
         self._news.clear()
         told, self._events, self._lines = self._events, [], 0
         return msgspec.msgpack.encode(told)
@@ -94,3 +112,12 @@ class EngineActor:
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.kill()
+
+    async def _watch(self) -> None:
+        """End this process, and so the engine, when nobody has asked for long."""
+        while self._unasked < ASKED_WITHIN:
+            # Counted in looks, as a machine that was suspended shall not end what is asked after.
+            await asyncio.sleep(LOOK_INTERVAL)
+            self._unasked += LOOK_INTERVAL
+        print(f"not asked by its supervisor for {ASKED_WITHIN:.0f} s: ends", flush=True)
+        os._exit(1)
