@@ -103,6 +103,7 @@ from server.observe.access_log import AccessLog
 from server.observe.engine_load import engine_load
 from server.observe.metrics import FrontEndMetrics
 from server.observe.tracing import RequestTracer
+from server.observe.waiting_engines import WaitingEngines
 from server.router.generation_client import GenerationClient, NoEngineAvailable
 from server.store.service import ResponseStore
 from server.text.tokenizer import ServedTokenizer
@@ -158,7 +159,7 @@ def build_app(
         pooling,
         forwarder,
     )
-    meta = MetaRoutes(context, config)
+    meta = MetaRoutes(context, config, WaitingEngines(config, control))
     app = FastAPI(
         title="Swell",
         version=SWELL_VERSION,

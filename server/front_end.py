@@ -85,6 +85,8 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     """Listening HTTP socket that the supervisor bound, shared by all front ends."""
     control: str | None = None
     """Address of the supervisor's control socket."""
+    engines_may_wait: bool = False
+    """Whether the supervisor's engines may wait for resources of a cluster."""
     load_table: str | None = None
     """Path of the table in which the front ends of this node see each other's sends."""
     admission_table: str | None = None
@@ -149,7 +151,11 @@ class FrontEnd:
         mending = asyncio.create_task(self._mend_sockets())
         control = None
         if self._launch.control is not None:
-            control = SupervisorControl(self._launch.control, self._transport)
+            control = SupervisorControl(
+                self._launch.control,
+                self._transport,
+                engines_may_wait=self._launch.engines_may_wait,
+            )
         forwarder = _forwarder(self._config.http.model_routes, metrics)
         store = await asyncio.to_thread(self._store)  # others may be writing
         try:

@@ -18,7 +18,15 @@ class SupervisorSilent(Exception):
 class SupervisorControl:
     """Asks the supervisor, one question at a time."""
 
-    def __init__(self, address: str, transport: Transport) -> None:
+    def __init__(
+        self, address: str, transport: Transport, *, engines_may_wait: bool = False
+    ) -> None:
+        """Connect.
+
+        Args:
+            engines_may_wait: whether its engines may wait for resources of a cluster.
+        """
+        self.engines_may_wait = engines_may_wait
         self._answers = Inbox(transport.connect(zmq.DEALER, address), ControlStatus, "control")
         self._turn = asyncio.Lock()
         self._waiting: asyncio.Future[ControlStatus] | None = None

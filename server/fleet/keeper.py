@@ -87,7 +87,7 @@ class Keeper:
         """Empty a place: its holder has this many seconds to end by itself."""
         await self.release(role)
         role.ready.clear()
-        role.phase = "retiring"
+        role.phase, role.waits_for = "retiring", ""
         if role.holder is not None and role.holder.alive:
             role.holder.terminate()
             ending = asyncio.create_task(role.holder.wait())
@@ -160,15 +160,15 @@ class Keeper:
         self._prepare()
         role.incarnation = secrets.randbits(48)
         role.failure = None
-        role.phase = "starting"
+        role.phase, role.waits_for = "starting", ""
 
         def on_status(status: ChildStatus) -> None:
             match status:
-                case ChildProgress(phase):
-                    role.phase = phase
+                case ChildProgress(phase, waits_for):
+                    role.phase, role.waits_for = phase, waits_for
                     logger.debug("%s: %s", role.name, phase)
                 case ChildReady(detail):
-                    role.phase = "ready"
+                    role.phase, role.waits_for = "ready", ""
                     role.ready.set()
                     self._console.print(
                         f"[green]{role.name}[/] ready after {self.elapsed:.1f} s: {detail}",

@@ -38,6 +38,8 @@ class Role:
     incarnation: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     phase: str = "starting"
+    waits_for: str = ""
+    """Names of the resources for which its holder waits."""
     failure: str | None = None
     restarts: Restarts = field(default_factory=Restarts)
 
@@ -122,6 +124,7 @@ def _front_end_role(
             "socket_dir": str(directory),
             "listen_fd": listen_fd,
             "control": control_address(directory) if scalable else None,
+            "engines_may_wait": config.ray.data_parallel_backend == "ray",
             "load_table": str(directory / "loads"),
             "admission_table": str(directory / "admission"),
         }

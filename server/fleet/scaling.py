@@ -96,7 +96,12 @@ class EngineScaler:
             for rank, role in sorted(self.engines.items())
             if role.holder is not None and role.holder.node
         }
-        return ControlStatus(self._target, phases, self._busy, error, hosts=hosts)
+        waiting = {
+            str(rank): role.waits_for
+            for rank, role in sorted(self.engines.items())
+            if role.waits_for
+        }
+        return ControlStatus(self._target, phases, self._busy, error, hosts=hosts, waiting=waiting)
 
     async def run(self) -> None:
         """Carry out wishes for ever."""

@@ -4,6 +4,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -82,6 +83,9 @@ def _summary(
         f"Swell {cluster['version']}, {', '.join(cluster['models'])}: {serving} of {wished} "
         f"engines ready, {cluster['num_front_ends']} API servers"
     )
+    waiting: dict[str, str] = fleet.get("waiting", {}) if fleet else {}
+    for lacks, number in sorted(Counter(waiting.values()).items()):
+        text += f", {number} wait for {lacks}"
     if fleet and fleet["error"]:
         text += f"; last change: {fleet['error']}"
     return text

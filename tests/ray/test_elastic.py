@@ -8,6 +8,7 @@ import pytest
 from benchmarks.running_stack import RunningStack
 from tests.ray.cluster import Nodes, is_empty, scale, serve
 from tests.support.load import Load
+from tests.support.metrics import metric
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.ray
@@ -49,6 +50,11 @@ def test_engines_without_room_wait_until_there_is_some_or_they_are_not_wanted(
 
     scale(stack, 8)
     until(lambda: len(waiting()) == 2, "two of eight find no room on six")
+    assert scale(stack)["waiting"] == {"6": "CPU", "7": "CPU"}
+    until(
+        lambda: set(metric(stack.url, "engine_waiting_for_resources")) == {"6", "7"},
+        "metrics show them",
+    )
     pending = [group for group in nodes.groups() if group["state"] == "PENDING"]
     assert len(pending) == 2, "which is what an autoscaler looks at"
     node = nodes.add(1)

@@ -10,6 +10,8 @@ class ChildProgress(Message, frozen=True):
     """What a starting child is doing now, for the progress display."""
 
     phase: str
+    waits_for: str = ""
+    """Names of the cluster's resources for which it waits, e.g. `CPU, GPU`."""
 
 
 class ChildReady(Message, frozen=True):
@@ -66,3 +68,5 @@ class ControlStatus(Message, frozen=True):
     """Every node; empty where no other can join."""
     hosts: dict[str, str] = {}
     """The node of each engine that runs on another than the supervisor's; keys as in `engines`."""
+    waiting: dict[str, str] = {}
+    """The resources for which an engine waits, as of `ChildProgress`; keys as in `engines`."""

@@ -55,7 +55,13 @@ def _answer(status: ControlStatus) -> ScaleStatus:
         for node in status.nodes
     }
     return ScaleStatus(
-        status.data_parallel_size, status.engines, status.busy, status.error, nodes, status.hosts
+        status.data_parallel_size,
+        status.engines,
+        status.busy,
+        status.error,
+        nodes,
+        status.hosts,
+        status.waiting,
     )
 
 

@@ -106,3 +106,5 @@ class ScaleStatus(msgspec.Struct):
     """Each node by name; empty where no other can join."""
     hosts: dict[str, str] = {}
     """The node of each engine that runs on another than the supervisor's; keys as in `engines`."""
+    waiting: dict[str, str] = {}
+    """The resources that a cluster lacks for an engine, e.g. `CPU, GPU`; keys as in `engines`."""

@@ -1,5 +1,6 @@
 """Models, health, version and metrics."""
 
+import asyncio
 import re
 from typing import Any
 
@@ -22,14 +23,16 @@ from server.config import FrontEndConfig
 from server.http.errors import ApiError, model_not_found, unavailable
 from server.observe.metrics import CONTENT_TYPE
 from server.observe.shared_work import SharedWork
+from server.observe.waiting_engines import WaitingEngines
 
 
 class MetaRoutes:
     """Endpoints that tell about the server."""
 
-    def __init__(self, context: Context, config: FrontEndConfig) -> None:
+    def __init__(self, context: Context, config: FrontEndConfig, waiting: WaitingEngines) -> None:
         self._context = context
         self._config = config
+        self._waiting = waiting
         self._scrape = SharedWork(lambda: context.metrics.scrape(context.client))
 
     async def list_models(self) -> Response:
@@ -96,7 +99,8 @@ class MetaRoutes:
 
     async def metrics(self) -> Response:
         """Show the node's metrics in Prometheus text format."""
-        return Response(await self._scrape.result(), media_type=CONTENT_TYPE)
+        text, waiting = await asyncio.gather(self._scrape.result(), self._waiting.exposed())
+        return Response(text + waiting, media_type=CONTENT_TYPE)
 
     async def engine_metrics(self, rank: int) -> Response:
         """Show the metrics of one engine alone."""

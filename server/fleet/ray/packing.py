@@ -41,6 +41,8 @@ class Choice(NamedTuple):
     """None: nowhere."""
     reason: str
     """Why there is no room, for people."""
+    lacks: str = ""
+    """Names of the resources that are missing."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ class Packing:
         """
         fitting = [node for node in nodes if self._takes_one_more(node, held.get(node.id, 0))]
         fitting.sort(key=lambda node: node.id in avoid)
-        return Choice(fitting[0], "") if fitting else Choice(None, self.lack(nodes, held))
+        if fitting:
+            return Choice(fitting[0], "")
+        return Choice(None, self.lack(nodes, held), self._lacking(nodes))
 
     def full(self, held: Mapping[str, int]) -> list[str]:
         """Return the ids of nodes that get no further rank, however much they have."""
@@ -128,6 +132,15 @@ class Packing:
     def lack(self, nodes: Sequence[RayNode], held: Mapping[str, int]) -> str:
         """Return what a rank that finds no room waits for."""
         return f"waiting for {amounts(self.needs)}: free are {self._free(nodes, held)}"
+
+    def _lacking(self, nodes: Sequence[RayNode]) -> str:
+        """Return what no node has enough of, or all if no node has enough of all."""
+        scarce = [
+            name
+            for name, amount in self.needs.items()
+            if all(node.free.get(name, 0.0) < amount for node in nodes)
+        ]
+        return ", ".join(scarce or self.needs)
 
     def _free(self, nodes: Sequence[RayNode], held: Mapping[str, int]) -> str:
         told = []

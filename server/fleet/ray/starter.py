@@ -176,7 +176,7 @@ class RayHolder:
                     self.node = choice.node.name
                     return
                 continue
-            self._on_status(ChildProgress(choice.reason))
+            self._on_status(ChildProgress(choice.reason, choice.lacks))
             # A group that nobody can place is how autoscalers learn what is missing.
             if self._group is None:
                 self._group = await self._reserve(None)
@@ -191,7 +191,8 @@ class RayHolder:
     async def _enter(self, group: Group) -> None:
         """Wait until a placement group of somebody else's is there, again after a node's death."""
         self._group = group
-        self._on_status(ChildProgress("waiting for its placement group to be placed"))
+        waits = "waiting for its placement group to be placed"
+        self._on_status(ChildProgress(waits, "placement group"))
         while True:
             node_id = await self._ranks.cluster.placed_on(group)
             if node_id is not None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from server.fleet.status_command import engine_rows, status
+from server.fleet.status_command import _summary, engine_rows, status
 from server.fleet.status_config import StatusConfig, StatusTarget
 
 COUNTS = {"running": 3, "waiting": 1, "kv_usage": 0.25}
@@ -42,6 +42,16 @@ def test_on_several_nodes_places_that_are_not_filled_are_shown_by_node() -> None
     phases = {"a/0": "ready", "b/0": "importing torch"}
     rows = engine_rows({"engines": [engine(0)]}, fleet(phases, nodes={"a": {}, "b": {}}))
     assert [row[:3] for row in rows] == [("0", "here", "ready"), ("-", "b/0", "importing torch")]
+
+
+def test_the_summary_counts_engines_that_wait_by_what_is_missing() -> None:
+    cluster = {"version": "1", "models": ["m"], "num_front_ends": 1, "engines": [engine(0)]}
+    phases = {"0": "ready", "1": "waiting for 1 GPU", "2": "waiting for 1 GPU"}
+    told = fleet(phases, hosts={}, waiting={"1": "GPU", "2": "GPU"})
+    rows = engine_rows(cluster, told)
+    assert _summary(cluster, told, rows).endswith(
+        "1 of 2 engines ready, 1 API servers, 2 wait for GPU"
+    )
 
 
 @pytest.mark.slow  # it opens a socket

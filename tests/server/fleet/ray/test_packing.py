@@ -52,6 +52,17 @@ def test_a_rank_goes_where_there_is_room_and_last_where_one_was_lost() -> None:
     assert fill.choose(nodes[:2], {}, avoid={"id-b"}).node == nodes[1]
 
 
+def test_what_is_missing_is_what_no_node_has_enough_of() -> None:
+    def with_free(cpus: float, slots: float) -> RayNode:
+        return node("a", 2)._replace(free={"CPU": cpus, "slot": slots})
+
+    fill = Packing("fill", NEEDS, 1)
+    assert fill.choose([with_free(0, 5), with_free(1, 0)], {}).lacks == "CPU"
+    assert fill.choose([with_free(2, 0), with_free(0, 1)], {}).lacks == "CPU, slot"
+    assert fill.choose([], {}).lacks == "CPU, slot"
+    assert fill.choose([with_free(2, 1)], {}).lacks == ""
+
+
 def test_ranks_that_ray_does_not_tell_of_yet_count() -> None:
     """What is free is told with a delay: ranks that were just placed are known here."""
     nodes = [node("head", 2), node("b", 1)]

@@ -1,0 +1,59 @@
+"""What a scrape shows of engines that a cluster has no room for."""
+
+import asyncio
+
+import pytest
+
+from engine.shared.messages import ControlRequest, ControlStatus
+from server.config import FrontEndConfig
+from server.fleet.control import SupervisorSilent
+from server.observe import waiting_engines
+from server.observe.waiting_engines import WaitingEngines
+
+
+class MadeUpControl:
+    """A supervisor that says this, nothing, or answers too late."""
+
+    def __init__(self, status: ControlStatus | None, *, may_wait: bool = True) -> None:
+        self.engines_may_wait = may_wait
+        self._status = status
+
+    async def ask(self, _request: ControlRequest) -> ControlStatus:
+        if self._status is None:
+            raise SupervisorSilent
+        return self._status
+
+
+class LateControl(MadeUpControl):
+    async def ask(self, _request: ControlRequest) -> ControlStatus:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def exposed(control: MadeUpControl | None) -> str:
+    waiting = WaitingEngines(FrontEndConfig(), control)  # type: ignore[arg-type]
+    return asyncio.run(waiting.exposed()).decode()
+
+
+def status(**waiting: str) -> ControlStatus:
+    return ControlStatus(3, {}, busy=False, waiting=waiting)
+
+
+def test_engines_that_wait_are_shown_with_what_is_missing() -> None:
+    text = exposed(MadeUpControl(status(**{"1": "GPU", "2": "CPU, GPU"})))
+    first, second = text.splitlines()[2:]
+    assert first.startswith('swell_engine_waiting_for_resources{engine="1",model_name="')
+    assert first.endswith(',resources="GPU"} 1.0')
+    assert second.endswith(',resources="CPU, GPU"} 1.0')
+
+
+def test_nothing_is_shown_if_none_waits_or_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_engines, "WITHIN", 0.001)
+    for control in (
+        None,
+        MadeUpControl(status()),
+        MadeUpControl(status(**{"1": "GPU"}), may_wait=False),
+        MadeUpControl(None),
+        LateControl(None),
+    ):
+        assert exposed(control) == ""
