@@ -78,7 +78,7 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     """Number of this front end; -1 to be given one by the coordinator."""
     incarnation: int
     socket_dir: str
-    """Private directory for this node's local sockets."""
+    """Private directory for this node's local sockets; empty: one of this process's own."""
     place: int = 0
     """Which of its node's front ends this is; its row in the tables that they share."""
     listen_fd: int | None = None
@@ -339,6 +339,8 @@ def _stop_or_force(stop: asyncio.Event) -> None:
 
 def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
     """Run one front end until a signal and return the exit code."""
+    if not launch.socket_dir:
+        return _run_in_own_directory(launch, lifeline)
     name = f"api {launch.index}" if launch.index >= 0 else "api"
     name_process(name, launch.config.log.log_level, launch.config.log.log_format)
     make_room_for_descriptors()
@@ -367,16 +369,17 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
 
 def run_standalone(config: FrontEndConfig) -> int:
     """Run `swell api-server`: one front end that another process did not launch."""
+    launch = FrontEndLaunch(
+        config=config, index=-1, incarnation=secrets.randbits(48), socket_dir=""
+    )
+    return run(launch, Lifeline(None))
+
+
+def _run_in_own_directory(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
     try:
-        directory = NodeDirectory(config.cluster.socket_dir)
+        directory = NodeDirectory(launch.config.cluster.socket_dir)
     except OSError as error:
-        Lifeline(None).failed(str(error))
+        lifeline.failed(str(error))
         return CANNOT_START
     with directory:
-        launch = FrontEndLaunch(
-            config=config,
-            index=-1,
-            incarnation=secrets.randbits(48),
-            socket_dir=str(directory.path),
-        )
-        return run(launch, Lifeline(None))
+        return run(msgspec.structs.replace(launch, socket_dir=str(directory.path)), lifeline)

@@ -43,6 +43,12 @@ class RayConfig(Section, frozen=True, kw_only=True):
         Literal["mp", "ray"],
         "Where engines run; mp: processes of this node; ray: actors on the nodes of a Ray cluster.",
     ] = "mp"
+    api_server_placement: Annotated[
+        Literal["head", "every-node"],
+        "With Ray, where API servers run; head: --api-server-count of them where `swell serve` is "
+        "started; every-node: also one on each other node that has engines, on that node's address "
+        "and --port.",
+    ] = "head"
     ray_address: Annotated[
         str | None,
         "HOST:PORT of the Ray cluster; default: RAY_ADDRESS, else the cluster that `ray start` "

@@ -26,6 +26,14 @@ class Backend(Protocol):
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
         """Return the place of one engine."""
 
+    def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:
+        """Return the place of an API server on another node; None: there are such places nowhere.
+
+        Args:
+            node: name of a node on which an engine is.
+            port: where it listens, on the node's address.
+        """
+
     def close(self) -> None:
         """Free what was reserved for engines, all of which have ended."""
 
@@ -41,6 +49,10 @@ class ProcessBackend:
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
         """Return the place of one engine of this node."""
         return engine_role(config, place, numbered=numbered)
+
+    def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:
+        """Return None: all engines are on the supervisor's node."""
+        return None
 
     def close(self) -> None:
         """Do nothing: nothing was reserved."""

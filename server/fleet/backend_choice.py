@@ -18,6 +18,11 @@ def backend_for(config: ServeConfig, directory: Path) -> Backend:
         OSError: a name cannot be resolved.
     """
     if config.ray.data_parallel_backend == "mp":
+        if config.ray.api_server_placement != "head":
+            raise CannotServe(
+                "--api-server-placement every-node is for --data-parallel-backend ray: on plain "
+                "nodes run `swell api-server`, or `swell serve` without --headless"
+            )
         return ProcessBackend(config, directory)
     try:
         from server.fleet.ray.backend import RayBackend  # Ray is only there for who wants it

@@ -35,6 +35,12 @@ def status(config: StatusConfig) -> int:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+    servers: dict[str, str] = fleet.get("api_servers", {}) if fleet else {}
+    if servers:
+        table = Table("API server", "state", box=None)
+        for server in servers.items():
+            table.add_row(*server)
+        console.print(table)
     return 0 if rows and all(row[2] == "ready" for row in rows) else 1
 
 

@@ -21,6 +21,7 @@ from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.logs import LogLines
 from engine.shared.messages import (
     ControlRequest,
+    ControlStatus,
     Goodbye,
     encode,
 )
@@ -34,6 +35,7 @@ from server.fleet.child import watch_children_without_threads
 from server.fleet.holder import Holder
 from server.fleet.joining import BadNode
 from server.fleet.keeper import Keeper, StartupFailed
+from server.fleet.node_api_servers import NodeApiServers
 from server.fleet.node_link import NodeLink
 from server.fleet.role import (
     Role,
@@ -77,6 +79,7 @@ class Supervisor:
             place: backend.engine_role(self._config, place, numbered=True)
             for place in range(config.parallel.engines_on_node)
         }
+        self._elsewhere: NodeApiServers | None = None
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
 
@@ -98,6 +101,8 @@ class Supervisor:
                     numbered=self._is_alone,
                     scalable=not self._is_alone or bool(self._engines),
                 )
+            if self._config.ray.api_server_placement == "every-node":
+                self._elsewhere = self._api_servers_elsewhere()
             await self._start_all()
             if not self._stop.is_set():
                 self._announce()
@@ -143,6 +148,17 @@ class Supervisor:
         listener.set_inheritable(True)
         return listener
 
+    def _api_servers_elsewhere(self) -> NodeApiServers:
+        port = self._config.http.port
+        if self._listener is not None:
+            port = self._listener.getsockname()[1]  # all nodes have the same
+        return NodeApiServers(
+            self._keeper,
+            self._engines,
+            lambda node: self._backend.api_server_role(self._config, node, port),
+            drain_within=self._config.http.shutdown_timeout + STOP_TIMEOUT,
+        )
+
     # -- starting --------------------------------------------------------------------------------
 
     async def _start_all(self) -> None:
@@ -156,8 +172,11 @@ class Supervisor:
                     for role in group:
                         self._keeper.fill(role)
                     await self._keeper.until_ready(group, stopping)
+                if self._elsewhere is not None and not self._stop.is_set():
+                    await self._elsewhere.until_ready(stopping)
         except TimeoutError:
-            late = [role for role in [*self._coordinator, *others] if not role.ready.is_set()]
+            places = [*self._coordinator, *others, *self._roles_elsewhere]
+            late = [role for role in places if not role.ready.is_set()]
             names = ", ".join(f"{role.name} ({role.phase})" for role in late)
             raise StartupFailed(f"not ready within {timeout:.0f} s: {names}") from None
         finally:
@@ -209,7 +228,11 @@ class Supervisor:
         socket = transport.bind(zmq.ROUTER, control_address(self._directory))
         requests = Inbox(socket, ControlRequest, "control")
         tasks = [asyncio.create_task(_for_ever(scaler.run))]
-        handle, link = scaler.handle, None
+        handle: Callable[[ControlRequest], ControlStatus] = scaler.handle
+        link = None
+        if self._elsewhere is not None:
+            tasks.append(asyncio.create_task(_for_ever(self._elsewhere.run)))
+            handle = self._with_api_servers(handle)
         if not self._backend.has_all:
             capacity = engine_capacity(self._config, visible_devices(os.environ))
             link = NodeLink(scaler, capacity, self._config.cluster, transport)
@@ -229,6 +252,22 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
             if link is not None:
                 link.close()
+
+    def _with_api_servers(
+        self, handle: Callable[[ControlRequest], ControlStatus]
+    ) -> Callable[[ControlRequest], ControlStatus]:
+        """Return what also tells of the API servers on all nodes."""
+
+        def told(request: ControlRequest) -> ControlStatus:
+            roles = [*self._front_ends, *self._roles_elsewhere]
+            phases = {role.name: role.phase for role in roles}
+            return msgspec.structs.replace(handle(request), api_servers=phases)
+
+        return told
+
+    @property
+    def _roles_elsewhere(self) -> list[Role]:
+        return [] if self._elsewhere is None else list(self._elsewhere.roles.values())
 
     def _engine_role(self, place: int) -> Role:
         """Return another engine's place; ranks beyond the configured ones may be others' here."""
@@ -255,10 +294,11 @@ class Supervisor:
     async def _stop_all(self) -> None:
         """Let front ends drain, then stop engines, then the coordinator; kill what hangs."""
         engines = list(self._engines.values())
-        for role in (*self._front_ends, *engines, *self._coordinator):
+        front_ends = [*self._front_ends, *self._roles_elsewhere]
+        for role in (*front_ends, *engines, *self._coordinator):
             await self._keeper.release(role)
-        await self._end(self._front_ends, self._config.http.shutdown_timeout)
-        for role in self._front_ends:
+        await self._end(front_ends, self._config.http.shutdown_timeout)
+        for role in front_ends:
             self._report_death(role)  # nobody waits for what they have left in the engines
         await self._end([role for role in engines if not role.ready.is_set()], 0.0)
         await self._end(engines, self._engine_promise)

@@ -23,7 +23,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(code)
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(actor_module.os, "_exit", end)
+    monkeypatch.setattr("server.fleet.ray.actor.os._exit", end)
     monkeypatch.setattr(actor_module, "LOOK_INTERVAL", 0.001)
     monkeypatch.setattr(actor_module, "ANSWER_WITHIN", 0.001)
     return found

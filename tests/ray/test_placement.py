@@ -27,7 +27,7 @@ SECRET = "a secret that nobody else may see"
 @pytest.fixture(autouse=True)
 def leaves_nothing(nodes: Nodes) -> Iterator[None]:
     yield
-    until(lambda: is_empty(nodes), "nothing is left in the cluster", 10)
+    until(lambda: is_empty(nodes), "nothing is left in the cluster")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_without_a_cluster_one_of_its_own_is_started_and_ends_with_a_killed_supe
         assert any("raylet" in " ".join(each.cmdline()) for each in everything)
         everything += engines()
         stack.kill()
-        until(lambda: not any(alive(each) for each in everything), "all has ended", 30)
+        until(lambda: not any(alive(each) for each in everything), "all has ended")
 
 
 def alive(process: psutil.Process) -> bool:

@@ -70,3 +70,5 @@ class ControlStatus(Message, frozen=True):
     """The node of each engine that runs on another than the supervisor's; keys as in `engines`."""
     waiting: dict[str, str] = {}
     """The resources for which an engine waits, as of `ChildProgress`; keys as in `engines`."""
+    api_servers: dict[str, str] = {}
+    """Phase of each API server by name, where they are on several nodes."""

@@ -62,6 +62,7 @@ def _answer(status: ControlStatus) -> ScaleStatus:
         nodes,
         status.hosts,
         status.waiting,
+        status.api_servers,
     )
 
 

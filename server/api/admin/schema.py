@@ -108,3 +108,5 @@ class ScaleStatus(msgspec.Struct):
     """The node of each engine that runs on another than the supervisor's; keys as in `engines`."""
     waiting: dict[str, str] = {}
     """The resources that a cluster lacks for an engine, e.g. `CPU, GPU`; keys as in `engines`."""
+    api_servers: dict[str, str] = {}
+    """Phase of each API server by name, where the supervisor has them on several nodes."""

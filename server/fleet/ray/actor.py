@@ -1,4 +1,4 @@
-"""An actor on a node of a Ray cluster: starts an engine there and tells the supervisor of it.
+"""An actor on a node of a Ray cluster: starts a program there and tells the supervisor of it.
 
 The engine is a process of its own below the actor, the same `python -m engine` as on a plain
 node, for three reasons. Ray takes over the signals and threads of an actor's process. An engine
@@ -31,7 +31,7 @@ LOOK_INTERVAL = 1.0
 
 
 class EngineActor:
-    """Holds one engine on this node for a supervisor elsewhere.
+    """Holds one engine, or API server, on this node for a supervisor elsewhere.
 
     Methods take and return bytes; `server.fleet.ray.messages` says what they mean.
     """
@@ -63,15 +63,15 @@ class EngineActor:
         return found
 
     async def start(self, launch: bytes) -> None:
-        """Start the engine; what happens to it is reported by `events`.
+        """Start the program; what happens to it is reported by `events`.
 
         Raises:
             OSError: it cannot be started.
         """
-        from server.fleet.ray.relay import start_engine
+        from server.fleet.ray.relay import start_program
 
         self._unasked = 0.0
-        self._child = await start_engine(launch, self._put)
+        self._child = await start_program(launch, self._put)
         self._ending = asyncio.get_running_loop().create_task(self._wait())
 
     async def _wait(self) -> None:
@@ -102,13 +102,13 @@ class EngineActor:
         return msgspec.msgpack.encode(told)
 
     async def terminate(self) -> None:
-        """Ask the engine to end."""
+        """Ask the program to end."""
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.terminate()
 
     async def kill(self) -> None:
-        """End the engine at once."""
+        """End the program at once."""
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.kill()

@@ -12,6 +12,7 @@ from engine.shared.addresses import first_free_ports, join_host_port
 from server.config import ServeConfig
 from server.fleet.backend import CannotServe
 from server.fleet.joining import Joining
+from server.fleet.ray.api_server import api_server_role
 from server.fleet.ray.cluster import RayCluster
 from server.fleet.ray.needs import (
     copied_environment,
@@ -65,6 +66,7 @@ class RayBackend:
             if refusal is not None and not config.ray.ray_wait_for_nodes:
                 raise CannotServe(refusal)
             planned = packing.plan(nodes, to_place)
+            self._own_name = nodes[0].name
             self._gpus = uses_gpus(engine, has_gpus=has_gpus)
             self._most_on_node = most_on_a_node(planned)
             joined = self._joined(config, directory)
@@ -118,6 +120,12 @@ class RayBackend:
         role.start = self._ranks.start
         return role
 
+    def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:
+        """Return the place of an API server on another node; None for the supervisor's own."""
+        if node == self._own_name:
+            return None
+        return api_server_role(self._ranks, config.front_end(), node, port)
+
     def close(self) -> None:
         """Leave the cluster."""
         self._cluster.close()
@@ -132,13 +140,17 @@ def _check(config: ServeConfig) -> None:
         )
     if parallel.data_parallel_lb != "internal":
         raise CannotServe(
-            "--data-parallel-backend ray has its front ends on the node of `swell serve`, which "
-            f"balance over all engines: leave out --data-parallel-lb {parallel.data_parallel_lb}"
+            "--data-parallel-backend ray has API servers that balance over all engines, wherever "
+            f"they are: leave out --data-parallel-lb {parallel.data_parallel_lb}"
         )
     if parallel.data_parallel_rank is not None or parallel.data_parallel_start_rank is not None:
         raise CannotServe(
             "--data-parallel-backend ray gives the ranks itself: leave out --data-parallel-rank "
             "and --data-parallel-start-rank"
+        )
+    if config.ray.api_server_placement == "every-node" and config.http.uds is not None:
+        raise CannotServe(
+            "--api-server-placement every-node listens on the nodes' addresses: leave out --uds"
         )
     if parallel.data_parallel_size_local == 0:
         raise CannotServe("--data-parallel-size-local has to be at least 1 rank on each node")

@@ -22,7 +22,10 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from engine.shared.addresses import split_host_port
 from engine.shared.logs import LogLines
@@ -201,6 +204,17 @@ class RayCluster:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group.handle, placement_group_bundle_index=0
             ),
+        ).remote()
+        return RemoteActor(handle)
+
+    def start_actor_on(self, name: str, node: str) -> "RemoteActor":
+        """Start an actor that takes nothing of what is free on a node, by the node's id."""
+        handle = self._actor.options(
+            name=name,
+            num_cpus=0,
+            num_gpus=0,
+            max_restarts=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote()
         return RemoteActor(handle)
 

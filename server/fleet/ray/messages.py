@@ -7,6 +7,7 @@ so nothing of it is kept in the cluster's state or in an object store.
 from engine.shared.config import EngineConfig
 from engine.shared.messages import ChildFailed, ChildProgress, ChildReady
 from engine.shared.messages.wire import Message
+from server.config import FrontEndConfig
 
 
 class ActorLaunch(Message, frozen=True):
@@ -22,14 +23,25 @@ class ActorLaunch(Message, frozen=True):
     """Path of the bundled model on the supervisor's node; other nodes may have another."""
 
 
+class ApiServerLaunch(Message, frozen=True):
+    """The API server that an actor has to start; fields as in `ActorLaunch`."""
+
+    name: str
+    config: FrontEndConfig
+    incarnation: int
+    environment: dict[str, str]
+    cluster_key: bytes | None
+    bundled_model: str
+
+
 class Line(Message, frozen=True):
-    """The engine has printed a line."""
+    """The program has printed a line."""
 
     text: str
 
 
 class Exited(Message, frozen=True):
-    """The engine has ended; an actor's last event."""
+    """The program has ended; an actor's last event."""
 
     code: int
 

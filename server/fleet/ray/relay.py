@@ -1,37 +1,77 @@
-"""The part of an actor that is made of this project's code: the engine below it."""
+"""The part of an actor that is made of this project's code: the program below it."""
 
 import os
+import socket
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
+from engine.shared.addresses import listen
 from engine.shared.config import BUNDLED_MODEL, EngineConfig, EngineLaunch
+from server.config import FrontEndConfig, HttpConfig
 from server.fleet.child import Child
 from server.fleet.holder import Program
-from server.fleet.ray.messages import ActorEvent, ActorLaunch, Line
+from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Line
+
+_BACKLOG = 2048
+
+Config = TypeVar("Config", EngineConfig, FrontEndConfig)
 
 
-async def start_engine(frame: bytes, tell: Callable[[ActorEvent], None]) -> Child:
-    """Start an engine below this process.
+async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Child:
+    """Start an engine or an API server below this process.
 
     Raises:
-        OSError: the process cannot be created (no interpreter, memory or process id).
+        OSError: the process cannot be created (no interpreter, memory or process id), or the
+            address of an API server is taken.
     """
-    launch = msgspec.msgpack.decode(frame, type=ActorLaunch)
+    launch: ActorLaunch | ApiServerLaunch = msgspec.msgpack.decode(
+        frame, type=ActorLaunch | ApiServerLaunch
+    )
     key = in_memory(launch.cluster_key)
+    inherit = [] if key is None else [key]
     try:
-        config = settled(launch, key)
+        if isinstance(launch, ActorLaunch):
+            config = settled(launch.config, launch.bundled_model, key)
+            module = "engine"
+            parameters: object = EngineLaunch(config, launch.incarnation)
+        else:
+            inherit.append(_listening(launch.config.http))
+            module, parameters = "server", _api_server(launch, key, inherit[-1])
         program = Program(
             name=launch.name,
-            module="engine",
-            launch=EngineLaunch(config, launch.incarnation),
+            module=module,
+            launch=parameters,
             environment=launch.environment,
-            inherit=[] if key is None else [key],
+            inherit=inherit,
         )
         return await Child.start(program, on_status=tell, on_line=lambda line: tell(Line(line)))
     finally:
-        if key is not None:
-            os.close(key)  # the engine has its own
+        for descriptor in inherit:
+            os.close(descriptor)  # the program has its own
+
+
+def _listening(http: HttpConfig) -> int:
+    """Return the descriptor of a socket that listens."""
+    try:
+        listener: socket.socket = listen(http.host, http.port, _BACKLOG)
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(f"cannot listen on {http.address}: {why}; choose another --port") from error
+    listener.setblocking(False)
+    return listener.detach()
+
+
+def _api_server(launch: ApiServerLaunch, key: int | None, listener: int) -> dict[str, Any]:
+    """Return the fields of `server.front_end.FrontEndLaunch`, whose module has the HTTP stack."""
+    return {
+        "config": settled(launch.config, launch.bundled_model, key),
+        "index": -1,
+        "incarnation": launch.incarnation,
+        "socket_dir": "",
+        "listen_fd": listener,
+    }
 
 
 def in_memory(secret: bytes | None) -> int | None:
@@ -43,14 +83,18 @@ def in_memory(secret: bytes | None) -> int | None:
     return descriptor
 
 
-def settled(launch: ActorLaunch, key: int | None) -> EngineConfig:
-    """Return the engine's settings with what is different on this node."""
-    config = launch.config
+def settled(config: Config, bundled_model: str, key: int | None) -> Config:
+    """Return the settings with what is different on this node.
+
+    Args:
+        bundled_model: path of the bundled model on the supervisor's node.
+        key: descriptor of the cluster key.
+    """
     path = None if key is None else f"/proc/self/fd/{key}"
     cluster = msgspec.structs.replace(
         config.cluster, cluster_key_file=path, socket_dir=None, node=None, advertise_host=None
     )
     model = config.model
-    if model.model == launch.bundled_model:
+    if model.model == bundled_model:
         model = msgspec.structs.replace(model, model=str(BUNDLED_MODEL))
     return msgspec.structs.replace(config, cluster=cluster, model=model)

@@ -13,7 +13,7 @@ from engine.shared.lifeline import CANNOT_START
 from engine.shared.messages import ChildFailed, ChildProgress, ChildStatus
 from server.fleet.holder import Ended, Program, ended
 from server.fleet.ray.cluster import ActorLost, Group, RayCluster, RemoteActor
-from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
+from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Exited, Line
 from server.fleet.ray.packing import Packing
 from server.fleet.ray.versions import differences
 
@@ -246,25 +246,13 @@ class RayHolder:
     # -- the engine ------------------------------------------------------------------------------
 
     async def _run(self) -> Ended:
-        ranks, launch = self._ranks, self._program.launch
-        assert isinstance(launch, EngineLaunch)
-        assert self._group is not None
         self._on_status(ChildProgress(f"starting an actor on {self.node}"))
-        actor = ranks.cluster.start_actor(f"swell {self.name} {launch.incarnation:x}", self._group)
-        self._actor = actor
+        actor = self._actor = self._start_actor()
         different = differences(await actor.call("installed"), self.node)
         if different is not None:
             return self._cannot_start(different)
-        order = ActorLaunch(
-            self.name,
-            launch.config,
-            launch.incarnation,
-            {**ranks.environment, **self._program.environment},
-            ranks.cluster_key,
-            str(BUNDLED_MODEL),
-        )
         try:
-            await actor.call("start", msgspec.msgpack.encode(order))
+            await actor.call("start", msgspec.msgpack.encode(self._order()))
         except OSError as error:
             return Ended(1, f"cannot be started on {self.node}: {error}")
         self._has_engine = True
@@ -280,6 +268,24 @@ class RayHolder:
                         self._on_status(ChildFailed(f"{reason} (on node {self.node})"))
                     case status:
                         self._on_status(status)
+
+    def _start_actor(self) -> RemoteActor:
+        assert self._group is not None
+        name = f"swell {self.name} {self._program.launch.incarnation:x}"
+        return self._ranks.cluster.start_actor(name, self._group)
+
+    def _order(self) -> ActorLaunch | ApiServerLaunch:
+        """Return what the actor has to start."""
+        ranks, launch = self._ranks, self._program.launch
+        assert isinstance(launch, EngineLaunch)
+        return ActorLaunch(
+            self.name,
+            launch.config,
+            launch.incarnation,
+            {**ranks.environment, **self._program.environment},
+            ranks.cluster_key,
+            str(BUNDLED_MODEL),
+        )
 
     def _cannot_start(self, reason: str) -> Ended:
         self._on_status(ChildFailed(reason))
