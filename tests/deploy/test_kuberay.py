@@ -1,0 +1,49 @@
+"""The manifest for KubeRay: what its RayJob and Kubernetes take, with flags that there are."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.shared.settings import settings_of
+from server.config import ServeConfig
+
+pytestmark = pytest.mark.deploy
+
+ROOT = Path(__file__).parents[2]
+
+
+def manifests() -> dict[str, Any]:
+    """Return the objects by kind."""
+    import yaml
+
+    text = (ROOT / "docs/kuberay.yaml").read_text(encoding="utf-8")
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+def test_kuberay_takes_the_job_and_kubernetes_its_pods() -> None:
+    import jsonschema
+    import kubernetes_validate  # in the extra deploy-test only
+
+    found = manifests()
+    assert set(found) == {"RayJob", "Service"}
+    job = found["RayJob"]
+    jsonschema.validate(job, json.loads(Path(__file__).with_name("rayjob.schema.json").read_text()))
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        metadata = {"name": "x", **group["template"].get("metadata", {})}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+        pod["spec"] = group["template"]["spec"]
+        kubernetes_validate.validate(pod, "1.30", strict=True)
+    kubernetes_validate.validate(found["Service"], "1.30", strict=True)
+    labels = cluster["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert found["Service"]["spec"]["selector"].items() <= labels.items()
+
+
+def test_the_entrypoint_has_flags_that_there_are() -> None:
+    words = shlex.split(manifests()["RayJob"]["spec"]["entrypoint"])
+    assert words[:2] == ["swell", "serve"]
+    flags = {setting.flag for setting in settings_of(ServeConfig)}
+    assert {word for word in words if word.startswith("--")} <= flags
