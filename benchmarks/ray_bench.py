@@ -1,7 +1,7 @@
 """Engines as processes of this node against engines on a Ray cluster: start and streaming rate.
 
     python -m benchmarks.ray_bench
-    python -m benchmarks.ray_bench --rounds 5 --streams 64 -- --executor simulated
+    python -m benchmarks.ray_bench --rounds 3 --streams 64 -- --executor simulated
 
 A cluster of two nodes on this machine runs already when stacks are started. Rounds alternate. Both
 kinds have two engines with one thread each and one API server.
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=100, help="tokens per stream")
     parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")

@@ -11,9 +11,11 @@ from engine.shared.config import EngineConfig, EngineLaunch
 from engine.shared.lifeline import CANNOT_START
 from engine.shared.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
 from engine.shared.version import SWELL_VERSION
+from server.config import FrontEndConfig
 from server.fleet.holder import Ended, Program
+from server.fleet.ray.api_server import api_server_role
 from server.fleet.ray.cluster import ActorLost, Group
-from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
+from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Exited, Line
 from server.fleet.ray.packing import Packing, RayNode, Resources
 from server.fleet.ray.starter import Ranks, RayHolder
 from server.fleet.ray.versions import _torch
@@ -32,7 +34,7 @@ class MadeUpActor:
         self.news: asyncio.Queue[list[ActorEvent] | ActorLost] = asyncio.Queue()
         self.told: list[str] = []
         self.is_killed = False
-        self.launch: ActorLaunch | None = None
+        self.launch: ActorLaunch | ApiServerLaunch | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         match method:
@@ -42,7 +44,8 @@ class MadeUpActor:
             case "start":
                 if self._cluster.start_error is not None:
                     raise self._cluster.start_error
-                self.launch = msgspec.msgpack.decode(arguments[0], type=ActorLaunch)
+                launch_type = ActorLaunch | ApiServerLaunch
+                self.launch = msgspec.msgpack.decode(arguments[0], type=launch_type)
                 return None
             case "events":
                 told = await self.news.get()
@@ -97,6 +100,10 @@ class MadeUpCluster:
     def start_actor(self, name: str, group: Group) -> MadeUpActor:
         self.actors.append(MadeUpActor(self))
         return self.actors[-1]
+
+    def start_actor_on(self, name: str, node: str) -> MadeUpActor:
+        assert node in self.free
+        return self.start_actor(name, Group(0, {}))
 
 
 class Place:
@@ -271,5 +278,49 @@ def test_an_engine_drains_and_one_that_hangs_is_ended_with_its_actor(
         holder.kill()
         assert (await holder.wait()).code is None
         assert actor.told == ["terminate", "kill"]
+
+    run("a", body)
+
+
+def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.fleet.ray.api_server.LOOK_INTERVAL", 0.01)
+
+    async def body(place: Place) -> None:
+        role = api_server_role(place.ranks, FrontEndConfig(), "b", 8001)
+        program = Program(name=role.name, module=role.module, launch=role.launch(9))
+        holder = await role.start(program, on_status=place.statuses.append, on_line=place.show)
+        await until_async(
+            lambda: ChildProgress("waiting for its node") in place.statuses, "it waits"
+        )
+        place.cluster.free["b"] = 0.0
+        await until_async(
+            lambda: any(actor.launch for actor in place.cluster.actors), "it is started"
+        )
+        actor = place.cluster.actors[0]
+        assert isinstance(actor.launch, ApiServerLaunch)
+        http = actor.launch.config.http
+        assert (http.host, http.port, holder.node) == ("b", 8001, "b")
+        assert (actor.launch.incarnation, actor.launch.cluster_key) == (9, b"secret")
+        holder.terminate()
+        holder.terminate()
+        assert actor.told == ["terminate"]
+        actor.news.put_nowait([Exited(0)])
+        assert (await holder.wait()).code == 0
+        assert not place.cluster.groups
+
+    run("a", body)
+
+
+def test_an_api_server_whose_node_never_comes_gives_up_when_told() -> None:
+    async def body(place: Place) -> None:
+        role = api_server_role(place.ranks, FrontEndConfig(), "b", 8001)
+        program = Program(name=role.name, module=role.module, launch=role.launch(9))
+        holder = await role.start(program, on_status=place.statuses.append, on_line=place.show)
+        await until_async(lambda: place.statuses, "it waits")
+        holder.terminate()
+        holder.terminate()
+        assert (await holder.wait()).code == 0
 
     run("a", body)
