@@ -27,6 +27,7 @@ class AnswerConfig(Section, frozen=True, kw_only=True):
             "pythonic",
             "qwen",
             "qwen3_coder",
+            "qwen3_xml",
         ],
         "How the model writes tool calls; auto: as its chat template or its family says, else "
         "as hermes, which the prompt then explains; none: only calls that the request enforces "

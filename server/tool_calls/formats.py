@@ -104,6 +104,13 @@ _DEEPSEEK_V3 = CallFormat(
     starts=(CALLS_BEGIN, CALL_BEGIN),
 )
 
+_QWEN3_CODER = CallFormat(
+    parser=Qwen3CoderParser,
+    syntax=None,
+    markers=("<tool_call>", "</tool_call>"),
+    starts=("<tool_call>",),
+)
+
 _PLUGIN = "<|action_start|><|plugin|>"
 
 CALL_FORMATS = {
@@ -152,12 +159,8 @@ CALL_FORMATS = {
     ),
     "hermes": _HERMES,
     "qwen": _HERMES,
-    "qwen3_coder": CallFormat(
-        parser=Qwen3CoderParser,
-        syntax=None,
-        markers=("<tool_call>", "</tool_call>"),
-        starts=("<tool_call>",),
-    ),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
     "llama3_json": CallFormat(
         parser=Llama3JsonParser,
         syntax=CallSyntax('{"name": {name}, "parameters": ', "}", "; "),

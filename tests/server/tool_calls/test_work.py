@@ -47,7 +47,12 @@ BEGUN = {
     "pythonic": ["[", "[add(a=1)", "[add(a=1), "],
 }  # fmt: skip
 """What each format's calls begin with, and how far one may have come."""
-SAME = {"deepseek_v31": "deepseek_v3", "internlm": "hermes", "qwen": "hermes"}
+SAME = {
+    "deepseek_v31": "deepseek_v3",
+    "internlm": "hermes",
+    "qwen": "hermes",
+    "qwen3_xml": "qwen3_coder",
+}
 """Formats that have the parser of another."""
 FILLERS = (" ", "a", "{", '"')
 
