@@ -27,7 +27,7 @@ scene = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA).chat.co
     model="swell-shakespeare",
     messages=[{"role": "user", "content": "Where are we?"}],
     response_model=Scene,
-    max_tokens=100,
+    max_tokens=400,
     max_retries=0,
     seed=7,
 )
