@@ -5,8 +5,7 @@ import base64
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -22,9 +21,6 @@ from server.http.errors import ApiError, invalid, timed_out
 from server.observe.tracing import EndedRequest
 from server.pooling.inputs import Length, PoolingInput
 from server.pooling.run import UNSAMPLED, PoolingRequest, PoolingRun
-
-_TURN_BYTES = 1 << 16
-"""Bytes of an answer that are made without a break."""
 
 _LACKS = {"embed": "makes no embeddings", "classify": "has no classes"}
 
@@ -139,9 +135,12 @@ class PooledCall:
             error=None if failure is None else type(failure).__name__,
         )
 
-    async def send(self, payload: msgspec.Struct) -> None:
-        """Answer."""
-        await self._call.send_struct(payload)
+    async def send(
+        self, payload: msgspec.Struct, field: str, items: Iterable[Iterable[bytes]]
+    ) -> None:
+        """Answer with items in an empty list of the payload, made while they are sent."""
+        with CancelOnDisconnect(self._call.receive):
+            await self._call.send_json_parts(parts(payload, field, items))
 
 
 async def inputs_of(
@@ -180,34 +179,28 @@ def shown(vector: bytes, encoding: str | None) -> "list[float] | str":
     return numbers(vector)
 
 
-async def encoded(items: Sequence[T], show: Callable[[int, T], object]) -> "list[msgspec.Raw]":
-    """Return the JSON of each item; others get their turn in between."""
-    found, size = [], 0
+def items_shown(items: Iterable[T], show: Callable[[int, T], object]) -> Iterator[list[bytes]]:
+    """Yield the JSON of each item, as it is shown."""
     for index, item in enumerate(items):
-        text = msgspec.json.encode(show(index, item))
-        size += len(text)
-        if size > _TURN_BYTES:
-            size = 0
-            await asyncio.sleep(0)
-        found.append(msgspec.Raw(text))
-    return found
+        yield [msgspec.json.encode(show(index, item))]
 
 
-def _row(vectors: bytes, size: int, _: int, first: int) -> list[float]:
-    return numbers(vectors[first : first + size])
+def rows(vectors: bytes, size: int) -> Iterator[list[bytes]]:
+    """Yield the JSON of each of several vectors of so many numbers, one behind the other."""
+    for first in range(0, len(vectors), 4 * size):
+        yield [msgspec.json.encode(numbers(vectors[first : first + 4 * size]))]
 
 
-async def encoded_rows(
-    vectors: Sequence[bytes], size: int, show: Callable[[int, list[msgspec.Raw]], msgspec.Struct]
-) -> "list[msgspec.Raw]":
-    """Return the JSON of each item, which has vectors of so many numbers one after the other."""
-    found = []
-    for index, each in enumerate(vectors):
-        firsts = range(0, len(each), 4 * size)
-        rows = await encoded(firsts, partial(_row, each, 4 * size))
-        found.append(msgspec.Raw(msgspec.json.encode(show(index, rows))))
-        await asyncio.sleep(0)
-    return found
+def parts(payload: msgspec.Struct, field: str, items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yield the JSON of a payload with items, each in parts, in its empty list of this name."""
+    opening = f'"{field}":['.encode()
+    before, _, after = msgspec.json.encode(payload).partition(opening + b"]")
+    yield before + opening
+    for index, item in enumerate(items):
+        if index:
+            yield b","
+        yield from item
+    yield b"]" + after
 
 
 def _length(body: PoolingFields, context: Context) -> Length:

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import NamedTuple
 
@@ -39,6 +39,9 @@ _EVENT_STREAM = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+
+_PIECE_BYTES = 1 << 16
+"""Of an answer that is sent as it is made."""
 
 _Header = tuple[bytes, bytes]
 
@@ -199,6 +202,23 @@ class Call:
         extra = [(name.encode(), value.encode()) for name, value in headers]
         await self.start(status, [_JSON, length, *extra])
         await self.write(body, more=False)
+
+    async def send_json_parts(self, parts: Iterable[bytes]) -> None:
+        """Send a success whose parts are made as the client takes them; others get their turn."""
+        piece = bytearray()
+        for part in parts:
+            piece += part
+            if len(piece) < _PIECE_BYTES:
+                continue
+            if self.status is None:
+                await self.start(200, [_JSON])
+            await self.write(bytes(piece), more=True)
+            piece.clear()
+            await asyncio.sleep(0)
+        if self.status is None:
+            await self.send_json(200, bytes(piece))
+        else:
+            await self.write(bytes(piece), more=False)
 
     async def send_struct(self, payload: msgspec.Struct) -> None:
         """Send a success."""

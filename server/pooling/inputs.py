@@ -108,11 +108,14 @@ class InputMaker:
         left = await self._tokens(firsts, length, room, fields[0])
         right = await self._tokens(seconds, length, min(room, most_of_second or room), fields[1])
         pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
-        found = []
+        found, total = [], 0
         for first, second in pairs:
             kept = (first, second)
             if length.keep is not None:
                 kept = _longest_first(first, second, room, length)
+            total += len(kept[0]) + len(kept[1]) + frame.size
+            if total > MAX_INPUT_TOKENS:  # a long text is not copied for each that it pairs with
+                raise _too_many(fields[1], total)
             found.append(PoolingInput(frame.around(*kept), frame.second_from(kept[0])))
         return _checked(found, length, fields[1])
 
@@ -186,12 +189,16 @@ def _checked(inputs: list[PoolingInput], length: Length, field: str) -> list[Poo
             raise too_long(name, f"it has {count}", length.most)
         total += count
     if total > MAX_INPUT_TOKENS:
-        raise invalid(
-            f"{field}: {total} tokens in all are more than the {MAX_INPUT_TOKENS} that a request "
-            "may have; send several requests",
-            field,
-        )
+        raise _too_many(field, total)
     return inputs
+
+
+def _too_many(field: str, count: int) -> ApiError:
+    return invalid(
+        f"{field}: {count} tokens in all are more than the {MAX_INPUT_TOKENS} that a request "
+        "may have; send several requests",
+        field,
+    )
 
 
 def _name(field: str, index: int, items: Sequence[object] | Iterable[object]) -> str:

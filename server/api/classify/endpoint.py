@@ -1,12 +1,10 @@
 """POST /classify."""
 
-from typing import cast
-
 from server.api.body import read_body
 from server.api.classify.schema import Classified, ClassifyRequest, ClassifyResponse
 from server.api.context import Context
 from server.api.embeddings.endpoint import check_answer
-from server.api.vectors import PooledCall, encoded, inputs_of, numbers
+from server.api.vectors import PooledCall, inputs_of, items_shown, numbers
 from server.http.call import Call
 
 
@@ -27,9 +25,7 @@ async def classify(call: Call, context: Context) -> None:
         best = max(range(len(scores)), key=scores.__getitem__)
         return Classified(index, labels[best], scores, len(scores))
 
-    data = cast("list[Classified]", await encoded(vectors, show))
-    await called.send(
-        ClassifyResponse(
-            f"classify-{called.request_id}", called.created, called.name, data, called.usage
-        )
+    payload = ClassifyResponse(
+        f"classify-{called.request_id}", called.created, called.name, [], called.usage
     )
+    await called.send(payload, "data", items_shown(vectors, show))

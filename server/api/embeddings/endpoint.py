@@ -1,12 +1,10 @@
 """POST /v1/embeddings."""
 
-from typing import cast
-
 from server.access.limits import MAX_VECTOR_NUMBERS
 from server.api.body import read_body
 from server.api.context import Context
 from server.api.embeddings.schema import Embedding, EmbeddingsRequest, EmbeddingsResponse
-from server.api.vectors import PooledCall, encoded, inputs_of, shown
+from server.api.vectors import PooledCall, inputs_of, items_shown, shown
 from server.http.call import Call
 from server.http.errors import invalid
 from server.pooling.model import PoolingModel
@@ -29,8 +27,8 @@ async def create_embeddings(call: Call, context: Context) -> None:
     def show(index: int, vector: bytes) -> Embedding:
         return Embedding(index, shown(vector, body.encoding_format))
 
-    data = cast("list[Embedding]", await encoded(vectors, show))
-    await called.send(EmbeddingsResponse(called.name, data, called.usage))
+    payload = EmbeddingsResponse(called.name, [], called.usage)
+    await called.send(payload, "data", items_shown(vectors, show))
 
 
 def checked_dimensions(asked: int | None, model: PoolingModel) -> int:

@@ -1,5 +1,6 @@
 """POST /pooling."""
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 from engine.shared.pooling import Task, TokenTask
@@ -7,7 +8,7 @@ from server.api.body import read_body
 from server.api.context import Context
 from server.api.embeddings.endpoint import check_answer, checked_dimensions, checked_prompt
 from server.api.pooling.schema import PooledData, PoolingRequest, PoolingResponse
-from server.api.vectors import PooledCall, encoded, encoded_rows, inputs_of, shown
+from server.api.vectors import PooledCall, inputs_of, items_shown, parts, rows, shown
 from server.http.call import Call
 from server.http.errors import invalid
 
@@ -37,16 +38,16 @@ async def pool(call: Call, context: Context) -> None:
     def show(index: int, vector: bytes) -> PooledData:
         return PooledData(index, cast("Any", shown(vector, body.encoding_format)))
 
+    shown_vectors: Iterable[Iterable[bytes]] = items_shown(vectors, show)
     if per_token and body.encoding_format != "base64":
-        made = await encoded_rows(vectors, size, lambda i, rows: PooledData(i, cast("Any", rows)))
-    else:
-        made = await encoded(vectors, show)
-    data = cast("list[PooledData]", made)
-    await called.send(
-        PoolingResponse(
-            f"pool-{called.request_id}", called.created, called.name, data, called.usage
+        shown_vectors = (
+            parts(PooledData(index, []), "data", rows(of_tokens, size))
+            for index, of_tokens in enumerate(vectors)
         )
+    payload = PoolingResponse(
+        f"pool-{called.request_id}", called.created, called.name, [], called.usage
     )
+    await called.send(payload, "data", shown_vectors)
 
 
 def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:

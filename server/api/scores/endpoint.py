@@ -4,7 +4,6 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 from operator import mul
-from typing import cast
 
 import msgspec
 
@@ -24,7 +23,7 @@ from server.api.scores.schema import (
     ScoreRequest,
     ScoreResponse,
 )
-from server.api.vectors import PooledCall, encoded, numbers
+from server.api.vectors import PooledCall, items_shown, numbers
 from server.http.call import Call
 from server.http.errors import invalid
 from server.pooling.inputs import Length
@@ -48,10 +47,10 @@ async def score(call: Call, context: Context) -> None:
             first,
         )
     scores = await _scores(called, firsts, seconds, (first, second))
-    data = cast("list[Score]", await encoded(scores, Score))
-    await called.send(
-        ScoreResponse(f"score-{called.request_id}", called.created, called.name, data, called.usage)
+    payload = ScoreResponse(
+        f"score-{called.request_id}", called.created, called.name, [], called.usage
     )
+    await called.send(payload, "data", items_shown(scores, Score))
 
 
 async def rerank(call: Call, context: Context) -> None:
@@ -69,11 +68,9 @@ async def rerank(call: Call, context: Context) -> None:
         document = DocumentText(texts[index]) if shows else msgspec.UNSET
         return RerankResult(index, scores[index], document)
 
-    results = cast("list[RerankResult]", await encoded(order[: body.top_n or None], show))
     meta = RerankMeta(ApiVersion(), BilledUnits()) if cohere else msgspec.UNSET
-    await called.send(
-        RerankResponse(f"rerank-{called.request_id}", called.name, called.usage, results, meta)
-    )
+    payload = RerankResponse(f"rerank-{called.request_id}", called.name, called.usage, [], meta)
+    await called.send(payload, "results", items_shown(order[: body.top_n or None], show))
 
 
 def _given(body: ScoreRequest, names: tuple[str, ...]) -> tuple[str, Sequence[str]]:

@@ -1,17 +1,23 @@
 """Endpoints of models that make vectors: what they return, and what they refuse by name."""
 
+import asyncio
 import base64
+import tracemalloc
 from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from engine.shared.messages import PoolingParams, RequestOutput
 from engine.shared.pooling import TokenPooling
 from server.access.limits import MAX_INPUT_TOKENS, MAX_PROMPTS, MAX_VECTOR_NUMBERS
 from server.config import FrontEndConfig
 from server.config.load import TenantConfig
+from server.http.errors import ApiError
+from server.pooling.inputs import InputMaker, Length
+from server.text.frames import Frames
 from server.text.tokenizer import ServedTokenizer
 from tests.server.conftest import FakeGenerationClient, Http, framed, vector_of
 
@@ -54,6 +60,46 @@ def test_every_form_of_input_gets_its_embeddings(
         ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+
+
+def test_a_large_answer_is_never_whole_in_memory(pooling_http: Pooling) -> None:
+    """It is as large as 4,194,304 numbers in text, and more than one client may read slowly."""
+    http, sent = pooling_http(size=4096), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def noted(message: Any) -> None:
+            sent.append(message)
+            await send(message)
+
+        await http._app(scope, receive, noted)
+
+    given = [[index + 1] for index in range(40)]
+    answer = Http(app).post("/v1/embeddings", {"input": given})  # type: ignore[arg-type]
+    data = answer.json()["data"]
+    assert [each["embedding"][:3] for each in data] == [vector_of(ids, 4096)[:3] for ids in given]
+    assert answer.json()["usage"]["prompt_tokens"] == len(given)
+    pieces = [len(message["body"]) for message in sent if "body" in message]
+    assert len(answer.content) > 2**19
+    assert max(pieces) < 2**18
+    assert "content-length" not in answer.headers
+    assert "content-length" in http.post("/v1/embeddings", {"input": [[1]]}).headers
+
+
+def test_a_long_text_is_not_copied_for_each_that_it_is_paired_with(backend: Tokenizer) -> None:
+    tokenizer = framed(backend)
+    maker = InputMaker(ServedTokenizer(tokenizer, eos_token_ids=[0]), Frames.of(tokenizer))
+    query, documents = "the fox " * 8000, ["a"] * (MAX_PROMPTS - 1)
+
+    async def pairs() -> None:
+        await maker.of_pairs([query], documents, Length(2**16), ("query", "documents"))
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match="tokens in all"):
+            asyncio.run(pairs())
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()
 
 
 def test_base64_holds_float32_numbers(pooling_http: Pooling) -> None:
