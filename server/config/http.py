@@ -130,7 +130,8 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     ] = 4 * 2**20
     max_body_bytes_in_flight: Annotated[
         PositiveInt,
-        "Maximum bytes of unfinished request bodies that this node holds; requests beyond it "
+        "Maximum bytes of unfinished request bodies that this node holds; bodies of requests that "
+        "are not answered yet may have four times as much in each front end. Requests beyond it "
         "get 503.",
     ] = 128 * 2**20
     max_header_bytes: Annotated[

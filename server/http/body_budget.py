@@ -1,9 +1,15 @@
-"""How many bytes of unfinished request bodies a node holds: a bound over all its front ends."""
+"""How many bytes of request bodies are held.
+
+Unfinished ones have a bound over all front ends of a node, those of requests that are not answered
+yet another in each front end.
+"""
 
 from server.access.admission_table import AdmissionTable
 
 FREE_BYTES = 2**16
 """What a body may have without being counted: most are complete with the first read."""
+KEPT_TIMES = 4
+"""How many times the room of unfinished bodies there is for those of requests that wait or run."""
 
 
 class NoRoomForBody(Exception):
@@ -44,6 +50,8 @@ class BodyBudget:
     def __init__(self, table: AdmissionTable, most: int) -> None:
         self._table = table
         self._max = most
+        self._kept = 0
+        """Bytes of complete bodies, here."""
 
     def hold(self) -> HeldBody:
         """Return the place of a body of which nothing has come yet."""
@@ -66,6 +74,24 @@ class BodyBudget:
     def _full(self, own: int) -> bool:
         total = self._table.body_bytes()
         return total > self._max and total > own
+
+    def keep(self, size: int) -> int:
+        """Count a complete body, of which its request is made; return what `drop` has to get.
+
+        Raises:
+            NoRoomForBody: requests that are not answered yet hold as much as they may. A body that
+                is larger than all room is taken when it is alone.
+        """
+        if size <= FREE_BYTES:
+            return 0
+        if self._kept and self._kept + size > KEPT_TIMES * self._max:
+            raise NoRoomForBody
+        self._kept += size
+        return size
+
+    def drop(self, size: int) -> None:
+        """The request of such a body has ended."""
+        self._kept -= size
 
     def give_back(self, size: int) -> None:
         """These bytes are held no longer."""

@@ -73,6 +73,8 @@ class Call:
         self.tenant: Tenant = scope.get(SCOPE_KEY, EVERYBODY)
         self.reservation: Reservation | None = None
         """The call's place in the queue, given back when the call ends."""
+        self._kept_bytes = 0
+        """Of the body, as far as they are counted until the call ends."""
         self._send = send
         self._content_type = b"application/json"
         self._pinned_rank: bytes | None = None
@@ -131,6 +133,25 @@ class Call:
                 code="unsupported_media_type",
             )
         self.body = await self._read()
+        try:
+            self._kept_bytes = self.limits.budget.keep(len(self.body))
+        except NoRoomForBody:
+            self.body = b""
+            raise unavailable(
+                "Requests that are not answered yet hold too much; try again."
+            ) from None
+
+    def hand_over(self, other: "Call") -> None:
+        """Let another call go on with what was sent, under the same name, when this one ends."""
+        other.body, other.request_id = self.body, self.request_id
+        other._kept_bytes, self._kept_bytes = self._kept_bytes, 0
+
+    def release(self) -> None:
+        """Give back what the call holds; idempotent."""
+        if self.reservation is not None:
+            self.reservation.release()
+        size, self._kept_bytes = self._kept_bytes, 0
+        self.limits.budget.drop(size)
 
     async def _read(self) -> bytes:
         message = await self.receive()
@@ -253,8 +274,7 @@ def raw_endpoint(
                 raise
             await call.send_error(foreseen(error, call.request_id))
         finally:
-            if call.reservation is not None:
-                call.reservation.release()
+            call.release()
         if call.status is not None:
             metrics.http_request(name, call.status)
 

@@ -102,8 +102,7 @@ async def _make(
         known = foreseen(error, call.request_id)
         ended = _failed(begun, known.code or known.kind, known.message)
     finally:
-        if call.reservation is not None:
-            call.reservation.release()
+        call.release()
     if journal is not None and not journal.ended and ended.status == "failed":
         event = ResponseFailed(response=ended, sequence_number=journal.next_number)
         await journal.add(event_frames([event]))
@@ -135,5 +134,5 @@ def _detached(call: Call, journal: Journal | None) -> Call:
     headers = call.lasting_headers
     scope = {"type": "http", "path": call.path, "headers": headers, SCOPE_KEY: call.tenant}
     detached = Call(scope, receive, send, call.limits)
-    detached.body, detached.request_id = call.body, call.request_id
+    call.hand_over(detached)
     return detached

@@ -1,4 +1,4 @@
-"""Unfinished uploads: how much of them a node holds."""
+"""How much of bodies is held: of unfinished uploads, and of requests that wait or run."""
 
 import asyncio
 from pathlib import Path
@@ -9,9 +9,10 @@ import pytest
 
 from server.access.admission_table import AdmissionTable, create_admission_table
 from server.config import FrontEndConfig, GuardConfig
-from server.http.body_budget import FREE_BYTES, BodyBudget, NoRoomForBody
-from server.http.call import BodyLimits, Call
+from server.http.body_budget import FREE_BYTES, KEPT_TIMES, BodyBudget, NoRoomForBody
+from server.http.call import BodyLimits, Call, raw_endpoint
 from server.http.errors import ApiError
+from server.observe.metrics import FrontEndMetrics
 
 PIECE = 2**18
 
@@ -92,6 +93,70 @@ def test_sixteen_unfinished_uploads_do_not_hold_a_gigabyte() -> None:
     assert {each.status for each in refused} == {413, 503}
     assert all(each.headers[0][0] == "retry-after" for each in refused if each.status == 503)
     assert table.body_bytes() == 0
+
+
+def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
+    config: FrontEndConfig,
+) -> None:
+    budget = BodyBudget(AdmissionTable(None), PIECE)
+    limits = BodyLimits(2 * KEPT_TIMES * PIECE, 60.0, budget)
+    scope = {"type": "http", "path": "/", "headers": [(b"content-type", b"application/json")]}
+    statuses: list[int] = []
+
+    async def scenario() -> None:
+        over, running = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def handler(call: Call) -> None:
+            running.release()
+            await over.wait()
+            await call.send_json(200, b"{}")
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        async def ask(size: int) -> None:
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b" " * size, "more_body": False}
+
+            await endpoint(scope, receive, send)
+
+        endpoint = raw_endpoint("/", handler, FrontEndMetrics(config), limits)
+        waiting = [asyncio.create_task(ask(PIECE)) for _ in range(KEPT_TIMES)]
+        for _ in waiting:
+            await running.acquire()
+        await ask(PIECE)
+        assert statuses == [503]
+        small = asyncio.create_task(ask(FREE_BYTES))
+        await running.acquire()
+        over.set()
+        await asyncio.gather(small, *waiting)
+        await ask(2 * KEPT_TIMES * PIECE)  # alone it may be larger than all room
+        await ask(PIECE)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert statuses == [503, *[200] * (KEPT_TIMES + 3)]
+
+
+def test_what_is_made_in_the_background_still_holds_its_body() -> None:
+    budget = BodyBudget(AdmissionTable(None), PIECE)
+    limits = BodyLimits(2 * KEPT_TIMES * PIECE, 60.0, budget)
+    scope = {"type": "http", "path": "/", "headers": [(b"content-type", b"application/json")]}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b" " * KEPT_TIMES * PIECE, "more_body": False}
+
+    async def send(message: Any) -> None: ...
+
+    answered, detached = (Call(scope, receive, send, limits) for _ in range(2))
+    asyncio.run(answered.read())
+    answered.hand_over(detached)
+    answered.release()
+    with pytest.raises(NoRoomForBody):
+        budget.keep(PIECE)
+    detached.release()
+    detached.release()
+    assert budget.keep(PIECE) == PIECE
 
 
 class TestSmallBodies:
