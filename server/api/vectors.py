@@ -114,6 +114,7 @@ class PooledCall:
                 raise
             finally:
                 run.close()
+                context.metrics.key_used(call.key.name, total, 0)
                 if context.tracer is not None:
                     context.tracer.record(self._ended(total, run.cached_tokens))
 

@@ -70,7 +70,9 @@ class Call:
         self.status: int | None = None
         """Status of the answer once it has begun."""
         self.body = b""
-        self.tenant: Tenant = scope.get(SCOPE_KEY, EVERYBODY)
+        self.key: Tenant = scope.get(SCOPE_KEY, EVERYBODY)
+        """Whose key it came with."""
+        self.tenant = self.key
         self.reservation: Reservation | None = None
         """The call's place in the queue, given back when the call ends."""
         self._kept_bytes = 0

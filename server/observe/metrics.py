@@ -19,7 +19,7 @@ from engine.shared.model_files import served_names
 from server.config import FrontEndConfig
 from server.observe.engine_metrics import Ages, EngineCollector
 from server.observe.exposition import text_of
-from server.observe.metric_factory import MetricFactory
+from server.observe.metric_factory import LabelledCounter, MetricFactory
 from server.observe.sequence_metrics import PromptParams, SequenceMetrics, SequenceTimer
 from server.router.engine_times import EngineTimes
 from server.router.generation_client import GenerationClient
@@ -80,14 +80,22 @@ class FrontEndMetrics:
         self._forwarded = factory.by_label(
             "forwarded_requests", "Answers of other servers, by their model.", "model", "status"
         )
-        self._adapters = {
-            name: factory.by_label(name, text, "lora_name")
+        self._adapters = [
+            factory.by_label(name, text, "lora_name")
             for name, text in (
                 ("lora_requests", "Requests that were answered with an adapter."),
                 ("lora_prompt_tokens", "Prompt tokens of these requests."),
                 ("lora_generation_tokens", "Tokens generated for them."),
             )
-        }
+        ]
+        self._keys = [
+            factory.by_label(name, text, "key")
+            for name, text in (
+                ("key_requests", "Requests that engines worked for, by the name of their API key."),
+                ("key_prompt_tokens", "Prompt tokens of these requests."),
+                ("key_generation_tokens", "Tokens generated for them."),
+            )
+        ]
         self._exposed = registry
         if multiprocess:
             self._exposed = CollectorRegistry()
@@ -119,9 +127,12 @@ class FrontEndMetrics:
 
     def adapter_used(self, name: str, prompt_tokens: int, generation_tokens: int) -> None:
         """A request with an adapter has ended."""
-        numbers = (1, prompt_tokens, generation_tokens)
-        for counter, number in zip(self._adapters.values(), numbers, strict=True):
-            counter.child(name).inc(number)
+        _count(self._adapters, name, prompt_tokens, generation_tokens)
+
+    def key_used(self, name: str, prompt_tokens: int, generation_tokens: int) -> None:
+        """A request with an API key of this name has ended; nothing counts without keys."""
+        if name:
+            _count(self._keys, name, prompt_tokens, generation_tokens)
 
     def request_resumed(self) -> None:
         """A sequence went on in another engine."""
@@ -163,3 +174,9 @@ class FrontEndMetrics:
     def _engines(self, client: GenerationClient, rank: int | None) -> EngineCollector:
         ages = Ages(client.view_age, client.stats_age)
         return EngineCollector(self._prefix, self._model_name, client.view, ages, rank)
+
+
+def _count(counters: list[LabelledCounter], name: str, *tokens: int) -> None:
+    """Count one request, and tokens, under a name."""
+    for counter, number in zip(counters, (1, *tokens), strict=True):
+        counter.child(name).inc(number)

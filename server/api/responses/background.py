@@ -132,7 +132,7 @@ def _detached(call: Call, journal: Journal | None) -> Call:
             await journal.add(message["body"])
 
     headers = call.lasting_headers
-    scope = {"type": "http", "path": call.path, "headers": headers, SCOPE_KEY: call.tenant}
+    scope = {"type": "http", "path": call.path, "headers": headers, SCOPE_KEY: call.key}
     detached = Call(scope, receive, send, call.limits)
     call.hand_over(detached)
     return detached

@@ -21,7 +21,7 @@ from engine.shared.messages import (
     RequestOutput,
     RequestTiming,
 )
-from server.config import FrontEndConfig, HttpConfig
+from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams
 from server.router.engine_times import EngineTimes
@@ -113,6 +113,24 @@ def test_requests_are_counted_and_timed(http: Any) -> None:
     path = "/v1/completions"
     assert value(text, "http_requests_total", endpoint=path, status="200") == 2
     assert value(text, "http_requests_total", endpoint=path, status="400") == 1
+
+
+def test_tokens_are_counted_by_the_name_of_the_key(
+    http_of: Any, config: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("batch: of-batch\nchat: of-chat\n")
+    guards = GuardConfig(api_key_file=str(file), open_metrics=True)
+    http = http_of(msgspec.structs.replace(config, guards=guards))
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "user": "ann"}
+    for key in ("of-batch", "of-batch", "of-chat", "of-nobody"):
+        http.post("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
+    text = http.get("/metrics").text
+    for key, requests in (("batch", 2), ("chat", 1)):
+        assert value(text, "key_requests_total", key=key) == requests
+        assert value(text, "key_prompt_tokens_total", key=key) == 3 * requests
+        assert value(text, "key_generation_tokens_total", key=key) == 2 * requests
+    assert text.count("swell_key_requests_total{") == 2
 
 
 def test_requests_that_waited_in_their_engine_show_as_queue_time(http: Any, engines: Any) -> None:
