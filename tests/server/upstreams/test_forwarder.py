@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class Fleet:
     ) -> None:
         self._routes, self._tokenizer = directory / "routes.yaml", tokenizer
         self.engines = FakeGenerationClient(tokenizer)
-        guards = GuardConfig(api_key=("of-a-tenant",), admin_key=ADMIN_KEY)
+        guards = GuardConfig(
+            api_key=("of-a-tenant",), admin_key=ADMIN_KEY, max_body_bytes_in_flight=1 << 20
+        )
         other = FrontEndConfig(
             model=ModelConfig(model="org/other", served_model_name=("other",)), guards=guards
         )
@@ -179,6 +182,21 @@ def test_an_answer_that_breaks_off_is_no_whole_answer(fleet: Fleet) -> None:
             fleet.http.post("/v1/completions", json=ASK)
 
 
+def test_bodies_that_wait_for_the_other_server_have_a_bound(fleet: Fleet) -> None:
+    large, go_on = {**ASK, "user": "x" * 600_000}, threading.Event()
+    with (
+        listening(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", go_on) as (url, came),
+        ThreadPoolExecutor() as clients,
+    ):
+        fleet.route(other=url)
+        first = clients.submit(fleet.http.post, "/v1/completions", json=large)
+        assert came.wait(60)
+        second = fleet.http.post("/v1/completions", json=large)
+        go_on.set()
+        assert first.result(60).status_code == 200
+    assert (second.status_code, second.json()["error"]["code"]) == (503, "service_unavailable")
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -199,8 +217,13 @@ def test_what_names_no_model_is_refused_here(fleet: Fleet, body: bytes) -> None:
 
 
 @contextlib.contextmanager
-def listening(answer: bytes = b"") -> Iterator[tuple[str, threading.Event]]:
-    """A server that answers whoever comes with the same bytes, and whether anybody came."""
+def listening(
+    answer: bytes = b"", go_on: threading.Event | None = None
+) -> Iterator[tuple[str, threading.Event]]:
+    """A server that answers whoever comes with the same bytes, and whether anybody came.
+
+    It answers when it may `go_on`, and reads whole requests until then.
+    """
     came = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -210,7 +233,10 @@ def listening(answer: bytes = b"") -> Iterator[tuple[str, threading.Event]]:
                     connection, _ = server.accept()
                     came.set()
                     with connection:
-                        connection.recv(1 << 16)
+                        received = connection.recv(1 << 16)
+                        while go_on is not None and len(received) < 600_000:
+                            received += connection.recv(1 << 16)
+                        assert go_on is None or go_on.wait(60)
                         connection.sendall(answer)
 
         thread = threading.Thread(target=serve, daemon=True)
