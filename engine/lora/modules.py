@@ -77,7 +77,9 @@ class AdaptableModules:
             self._place(name, source)
         for layer in range(spec.num_layers):
             if spec.moe is not None and spec.is_sparse(layer) and experts_here:
-                modules = _all_experts(spec, spec.moe, f"model.layers.{layer}.mlp.experts")
+                prefix = f"model.layers.{layer}.mlp.experts"
+                step = sources[f"{prefix}.0.gate_proj.weight"].row_step
+                modules = _all_experts(spec, spec.moe, prefix, step)
                 for block in _BLOCKS:
                     self._all_experts[f"model.layers.{layer}.{block}.experts"] = modules
 
@@ -225,8 +227,13 @@ class AdaptableModules:
         return f"the adapter is for another model: this one has no module {_shown(name)}"
 
 
-def _all_experts(spec: ModelSpec, moe: MoeSpec, prefix: str) -> tuple[Module, Module]:
-    """Return the modules that all experts of a layer are in transformers."""
+def _all_experts(
+    spec: ModelSpec, moe: MoeSpec, prefix: str, row_step: int
+) -> tuple[Module, Module]:
+    """Return the modules that all experts of a layer are in transformers.
+
+    Gates and ups are one below the other, or alternate (`row_step` 2).
+    """
     hidden, inner, experts = spec.hidden_size, moe.intermediate_size, range(moe.num_experts)
     gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
     halves = {
@@ -236,9 +243,10 @@ def _all_experts(spec: ModelSpec, moe: MoeSpec, prefix: str) -> tuple[Module, Mo
             index=number,
             first_row=first,
             num_rows=inner,
+            row_step=row_step,
         )
         for number in experts
-        for half, first in (("gate", 0), ("up", inner))
+        for half, first in (("gate", 0), ("up", inner if row_step == 1 else 1))
     }
     downs = {
         f"{prefix}.{number}.down_proj": Source(name=down, shape=(hidden, inner), index=number)

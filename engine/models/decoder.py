@@ -25,6 +25,8 @@ class AttentionWeights(msgspec.Struct, frozen=True):
     output: Rows
     qk_norm: Rows | None
     """Of [tokens, heads + kv_heads, head_dim]."""
+    sinks: Tensor | None
+    """[heads] float32: scores beside those of the keys, where there are some."""
 
 
 class LayerWeights(msgspec.Struct, frozen=True):
@@ -199,7 +201,8 @@ class Decoder:
                 if step.adapters is not None and self.adapters is not None:
                     self.adapters.current = step.adapters.select(final.tokens)
             if len(x):
-                attended = self.attention.attend(queries, layer_cache, plan)
+                sinks = layer.attention.sinks
+                attended = self.attention.attend(queries, layer_cache, plan, sinks)
                 x += layer.attention.output(attended.to(x.dtype))
                 if not layer.is_parallel:
                     normed = x if layer.mlp_norm is None else layer.mlp_norm(x)

@@ -42,10 +42,15 @@ def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
         UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
     """
     architecture = architecture_of(config)
-    read_scheme(config)  # refuses what the checkpoint could not read
+    scheme = read_scheme(config)  # refuses what the checkpoint could not read
     text = {**config, **(config.get("text_config") or {}), "architectures": [architecture]}
+    spec = family_of(architecture).spec(text)
+    if scheme is not None and scheme.method == "mxfp4" and not (spec.moe and spec.moe.is_mxfp4):
+        raise UnsupportedModel(
+            f"the checkpoint is quantized (mxfp4), which is not read for {architecture}"
+        )
     return msgspec.structs.replace(
-        family_of(architecture).spec(text),
+        spec,
         eos_token_ids=_eos_token_ids(text, generation),
         dtype=_dtype(text),
     )

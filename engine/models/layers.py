@@ -50,6 +50,20 @@ GATED: dict[str, Rows] = {"silu": swiglu, "gelu_tanh": gelu_gated}
 """By the activation of the gates."""
 
 
+def clamped_swiglu(gate_up: Tensor, *, limit: float, slope: float) -> Tensor:
+    """Return gate * sigmoid(slope * gate) * (up + 1) for [rows, 2 * inner], within a limit."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return torch.sigmoid(slope * gate).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+
+def gated(spec: ModelSpec) -> Rows:
+    """Return what a model's MLPs make [rows, inner] with, of [rows, 2 * inner]."""
+    if spec.clamp is None:
+        return GATED[spec.activation]
+    return partial(clamped_swiglu, limit=spec.clamp.limit, slope=spec.clamp.slope)
+
+
 def prepare_norm(norm: NormSpec, weight: Tensor) -> Rows:
     """Return the norm of rows [rows, width]; `weight` is [width], as stored."""
     if norm.kind == "layer":

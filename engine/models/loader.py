@@ -19,9 +19,9 @@ from engine.models.attention.varlen import Attention, CudaAttention
 from engine.models.decoder import AttentionWeights, Decoder, DecoderWeights, Followers, LayerWeights
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.layers import (
-    GATED,
     Chain,
     Rows,
+    gated,
     prepare_norm,
     prepare_qk_norm,
     scaled,
@@ -48,6 +48,7 @@ from engine.models.products.int4 import (
     require_int4,
 )
 from engine.models.products.int8 import prepare_int8
+from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
 from engine.models.products.row_blocks import RowBlocks, probe_rows
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, MoeSpec, UnsupportedModel
@@ -202,7 +203,12 @@ class DecoderLoader:
             return stock
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         return CudaAttention(
-            stock, shape=shape, dtype=dtype, device=device, scale=spec.attention_scale
+            stock,
+            shape=shape,
+            dtype=dtype,
+            device=device,
+            scale=spec.attention_scale,
+            has_sinks=spec.attention_sinks,
         )
 
     def spread_experts(self, model: Decoder, place: GroupPlace) -> None:
@@ -310,21 +316,22 @@ class DecoderLoader:
                 output_norm,
             ),
             qk_norm=qk_norm,
+            sinks=self._copy(prefix + "sinks").float() if spec.attention_sinks else None,
         )
 
     def _mlp(self, prefix: str) -> Rows:
-        spec, gated = self._spec, GATED[self._spec.activation]
+        spec, gate = self._spec, gated(self._spec)
         names = [prefix + "gate_proj", prefix + "up_proj", prefix + "down_proj"]
         bias = [f"{name}.bias" for name in names] if spec.mlp_bias else []
         gate_up = self._linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2])
         down = self._linear(f"{names[2]}.weight", bias=bias[2:])
         if self._bank is None:
-            return self._by_rows(Expert(gate_up, down, gated), spec.hidden_size)
+            return self._by_rows(Expert(gate_up, down, gate), spec.hidden_size)
         hidden, inner = spec.hidden_size, spec.intermediate_size
         return Expert(
             self._adapted(gate_up, names[:2], [inner, inner], hidden),
             self._adapted(down, names[2:], [hidden], inner),
-            self._by_rows(Chain(gated), 2 * inner),
+            self._by_rows(Chain(gate), 2 * inner),
         )
 
     def _adapted(self, product: Linear, names: list[str], widths: list[int], inputs: int) -> Linear:
@@ -343,7 +350,8 @@ class DecoderLoader:
         moe = self._spec.moe
         assert moe is not None
         # Choices between experts turn on small differences, and the product is a small one.
-        score = prepare_linear(self._copy(prefix + "router.weight"))
+        bias = self._copy(prefix + "router.bias") if moe.bias else None
+        score = prepare_linear(self._copy(prefix + "router.weight"), bias)
         if self._bank is not None:
             names, hidden = [prefix + "router"], self._spec.hidden_size
             score = self._adapted(score, names, [moe.num_experts], hidden)
@@ -361,18 +369,19 @@ class DecoderLoader:
         spread.hold(share, lambda number: self._expert(prefix, number))
 
     def _expert(self, prefix: str, number: int) -> Linear:
-        spec, gated = self._spec, GATED[self._spec.activation]
+        spec, gate = self._spec, gated(self._spec)
         names = [f"{prefix}experts.{number}.{part}_proj" for part in ("gate", "up", "down")]
-        gate_up = self._linear(f"{names[0]}.weight", f"{names[1]}.weight")
-        down = self._linear(f"{names[2]}.weight")
-        if self._bank is None or self._expert_group is not None:
-            return self._by_rows(Expert(gate_up, down, gated), spec.hidden_size)
         assert spec.moe is not None
+        bias = [f"{name}.bias" for name in names] if spec.moe.bias else []
+        gate_up = self._linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2])
+        down = self._linear(f"{names[2]}.weight", bias=bias[2:])
+        if self._bank is None or self._expert_group is not None:
+            return self._by_rows(Expert(gate_up, down, gate), spec.hidden_size)
         hidden, inner = spec.hidden_size, spec.moe.intermediate_size
         return Expert(
             self._bank.expert(self._by_rows(gate_up, hidden), names[:2], [inner, inner]),
             self._bank.expert(self._by_rows(down, inner), names[2:], [hidden]),
-            self._by_rows(Chain(gated), 2 * inner),
+            self._by_rows(Chain(gate), 2 * inner),
         )
 
     def _by_rows(self, function: Linear, width: int) -> Linear:
@@ -385,17 +394,20 @@ class DecoderLoader:
         hidden, inner = self._spec.hidden_size, moe.intermediate_size
         num_bytes = 3 * moe.num_experts * hidden * inner * self._types.activations.itemsize
         suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
-        if not suits or self._bank is not None:
+        if not suits or moe.bias or moe.is_mxfp4 or self._bank is not None:
             experts = [self._expert(prefix, i) for i in range(moe.num_experts)]
             return GroupedExperts(experts, self._bank)
         each = [f"{prefix}experts.{i}." for i in range(moe.num_experts)]
         gate_up = [self._fused([f"{p}gate_proj.weight", f"{p}up_proj.weight"]) for p in each]
         down = [self._copy(f"{p}down_proj.weight").T for p in each]
-        gated = GATED[self._spec.activation]
-        return StackedExperts(torch.stack(gate_up), torch.stack(down), gated)
+        return StackedExperts(torch.stack(gate_up), torch.stack(down), gated(self._spec))
 
     def _linear(self, *names: str, bias: list[str] | None = None) -> Linear:
         added = self._fused(bias) if bias else None
+        if self._quantization != "int8":
+            packed = self._stored_mxfp4(list(names))
+            if packed is not None:
+                return Mxfp4Linear(packed, added, self._types.activations)
         if self._quantization != "int4":
             return self._prepare(self._fused(list(names)), added)
         weights = self._stored_int4(list(names))
@@ -412,6 +424,16 @@ class DecoderLoader:
         known = [weights for weights in stored if weights is not None]
         whole = joined(known) if len(known) == len(names) else None
         return whole if whole is not None and fits_int4(whole) else None
+
+    def _stored_mxfp4(self, names: list[str]) -> Mxfp4Weights | None:
+        """Return weights one below the other, if they are stored in blocks of 4-bit floats."""
+        stored = [self._checkpoint.mxfp4(name) for name in names]
+        parts = [weights for weights in stored if weights is not None]
+        if len(parts) < len(names):
+            return None
+        return Mxfp4Weights(
+            *(torch.cat(each).to(self._device) for each in zip(*parts, strict=True))
+        )
 
     def _prepare(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if self._quantization == "int8":

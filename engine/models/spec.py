@@ -61,6 +61,18 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the weights of the chosen experts are scaled to sum to one."""
     layers: tuple[bool, ...]
     """Per layer: sparse (True) or a plain MLP."""
+    bias: bool = False
+    """Of routers and experts."""
+    is_mxfp4: bool = False
+    """Whether the checkpoint has experts in 4-bit floats, a scale for each block of inputs."""
+
+
+class ClampSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """MLPs that make gate * sigmoid(slope * gate) * (up + 1) of bounded gates and ups."""
+
+    limit: float
+    """Gates are at most that; ups lie between its negative and it."""
+    slope: float
 
 
 Block = Literal["before", "after", "around", "parallel"]
@@ -97,6 +109,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     block: Block = "before"
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Of the gates of MLPs."""
+    clamp: ClampSpec | None = None
+    """What MLPs do in its place."""
     windows: tuple[int | None, ...]
     """Per layer: how many last positions a token attends to, itself included; None for all."""
     moe: MoeSpec | None = None
@@ -107,6 +121,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of scores; None for one over the root of `head_dim`."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
+    attention_sinks: bool = False
+    """Whether each head has a score that takes attention from all keys and gives nothing."""
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     num_outputs: int | None = None

@@ -29,14 +29,17 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     first_row: int = 0
     num_rows: int | None = None
     """Rows of that which count; None for all from the first on."""
+    row_step: int = 1
+    """From each row that counts to the next."""
+    is_transposed: bool = False
+    """Whether inputs lie along the first axis of what is stored, and rows along the second."""
     head_order: tuple[int, ...] | None = None
     """Which of each head's rows comes first, second and so on."""
 
     def read(self, stored: "Tensor") -> "Tensor":
         """Return the part; a view where possible."""
         part = stored if self.index is None else stored[self.index]
-        if self.num_rows is not None:
-            part = part[self.first_row : self.first_row + self.num_rows]
+        part = self.rows(part.T if self.is_transposed else part)
         if self.head_order is None:
             return part
         axis = part.dim() - 1 if self.is_norm else 0
@@ -45,6 +48,13 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         order = list(self.head_order)
         ordered = heads[:, order] if axis == 0 else heads[:, :, order]
         return ordered.reshape(part.shape)
+
+    def rows(self, part: "Tensor") -> "Tensor":
+        """Return the rows that count, as they are stored."""
+        if self.num_rows is None:
+            return part
+        end = self.first_row + self.num_rows * self.row_step
+        return part[self.first_row : end : self.row_step]
 
     @property
     def is_norm(self) -> bool:
@@ -94,6 +104,8 @@ def _attention_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shap
     yield prefix + "o_proj.weight", (spec.hidden_size, spec.query_size)
     if spec.output_bias:
         yield prefix + "o_proj.bias", (spec.hidden_size,)
+    if spec.attention_sinks:
+        yield prefix + "sinks", (spec.num_heads,)
     for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
         if spec.qk_norm == "head":
             yield f"{prefix}{name}.weight", (spec.head_dim,)
@@ -117,11 +129,18 @@ def _mlp_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
 def _expert_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
     assert spec.moe is not None
     hidden, inner = spec.hidden_size, spec.moe.intermediate_size
-    yield prefix + "router.weight", (spec.moe.num_experts, hidden)
-    for expert in range(spec.moe.num_experts):
-        yield f"{prefix}experts.{expert}.gate_proj.weight", (inner, hidden)
-        yield f"{prefix}experts.{expert}.up_proj.weight", (inner, hidden)
-        yield f"{prefix}experts.{expert}.down_proj.weight", (hidden, inner)
+    shapes = {
+        "router": (spec.moe.num_experts, hidden),
+        **{
+            f"experts.{expert}.{part}_proj": (hidden, inner) if part == "down" else (inner, hidden)
+            for expert in range(spec.moe.num_experts)
+            for part in ("gate", "up", "down")
+        },
+    }
+    for name, shape in shapes.items():
+        yield f"{prefix}{name}.weight", shape
+        if spec.moe.bias:
+            yield f"{prefix}{name}.bias", shape[:1]
 
 
 def stored_tensors(weights: WeightMap) -> Layout:

@@ -8,6 +8,8 @@ from engine.shared.gguf.reader import BadGguf
 
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
+_OTHER_WEIGHT_FILES = ["*/*.safetensors"]
+"""Some repositories have the weights once more, in a folder and in a form for other programs."""
 
 
 class ModelNotFound(ValueError):
@@ -48,7 +50,12 @@ def model_directory(config: ModelConfig, *, weights: bool) -> Path:
     patterns = _TEXT_FILES + (_WEIGHT_FILES if weights else [])
     try:
         return Path(
-            snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+            snapshot_download(
+                config.model,
+                revision=config.revision,
+                allow_patterns=patterns,
+                ignore_patterns=_OTHER_WEIGHT_FILES,
+            )
         )
     except Exception as error:
         raise ModelNotFound(

@@ -1,5 +1,7 @@
 """The documented meaning of torch's paged `varlen_attn`, in plain torch for any device."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,8 @@ def plain_kernel(
     enable_gqa: bool,
     seqused_k: Tensor,
     block_table: Tensor,
-) -> Tensor:
+    return_aux: Any = None,
+) -> Any:
     """Row by row; queries are the last tokens of their keys."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == block_table.dtype == torch.int32
     shared = query.shape[1] // key.shape[2]
@@ -27,6 +30,7 @@ def plain_kernel(
     left, right = window_size
     assert right == 0
     out = torch.empty_like(query)
+    sums = torch.empty(query.shape[1], len(query))
     for row in range(len(seqused_k)):
         first, end = int(cu_seq_q[row]), int(cu_seq_q[row + 1])
         length = int(seqused_k[row])
@@ -40,6 +44,7 @@ def plain_kernel(
         seen = torch.arange(length) <= position
         if left >= 0:
             seen &= torch.arange(length) >= position - left
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[first:end] = torch.einsum("hqk,khd->qhd", weights, values)
-    return out
+        scores = scores.masked_fill(~seen, float("-inf"))
+        out[first:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        sums[:, first:end] = scores.logsumexp(-1)
+    return (out, sums) if return_aux is not None and return_aux.lse else out

@@ -1,10 +1,13 @@
 """Tiny random checkpoints of every architecture, written by transformers, its reference."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 MAX_MODEL_LEN = 256
 
@@ -43,6 +46,14 @@ _LONG_ROPE = {
     "long_factor": [4.0 + 0.5 * i for i in range(12)],
 }
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_GPT_OSS: dict[str, Any] = {
+    "head_dim": 32,
+    "sliding_window": 20,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {**_YARN_ROPE, "truncate": False},
+}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}),
@@ -166,6 +177,8 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("Glm", {"head_dim": 32}),
     "glm4": ("Glm4", {"head_dim": 32}),
+    "gpt-oss": ("GptOss", _GPT_OSS),
+    "gpt-oss-mxfp4": ("GptOss", _GPT_OSS),
 }
 
 
@@ -206,8 +219,40 @@ def save_tiny_model(name: str, directory: Path, seed: int, **options: Any) -> Ch
     options_of = {"attn_implementation": "eager"} if family == "Gemma2" else {}
     reference = model._from_config(config, **options_of).eval()
     _randomize(reference, seed)
+    packed = pack_experts(reference, seed) if name.endswith("-mxfp4") else {}
     reference.save_pretrained(directory, **options)
+    if packed:
+        _replace(directory, packed)
     return Checkpoint(directory, reference)
+
+
+def pack_experts(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Give GPT-OSS random experts in MXFP4; return these by the names that they are stored by."""
+    generator = torch.Generator().manual_seed(seed)
+    stored: dict[str, torch.Tensor] = {}
+    for number, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            parameter = getattr(layer.mlp.experts, name)
+            experts, inputs, outputs = parameter.shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
+            with torch.no_grad():
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            path = f"model.layers.{number}.mlp.experts.{name}"
+            stored |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
+    return stored
+
+
+def _replace(directory: Path, packed: dict[str, torch.Tensor]) -> None:
+    """Store packed experts in place of those that transformers wrote."""
+    path, config = directory / "model.safetensors", directory / "config.json"
+    unpacked = {name.removesuffix("_blocks") for name in packed}
+    kept = {name: each for name, each in load_file(path).items() if name not in unpacked}
+    save_file({**kept, **packed}, path, metadata={"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    content = {**json.loads(config.read_text()), "quantization_config": quantization}
+    config.write_text(json.dumps(content))
 
 
 def _randomize(model: torch.nn.Module, seed: int) -> None:

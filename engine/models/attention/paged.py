@@ -22,8 +22,10 @@ from engine.models.products.processor import has_matrix_unit
 _GATHERED_BYTES = 1 << 20
 """Keys and values that each thread of a CPU gathers at once: half of a core's second-level cache,
 so that they are still there when they are attended to."""
-_MAX_CAPPED_SCORES = 1 << 24
-"""Scores that are held at once where they are capped."""
+_VECTOR = 64
+"""Values of which a processor computes a multiple in whole vectors."""
+_MAX_PLAIN_SCORES = 1 << 24
+"""Scores that are held at once where no fused operator computes them."""
 
 
 class PagedAttention:
@@ -68,30 +70,35 @@ class PagedAttention:
         """Group the rows of a step; `window` limits how far back a token looks."""
         return self._planner.plan(rows, window)
 
-    def attend(self, queries: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+    def attend(
+        self, queries: Tensor, cache: Tensor, plan: AttentionPlan, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend from all tokens of the step to the cache, which holds their keys already.
 
         Args:
             queries: [tokens, heads, head_dim], rotated
             cache: [num_blocks, block_size, 2, kv_heads, head_dim]
+            sinks: [heads] float32: a score of each head that takes its share and gives nothing
 
         Returns:
             [tokens, heads * head_dim]
         """
         flat = cache.view(cache.shape[0], -1)
+        if sinks is not None:
+            sinks = sinks.view(self._kv_heads, self._group, 1)
         if len(plan) == 1 and isinstance(plan[0], PaddedGroup) and plan[0].tokens is None:
-            return self._attend_padded(queries, flat, plan[0])
+            return self._attend_padded(queries, flat, plan[0], sinks)
         out = queries.new_empty(queries.shape[0], self._heads * self._head_dim)
         for part in plan:
             if isinstance(part, TokensOfRow):
-                out[part.first : part.end] = self._attend_tokens(queries, flat, part)
+                out[part.first : part.end] = self._attend_tokens(queries, flat, part, sinks)
                 continue
             if isinstance(part, LongRow):
-                out[part.first : part.end] = self._attend_long(queries, flat, part)
+                out[part.first : part.end] = self._attend_long(queries, flat, part, sinks)
                 continue
             assert part.tokens is not None, "a group over the whole batch is the only one"
-            result = self._attend_padded(queries.index_select(0, part.tokens), flat, part)
             tokens = part.tokens
+            result = self._attend_padded(queries.index_select(0, tokens), flat, part, sinks)
             if part.valid is not None:
                 result, tokens = result.index_select(0, part.valid), tokens[part.valid]
             out.index_copy_(0, tokens, result)
@@ -103,26 +110,39 @@ class PagedAttention:
         keys: Tensor,
         values: Tensor,
         *,
+        sinks: Tensor | None,
         attn_mask: Tensor | None,
         is_causal: bool = False,
     ) -> Tensor:
-        if self._softcap is None:
+        """Attend from [.., queries, head_dim]; sinks are [.., queries] or as wide as one."""
+        if self._softcap is None and sinks is None:
             return F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask, is_causal=is_causal, scale=self._scale
             )
-        return _capped_products(
-            queries,
-            keys,
-            values,
-            attn_mask,
-            is_causal=is_causal,
-            scale=self._scale or self._head_dim**-0.5,
-            cap=self._softcap,
+        if self._softcap is not None or sinks is None or queries.device.type != "cpu":
+            return _plain_products(
+                queries,
+                keys,
+                values,
+                attn_mask,
+                is_causal=is_causal,
+                scale=self._scale or self._head_dim**-0.5,
+                cap=self._softcap,
+                sinks=sinks,
+            )
+        # The operator that torch's function calls, with the sums beside the averages.
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, is_causal, attn_mask=attn_mask, scale=self._scale
         )
+        return beside_sinks(out, sums, sinks)
 
-    def _attend_padded(self, queries: Tensor, flat: Tensor, group: PaddedGroup) -> Tensor:
+    def _attend_padded(
+        self, queries: Tensor, flat: Tensor, group: PaddedGroup, sinks: Tensor | None
+    ) -> Tensor:
         """Heads that share a KV head are folded into the query axis, so no key is repeated."""
         rows, count, dim = group.num_rows, group.num_queries, self._head_dim
+        if sinks is not None:
+            sinks = sinks.expand(-1, -1, count).flatten(1)
         spread = queries.view(rows, count, self._kv_heads, self._group, dim)
         folded = spread.permute(0, 2, 3, 1, 4).reshape(rows, self._kv_heads, -1, dim)
         blocks = group.blocks.view(rows, -1)
@@ -137,6 +157,7 @@ class PagedAttention:
                 folded[first : first + at_once],
                 kv[:, :, 0].transpose(1, 2),
                 kv[:, :, 1].transpose(1, 2),
+                sinks=sinks,
                 attn_mask=group.mask[first : first + at_once],
             )
             parts.append(part)
@@ -144,17 +165,22 @@ class PagedAttention:
         out = out.view(rows, self._kv_heads, self._group, count, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * count, -1)
 
-    def _attend_tokens(self, queries: Tensor, flat: Tensor, part: TokensOfRow) -> Tensor:
+    def _attend_tokens(
+        self, queries: Tensor, flat: Tensor, part: TokensOfRow, sinks: Tensor | None
+    ) -> Tensor:
         """The products of `_attend_padded` for decodes, with keys that all tokens share."""
         count, kv_heads, dim = part.end - part.first, self._kv_heads, self._head_dim
         kv = flat.index_select(0, part.blocks).view(1, -1, 2, kv_heads, dim)
         shape = (count, kv_heads, kv.shape[1], dim)
         keys, values = (kv[:, :, i].transpose(1, 2).expand(shape) for i in (0, 1))
         folded = queries[part.first : part.end].view(count, kv_heads, self._group, dim)
-        out = self._products(folded, keys, values, attn_mask=part.mask)
+        sinks = None if sinks is None else sinks.squeeze(2)
+        out = self._products(folded, keys, values, sinks=sinks, attn_mask=part.mask)
         return out.reshape(count, -1)
 
-    def _attend_long(self, queries: Tensor, flat: Tensor, row: LongRow) -> Tensor:
+    def _attend_long(
+        self, queries: Tensor, flat: Tensor, row: LongRow, sinks: Tensor | None
+    ) -> Tensor:
         """KV heads become the batch axis, over which keys are expanded without a copy."""
         count, kv_heads, dim = row.end - row.first, self._kv_heads, self._head_dim
         kv = flat.index_select(0, row.blocks).view(-1, 2, kv_heads, dim)[: row.num_keys]
@@ -167,13 +193,30 @@ class PagedAttention:
             spread.to(self._long_dtype).permute(1, 2, 0, 3),
             keys,
             values,
+            sinks=sinks,
             attn_mask=row.mask,
             is_causal=row.mask is None,
         )
         return out.permute(2, 0, 1, 3).reshape(count, -1).to(queries.dtype)
 
 
-def _capped_products(
+def beside_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Scale averages over keys to what they are beside sinks, in place.
+
+    Args:
+        out: [.., head_dim]
+        sums: [..] logarithms of the sums of the exponentials of scores
+        sinks: as wide, or to be spread so: one more score that is not in the sums
+    """
+    shares = sums - sinks
+    flat = shares.flatten()
+    # What fills no vector a CPU computes by another function, so that shares would depend on how
+    # many there are.
+    whole = torch.sigmoid(F.pad(flat, (0, -len(flat) % _VECTOR)))
+    return out.mul_(whole[: len(flat)].view(*shares.shape, 1))
+
+
+def _plain_products(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -181,15 +224,21 @@ def _capped_products(
     *,
     is_causal: bool,
     scale: float,
-    cap: float,
+    cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with capped scores, some of the queries [.., queries, head_dim] at a time."""
+    """Attend with scores that may be capped, some of the queries [.., queries, head_dim] at a time.
+
+    Sinks are [.., queries] or as wide as one.
+    """
     num_queries, num_keys = queries.shape[-2], keys.shape[-2]
-    at_once = max(1, _MAX_CAPPED_SCORES // (queries.shape[:-2].numel() * num_keys))
+    at_once = max(1, _MAX_PLAIN_SCORES // (queries.shape[:-2].numel() * num_keys))
     parts = []
     for first in range(0, num_queries, at_once):
         part = queries[..., first : first + at_once, :]
-        scores = softcap(torch.matmul(part, keys.transpose(-1, -2)).mul_(scale), cap)
+        scores = torch.matmul(part, keys.transpose(-1, -2)).mul_(scale)
+        if cap is not None:
+            scores = softcap(scores, cap)
         if mask is not None:
             scores += mask if mask.shape[-2] == 1 else mask[..., first : first + at_once, :]
         elif is_causal:
@@ -197,7 +246,11 @@ def _capped_products(
             later = torch.arange(num_keys, device=queries.device) > position.unsqueeze(1)
             scores.masked_fill_(later, float("-inf"))
         weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-        parts.append(torch.matmul(weights, values))
+        out = torch.matmul(weights, values)
+        if sinks is not None:
+            own = sinks if sinks.shape[-1] == 1 else sinks[..., first : first + at_once]
+            out = beside_sinks(out, scores.float().logsumexp(-1), own)
+        parts.append(out)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 

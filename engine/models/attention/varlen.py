@@ -7,14 +7,14 @@ shapes in question and compared with the stock operators, which are used where i
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.attention.paged import PagedAttention
+from engine.models.attention.paged import PagedAttention, beside_sinks
 from engine.models.attention.plan import AttentionRows
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,13 @@ class Attention(Protocol):
         """Prepare the rows of a step; `window` limits how far back a token looks."""
         ...
 
-    def attend(self, queries: Tensor, cache: Tensor, plan: Any) -> Tensor:
-        """Attend from [tokens, heads, head_dim] to the cache; return [tokens, heads * head_dim]."""
+    def attend(
+        self, queries: Tensor, cache: Tensor, plan: Any, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend from [tokens, heads, head_dim] to the cache; return [tokens, heads * head_dim].
+
+        Sinks [heads] are scores that take their share and give nothing, where the model has some.
+        """
         ...
 
 
@@ -50,6 +55,13 @@ class VarlenPlan(msgspec.Struct, frozen=True):
     max_keys: int
     window: tuple[int, int]
     """How many tokens each query sees to its left (-1: all) and right, itself not counted."""
+
+
+class _Sums(NamedTuple):
+    """Asks the kernel for more than averages (its `AuxRequest`, which old builds lack)."""
+
+    lse: bool = True
+    """The logarithms of the sums of the exponentials of scores."""
 
 
 class VarlenAttention:
@@ -84,9 +96,15 @@ class VarlenAttention:
             window=kernel_window(window),
         )
 
-    def attend(self, queries: Tensor, cache: Tensor, plan: VarlenPlan) -> Tensor:
-        """Attend from all tokens of the step to the cache, which holds their keys already."""
-        out: Tensor = self._kernel(
+    def attend(
+        self, queries: Tensor, cache: Tensor, plan: VarlenPlan, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend from all tokens of the step to the cache, which holds their keys already.
+
+        Raises:
+            ValueError: the kernel's sums are not [heads, tokens], which sinks need.
+        """
+        result = self._kernel(
             queries,
             cache[:, :, 0],
             cache[:, :, 1],
@@ -99,7 +117,15 @@ class VarlenAttention:
             enable_gqa=queries.shape[1] != cache.shape[3],
             seqused_k=plan.num_keys,
             block_table=plan.block_tables,
+            **({} if sinks is None else {"return_aux": _Sums()}),
         )
+        if sinks is None:
+            out: Tensor = result
+        else:
+            out, sums = result
+            if sums.shape != (queries.shape[1], len(queries)):
+                raise ValueError(f"the kernel's sums are {list(sums.shape)}")
+            out = beside_sinks(out, sums.T, sinks)
         return out.reshape(len(queries), -1)
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
@@ -117,9 +143,11 @@ class CudaAttention:
         dtype: torch.dtype,
         device: torch.device,
         scale: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         """Attend with heads of `shape`: query heads, KV heads, size of a head; `scale` scores."""
         self._scale = scale
+        self._has_sinks = has_sinks
         self._stock = stock
         self._shape = shape
         self._dtype = dtype
@@ -136,9 +164,11 @@ class CudaAttention:
         """Prepare the rows of a step."""
         return self.for_blocks(rows.block_size).plan(rows, window)
 
-    def attend(self, queries: Tensor, cache: Tensor, plan: Any) -> Tensor:
+    def attend(
+        self, queries: Tensor, cache: Tensor, plan: Any, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend from all tokens of the step to the cache, which holds their keys already."""
-        return self.for_blocks(cache.shape[1]).attend(queries, cache, plan)
+        return self.for_blocks(cache.shape[1]).attend(queries, cache, plan, sinks)
 
     def _try(self, block_size: int) -> Attention:
         if self._dtype.itemsize != 2:
@@ -176,8 +206,11 @@ class CudaAttention:
         options: Any = {"device": self._device, "dtype": self._dtype, "generator": generator}
         cache = torch.randn(6, block_size, 2, kv_heads, head_dim, **options)
         queries = torch.randn(int(counts.sum()), heads, head_dim, **options)
+        sinks = torch.linspace(-1, 1, heads, device=self._device) if self._has_sinks else None
         ways: tuple[Attention, Attention] = (varlen, self._stock)
-        one, other = (way.attend(queries, cache, way.plan(rows, None)).float() for way in ways)
+        one, other = (
+            way.attend(queries, cache, way.plan(rows, None), sinks).float() for way in ways
+        )
         return float((one - other).abs().max())
 
 

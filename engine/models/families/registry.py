@@ -7,6 +7,7 @@ from engine.models.families import (
     gemma2,
     gemma3,
     glm4,
+    gpt_oss,
     granite,
     granite_moe,
     llama,
@@ -38,6 +39,7 @@ _MODULES = (
     smollm3,
     cohere,
     glm4,
+    gpt_oss,
 )
 
 FAMILIES: dict[str, Family] = {

@@ -28,6 +28,7 @@ from engine.models.formats.quantized.weights import (
     quantized_weights,
 )
 from engine.models.products.int4 import Int4Weights
+from engine.models.products.mxfp4 import Mxfp4Weights
 from engine.models.spec import ModelSpec
 from engine.models.weights import Layout, Source, WeightMap, decoder_tensors, stored_tensors
 
@@ -54,6 +55,10 @@ class Checkpoint(Protocol):
 
     def int4(self, name: str) -> Int4Weights | None:
         """Return a weight as it is stored in 4 bits; None if it is not, or not in plain groups."""
+        ...
+
+    def mxfp4(self, name: str) -> Mxfp4Weights | None:
+        """Return a weight as it is stored in blocks of 4-bit floats; None if it is not."""
         ...
 
     def fingerprint(self) -> str:
@@ -149,8 +154,20 @@ class SafetensorsCheckpoint:
         Raises:
             CheckpointError: the tensors of a quantized weight do not fit each other.
         """
+        packed = self.mxfp4(name)
+        if packed is not None:  # of all experts of a layer in one tensor only this one is expanded
+            return packed.expanded(self.dtype)
         source = self._weights[name]
         return source.read(self._whole(source.name))
+
+    def mxfp4(self, name: str) -> Mxfp4Weights | None:
+        """Return the stored blocks and scales of a weight, if it has such; views where possible."""
+        source = self._weights[name]
+        stored = self._quantized.get(source.name)
+        if stored is None or "blocks" not in stored.names:
+            return None
+        whole = (self._stored_tensor(stored.names[part]) for part in ("blocks", "scales"))
+        return Mxfp4Weights(*(source.rows(part[source.index]) for part in whole))
 
     def int4(self, name: str) -> Int4Weights | None:
         """Return the stored codes, scales and zero points of a weight, if they have 4 bits.
@@ -159,7 +176,7 @@ class SafetensorsCheckpoint:
             CheckpointError: its tensors do not fit each other.
         """
         source = self._weights[name]
-        if source.name not in self._quantized:
+        if source.name not in self._quantized or self.mxfp4(name) is not None:
             return None
         weights = self._opened(source.name)
         if isinstance(weights, FloatWeight) or weights.bits != 4 or weights.group_of is not None:
@@ -281,6 +298,10 @@ class DummyCheckpoint:
         return values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
 
     def int4(self, name: str) -> Int4Weights | None:
+        """None: weights are drawn as floats."""
+        return None
+
+    def mxfp4(self, name: str) -> Mxfp4Weights | None:
         """None: weights are drawn as floats."""
         return None
 

@@ -14,6 +14,7 @@ from engine.distributed.group import Group
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.layers import Rows
 from engine.models.products.int4 import Int4Weights
+from engine.models.products.mxfp4 import BLOCK, Mxfp4Weights
 from engine.models.spec import ModelSpec, UnsupportedModel
 
 
@@ -43,9 +44,16 @@ class Cut:
                 f"and {kv_heads} key-value heads: it has to divide the former, and to divide or be "
                 "a multiple of the latter"
             )
+        if spec.moe is not None and spec.moe.is_mxfp4 and spec.moe.intermediate_size < BLOCK * size:
+            raise UnsupportedModel(
+                f"--tensor-parallel-size {size} is more than the experts of this model can be cut "
+                f"into: they have {spec.moe.intermediate_size} inner outputs in blocks of {BLOCK}"
+            )
         self.rank = rank
         self.size = size
         self._spec = spec
+        self._unit = BLOCK if spec.moe is not None and spec.moe.is_mxfp4 else 1
+        """Inner widths are cut at multiples of it."""
         self._query = part_of(spec.query_size, rank, size)
         # With fewer key-value heads than ranks each is held by several, next to its query heads.
         local_kv = max(1, kv_heads // size)
@@ -69,6 +77,16 @@ class Cut:
         rows = self._rows(parent, tensor)
         return tensor if rows is None else tensor[rows]
 
+    def mxfp4_part(self, name: str, weights: Mxfp4Weights) -> Mxfp4Weights:
+        """Return this rank's part of a packed weight, as views."""
+        parent = name.split(".")[-2]
+        if parent == "down_proj":
+            inner = self._inner(weights.scales.shape[1] * BLOCK)
+            blocks = slice(inner.start // BLOCK, inner.stop // BLOCK)
+            return Mxfp4Weights(weights.blocks[:, blocks], weights.scales[:, blocks])
+        rows = self._inner(len(weights.scales))
+        return Mxfp4Weights(weights.blocks[rows], weights.scales[rows])
+
     def _rows(self, parent: str, tensor: Tensor) -> slice | None:
         """Return this rank's rows of what is cut by its outputs; None if all have the whole."""
         match parent:
@@ -80,14 +98,15 @@ class Cut:
                 return self.vocabulary
             case "gate_proj" | "up_proj":
                 return self._inner(tensor.shape[0])
-            case "q_norm" | "k_norm" if tensor.dim() == 2:  # one row a head
-                width = self._spec.head_dim
-                values = self._query if parent == "q_norm" else self._kv
-                return slice(values.start // width, values.stop // width)
+        if parent == "self_attn" or (parent in ("q_norm", "k_norm") and tensor.dim() == 2):
+            width = self._spec.head_dim  # one row a head, as sinks have
+            values = self._kv if parent == "k_norm" else self._query
+            return slice(values.start // width, values.stop // width)
         return None
 
     def _inner(self, width: int) -> slice:
-        return part_of(width, self.rank, self.size)
+        part = part_of(width // self._unit, self.rank, self.size)
+        return slice(part.start * self._unit, part.stop * self._unit)
 
     def _local_spec(self, heads: int, kv_heads: int) -> ModelSpec:
         def local(width: int) -> int:
@@ -125,6 +144,11 @@ class CutCheckpoint:
     def int4(self, name: str) -> Int4Weights | None:
         """None: a part is rounded again."""
         return None
+
+    def mxfp4(self, name: str) -> Mxfp4Weights | None:
+        """Return this rank's part of a weight that is stored in blocks of 4-bit floats."""
+        weights = self._checkpoint.mxfp4(name)
+        return None if weights is None else self._cut.mxfp4_part(name, weights)
 
     def fingerprint(self) -> str:
         """Return the digest of the whole checkpoint."""

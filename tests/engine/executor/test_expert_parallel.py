@@ -64,6 +64,7 @@ def together(members: list[Process], *requests: tuple[Any, ...]) -> None:
         ("mixtral", 2, "to where they are needed"),
         ("mixtral", 3, "as is best"),
         ("mixtral", 4, "to where they are needed"),
+        ("gpt-oss-mxfp4", 2, "as is best"),
     ],
 )
 def test_tokens_equal_those_of_one_engine_with_all_experts(

@@ -85,6 +85,8 @@ def start() -> Iterator[StartCluster]:
         ("phi3-partial", 2),  # fused tensors
         ("cohere-normed", 4),
         ("granite-moe", 2),
+        ("gpt-oss", 4),  # sinks, with two key-value heads
+        ("gpt-oss-mxfp4", 2),  # three blocks of inner outputs
     ],
 )
 def test_every_condition_gives_the_tokens_of_one_process(

@@ -51,7 +51,7 @@ def fill(engine: Any, slot: int, adapter: Path, model: Path) -> None:
 FAMILIES = [
     "llama", "llama-tied-llama3", "llama-biased", "mistral-window", "qwen2", "qwen3", "gemma2",
     "gemma3", "phi3", "phi3-partial", "olmo2", "granite", "smollm3", "cohere", "cohere2", "glm",
-    "glm4",
+    "glm4", "gpt-oss", "gpt-oss-mxfp4",
 ]  # fmt: skip
 
 
@@ -135,6 +135,10 @@ SPARSE: dict[str, dict[str, Any]] = {
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"],
         "rank_pattern": {r"layers\.1\..*down_proj": 3},
         "alpha_pattern": {"experts.gate_up_proj": 2},
+    },
+    "gpt-oss": {  # gates and ups alternate
+        "target_modules": ["v_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"],
     },
 }
 

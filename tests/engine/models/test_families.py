@@ -38,7 +38,8 @@ def test_every_family_describes_weights_of_its_own_spec() -> None:
         assert described.architecture == architecture
         weights = family.weights(described)
         assert weights["model.embed_tokens.weight"].shape == (100, 64)
-        assert all(source.name.endswith((".weight", ".bias")) for source in weights.values())
+        if architecture != "GptOssForCausalLM":
+            assert all(source.name.endswith((".weight", ".bias")) for source in weights.values())
 
 
 def test_gemma_2_has_what_its_configs_leave_out() -> None:

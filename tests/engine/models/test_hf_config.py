@@ -87,6 +87,20 @@ def test_sparse_layers_of_qwen3_moe() -> None:
     assert (moe.num_experts, moe.intermediate_size, moe.normalize_weights) == (8, 16, False)
 
 
+def test_every_other_layer_of_gpt_oss_slides() -> None:
+    read = spec("GptOss", num_local_experts=8, num_experts_per_tok=2, attention_bias=True)
+    assert read.windows == (128, None) * 2
+    assert spec("GptOss", num_local_experts=8, num_experts_per_tok=2, sliding_window=9).windows == (
+        (9, None) * 2
+    )
+    assert read.attention_sinks
+    assert read.output_bias
+    assert read.clamp is not None
+    assert (read.clamp.limit, read.clamp.slope) == (7.0, 1.702)
+    assert read.moe is not None
+    assert (read.moe.bias, read.moe.is_mxfp4, read.moe.intermediate_size) == (True, False, 96)
+
+
 def test_yarn_stretches_the_stated_length() -> None:
     stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert spec(rope_scaling=stretched).max_position_embeddings == 2048

@@ -63,6 +63,38 @@ def test_scores_are_scaled_alike(rows: AttentionRows) -> None:
     assert (out - stock.attend(queries, cache, stock.plan(rows, None))).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [None, 1e6])  # which changes nothing but the way
+def test_sinks_take_their_share_in_every_way(
+    rows: AttentionRows,
+    window: int | None,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.models.attention.paged._MAX_PLAIN_SCORES", 100)
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(40, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM, generator=generator)
+    queries = torch.randn(int(rows.counts.sum()), HEADS, HEAD_DIM, generator=generator)
+    sinks = torch.tensor([-2.0, 0.5, 1.0, 3.0])
+    stock = PagedAttention(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        device=CPU,
+        softcap=softcap,
+    )
+    varlen = VarlenAttention(device=CPU, kernel=plain_kernel)
+    out = varlen.attend(queries, cache, varlen.plan(rows, window), sinks)
+    expected = stock.attend(queries, cache, stock.plan(rows, window), sinks)
+    assert (out - expected).abs().max() < 1e-5
+    first = cache[rows.block_tables[0, 0], 0, 1].repeat_interleave(HEADS // KV_HEADS, 0)
+    keys = cache[rows.block_tables[0, 0], 0, 0].repeat_interleave(HEADS // KV_HEADS, 0)
+    score = (queries[0] * keys).sum(-1) * HEAD_DIM**-0.5  # of the only key of the first row
+    share = torch.stack((score, sinks)).softmax(0)[0]
+    assert (out[0].view(HEADS, HEAD_DIM) - share[:, None] * first).abs().max() < 1e-5
+
+
 def test_windows_count_the_token_itself_in_the_models_words_only() -> None:
     assert kernel_window(None) == (-1, 0)
     assert kernel_window(4) == (3, 0)

@@ -22,6 +22,8 @@ CASES = [
     ("olmo2", {}),
     ("cohere-normed", {}),
     ("granite-moe", {"dtype": "bfloat16"}),
+    ("gpt-oss", {}),
+    ("gpt-oss-mxfp4", {"dtype": "bfloat16"}),
     ("bundled", {"dtype": "float32"}),
     ("bundled", {"dtype": "bfloat16"}),
     ("bundled", {"dtype": "bfloat16", "quantization": "int8"}),

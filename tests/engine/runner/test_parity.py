@@ -50,6 +50,8 @@ ARCHITECTURES = [
     "cohere2",
     "glm",
     "glm4",
+    "gpt-oss",
+    "gpt-oss-mxfp4",
 ]
 
 
@@ -166,7 +168,7 @@ def test_lengths_far_apart_are_split_into_groups(
 def test_capped_scores_are_computed_some_at_a_time(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.models.attention.paged._MAX_CAPPED_SCORES", 3000)
+    monkeypatch.setattr("engine.models.attention.paged._MAX_PLAIN_SCORES", 3000)
     model = checkpoint("gemma2")
     engine = driver(model.directory)
     tokens = prompt(150)

@@ -40,7 +40,8 @@ def test_bundled_model_keeps_its_logits_and_its_perplexity(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-biased", "qwen3", "mixtral", "qwen3-moe-many", "gemma3", "glm4"]
+    "name",
+    ["llama-biased", "qwen3", "mixtral", "qwen3-moe-many", "gemma3", "glm4", "gpt-oss-mxfp4"],
 )
 def test_every_kind_of_layer_is_close_in_8_bits(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt

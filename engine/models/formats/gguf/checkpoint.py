@@ -11,6 +11,7 @@ from engine.models.formats.checkpoint import compare
 from engine.models.formats.fingerprint import weights_fingerprint
 from engine.models.formats.gguf.expansion import INT4_TYPES, expand, int4_codes
 from engine.models.products.int4 import Int4Weights
+from engine.models.products.mxfp4 import Mxfp4Weights
 from engine.models.spec import ModelSpec, RopeSpec
 from engine.models.weights import (
     Shape,
@@ -101,6 +102,10 @@ class GgufCheckpoint:
         parts = int4_codes(self._blocks(info), info.storage.name)
         codes, scales, zeros = (source.read(part.reshape(rows, -1)) for part in parts)
         return Int4Weights(codes, scales, zeros)
+
+    def mxfp4(self, name: str) -> Mxfp4Weights | None:
+        """None: that type is not read."""
+        return None
 
     def _found(self, name: str) -> tuple[Source, TensorInfo]:
         """Return a tensor's place; if it is one of a stack, the others are not touched."""

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.models.spec import UnsupportedModel
 
-Method = Literal["awq", "compressed-tensors", "fp8", "gptq"]
+Method = Literal["awq", "compressed-tensors", "fp8", "gptq", "mxfp4"]
 
 _COMPRESSED_FORMATS = (
     "dense",
@@ -61,11 +61,13 @@ def read_scheme(config: dict[str, Any]) -> Scheme | None:
         _one_of("bits", stored.get("bits", stored.get("w_bit")), (4,))
         _one_of("zero_point", stored.get("zero_point", True), (True,))
         return Scheme("awq", 4)
+    if method == "mxfp4":
+        return Scheme("mxfp4")
     if method == "compressed-tensors":
         return _compressed(stored)
     raise UnsupportedModel(
-        f"the checkpoint is quantized ({method}), which cannot be read here: gptq, awq, fp8 and "
-        "compressed-tensors can, or use the original bfloat16, float16 or float32 weights"
+        f"the checkpoint is quantized ({method}), which cannot be read here: gptq, awq, fp8, "
+        "mxfp4 and compressed-tensors can, or use the original bfloat16, float16 or float32 weights"
     )
 
 

@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint make up each weight, and the expanded weight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from engine.models.formats.quantized.integers import (
     read_packed,
 )
 from engine.models.formats.quantized.scheme import Scheme
+from engine.models.products.mxfp4 import BLOCK
 from engine.models.weights import Layout, Shape
 
 _AT_ONCE = 1 << 22
@@ -39,6 +40,8 @@ PARTS = (
     "weight_zero_point",
 )
 """Last parts of the names of a quantized weight's tensors."""
+_MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
+"""Endings of the names of the two tensors of a layer's experts."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
 """Scales of an 8-bit KV cache, which the engine does not have."""
 
@@ -64,6 +67,8 @@ def quantized_weights(
     Raises:
         BadQuantization: tensors of one weight do not fit each other.
     """
+    if scheme.method == "mxfp4":
+        return dict(_mxfp4_weights(shapes, types))
     groups: dict[str, dict[str, str]] = {}
     for name in shapes:
         base, _, part = name.rpartition(".")
@@ -73,6 +78,21 @@ def quantized_weights(
         f"{base}.weight": StoredWeight(_shape(scheme, names, shapes, types, read), names)
         for base, names in groups.items()
     }
+
+
+def _mxfp4_weights(shapes: Layout, types: Mapping[str, str]) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield the experts of each layer in one, of the shape that they have in 16 bits."""
+    for blocks, shape in shapes.items():
+        if not blocks.endswith(_MXFP4_BLOCKS):
+            continue
+        name = blocks.removesuffix(_MXFP4_BLOCKS)
+        scales = name + _MXFP4_SCALES
+        fits = len(shape) == 4 and shape[3] == BLOCK // 2 and shapes.get(scales) == shape[:3]
+        if not fits or {types[blocks], types[scales]} != {"U8"}:
+            raise BadQuantization(f"{blocks} and {scales} are no blocks of 4-bit floats")
+        experts, outputs, groups, _ = shape
+        stored = {"blocks": blocks, "scales": scales}
+        yield name, StoredWeight((experts, groups * BLOCK, outputs), stored)
 
 
 def _shape(

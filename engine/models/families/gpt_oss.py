@@ -1,0 +1,71 @@
+"""GPT-OSS: attention sinks, every other layer slides, experts with biases and bounded gates."""
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import LLAMA_NAMES, stored_name
+from engine.models.families.reading import (
+    integer,
+    layer_windows,
+    llama_spec,
+    number,
+    read_rope,
+)
+from engine.models.spec import ClampSpec, ModelSpec, MoeSpec
+from engine.models.weights import Shape, Source, WeightMap, weight_map
+
+_NAMES = {**LLAMA_NAMES, "router": "router"}
+
+
+def _spec(config: Config) -> ModelSpec:
+    config = {"attention_bias": True, "head_dim": 64, "sliding_window": 128, **config}
+    spec = llama_spec(config, eps=1e-5, rope=read_rope(config, theta=150000.0))
+    stored = config.get("quantization_config") or {}
+    return replace(
+        spec,
+        intermediate_size=0,
+        windows=layer_windows(config, pattern=2),
+        attention_sinks=True,
+        clamp=ClampSpec(
+            limit=number(config, "swiglu_limit", 7.0), slope=number(config, "swiglu_alpha", 1.702)
+        ),
+        moe=MoeSpec(
+            num_experts=integer(config, "num_local_experts"),
+            experts_per_token=integer(config, "num_experts_per_tok"),
+            intermediate_size=spec.intermediate_size,
+            # The softmax over the chosen experts' scores is the same.
+            normalize_weights=True,
+            layers=(True,) * spec.num_layers,
+            bias=True,
+            is_mxfp4=stored.get("quant_method") == "mxfp4",
+        ),
+    )
+
+
+def _weights(spec: ModelSpec) -> WeightMap:
+    assert spec.moe is not None
+    experts, inner, hidden = spec.moe.num_experts, spec.moe.intermediate_size, spec.hidden_size
+
+    def place(name: str, shape: Shape) -> Source:
+        if ".experts." not in name:
+            return Source(name=stored_name(name, _NAMES), shape=shape)
+        block, _, place = name.partition(".experts.")
+        number, part, kind = place.split(".")
+        module = "down_proj" if part == "down_proj" else "gate_up_proj"
+        inputs, outputs = (inner, hidden) if part == "down_proj" else (hidden, 2 * inner)
+        is_bias = kind == "bias"
+        source = Source(
+            name=f"{block}.experts.{module}{'_bias' if is_bias else ''}",
+            shape=(experts, outputs) if is_bias else (experts, inputs, outputs),
+            index=int(number),
+            is_transposed=not is_bias,
+        )
+        if part == "down_proj":
+            return source
+        # Gates and what they let pass alternate.
+        return replace(source, first_row=int(part == "up_proj"), num_rows=inner, row_step=2)
+
+    return weight_map(spec, place)
+
+
+FAMILY = Family(architectures=("GptOssForCausalLM",), spec=_spec, weights=_weights)
