@@ -48,7 +48,7 @@ def test_connections_of_anybody_cost_no_more_than_their_share() -> None:
 
 def test_requests_with_a_key_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, key=KEY, bystanders=0)
-    rows(trial, lambda: chain(trial.large(), trial.kept(), trial.shown()))
+    rows(trial, lambda: chain(trial.large(), trial.kept(), trial.shown(), trial.admin(0.2)))
 
 
 def test_of_a_stranger_nothing_is_read() -> None:
