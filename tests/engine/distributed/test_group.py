@@ -102,7 +102,7 @@ def _refusal(process: Process, *request: Any) -> Any:
 
 def test_a_member_that_does_not_come_breaks_the_group_after_the_timeout(world: World) -> None:
     members = world.take(3)
-    world.join(members, timeout=1.0)
+    world.join(members, timeout=3.0)
     for process in members[:2]:
         process.tell("all_reduce", [1.0])
     for process in members[:2]:

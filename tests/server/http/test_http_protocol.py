@@ -81,7 +81,7 @@ async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", HEAD[:-2]])
 def test_a_head_that_is_never_complete_is_not_waited_for(app: Any, sent: bytes) -> None:
     async def scenario() -> None:
-        async with served(app, GuardConfig(receive_timeout=0.1)) as port:
+        async with served(app, GuardConfig(receive_timeout=0.5)) as port:
             reader, writer = await connect(port)
             writer.write(sent)
             answer = await reader.read()
@@ -93,7 +93,7 @@ def test_a_head_that_is_never_complete_is_not_waited_for(app: Any, sent: bytes) 
 
 def test_a_second_head_on_a_connection_is_not_waited_for_either(app: Any) -> None:
     async def scenario() -> None:
-        async with served(app, GuardConfig(receive_timeout=0.1)) as port:
+        async with served(app, GuardConfig(receive_timeout=0.5)) as port:
             reader, writer = await connect(port)
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
             answer = await reader.read()
@@ -123,7 +123,7 @@ def test_a_head_has_a_largest_size(app: Any) -> None:
 class TestHurriedServer:
     @pytest.fixture
     def config(self, config: FrontEndConfig) -> FrontEndConfig:
-        return msgspec.structs.replace(config, guards=GuardConfig(receive_timeout=0.1))
+        return msgspec.structs.replace(config, guards=GuardConfig(receive_timeout=0.5))
 
     def test_a_body_that_is_never_complete_is_not_waited_for(self, app: Any) -> None:
         async def scenario() -> None:
@@ -222,7 +222,7 @@ def test_a_head_that_comes_at_once_has_a_largest_size_too(app: Any) -> None:
 
 
 UNFINISHED = head(10**6).replace(b"/v1/completions", b"/nowhere")
-HURRIED = GuardConfig(receive_timeout=0.2, keep_alive_timeout=1)
+HURRIED = GuardConfig(receive_timeout=0.5, keep_alive_timeout=1)
 
 
 @pytest.mark.parametrize(
@@ -567,7 +567,7 @@ def test_a_handshake_that_is_never_complete_is_not_waited_for(
     app: Any, certified: GuardConfig, sent: bytes
 ) -> None:
     async def scenario() -> None:
-        async with served(app, msgspec.structs.replace(certified, receive_timeout=0.1)) as port:
+        async with served(app, msgspec.structs.replace(certified, receive_timeout=0.5)) as port:
             reader, writer = await connect(port)
             writer.write(sent)
             with contextlib.suppress(ConnectionError):
