@@ -494,11 +494,11 @@ def test_an_engine_that_does_not_answer_a_utility_call_is_answered_for(tmp_path:
     async def scenario() -> None:
         async with world(tmp_path) as w:
             first, second = await w.two_engines()
-            call = asyncio.create_task(w.client.call_utility(None, "info", {}, within=2.0))
+            call = asyncio.create_task(w.client.call_utility(None, "info", {}, within=1.5))
             await first.receive()
             second.die("the device is gone")
             results = await call
-            assert "within 2.0 s" in (results[0].error or "")
+            assert "within 1.5 s" in (results[0].error or "")
             assert "died" in (results[1].error or "")
             second_call = asyncio.create_task(w.client.call_utility(0, "info", {}))
             received = await first.receive()
