@@ -104,4 +104,4 @@ def test_adapters_are_as_if_merged_into_the_expanded_weights(
     assert relative(merged, base.logits(prompt(30))) > 0.3, "the adapter changes little"
     without = relative(logits[30:], plain)
     assert without < error
-    assert relative(logits[:30], merged) < 2 * without + 1e-6
+    assert relative(logits[:30], merged) < 2 * without + 2e-5  # float32 adds up in another order
