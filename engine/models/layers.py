@@ -11,6 +11,8 @@ from engine.models.spec import ModelSpec, NormSpec
 
 Rows = Callable[[Tensor], Tensor]
 """From [rows, in] to [rows, out]."""
+_VECTOR = 64
+"""Values of which a processor computes a multiple in whole vectors."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,6 +50,16 @@ def gelu_gated(gate_up: Tensor) -> Tensor:
 
 GATED: dict[str, Rows] = {"silu": swiglu, "gelu_tanh": gelu_gated}
 """By the activation of the gates."""
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return the logistic function of values, each of which depends on its own input alone.
+
+    A CPU computes what fills no vector by another function than the rest: so vectors are filled.
+    """
+    flat = x.flatten()
+    whole = torch.sigmoid(F.pad(flat, (0, -len(flat) % _VECTOR)))
+    return whole[: len(flat)].view(x.shape)
 
 
 def clamped_swiglu(gate_up: Tensor, *, limit: float, slope: float) -> Tensor:

@@ -32,6 +32,7 @@ from engine.models.moe import (
     Experts,
     GroupedExperts,
     Router,
+    SigmoidRouter,
     SparseMlp,
     StackedExperts,
 )
@@ -268,7 +269,7 @@ class DecoderLoader:
         norms = {name: self._norm(prefix + name) for name in layer_norms(spec)}
         sparse = self._sparse_mlp(prefix + "mlp.") if spec.is_sparse(index) else None
         if sparse is None:
-            mlp = self._mlp(prefix + "mlp.")
+            mlp = self._mlp(prefix + "mlp.", spec.intermediate_size)
         elif self._expert_group is None and self._bank is None:
             mlp = self._by_rows(sparse, spec.hidden_size)
         else:  # with adapters each part computes rows by themselves
@@ -319,7 +320,7 @@ class DecoderLoader:
             sinks=self._copy(prefix + "sinks").float() if spec.attention_sinks else None,
         )
 
-    def _mlp(self, prefix: str) -> Rows:
+    def _mlp(self, prefix: str, inner: int) -> Rows:
         spec, gate = self._spec, gated(self._spec)
         names = [prefix + "gate_proj", prefix + "up_proj", prefix + "down_proj"]
         bias = [f"{name}.bias" for name in names] if spec.mlp_bias else []
@@ -327,7 +328,7 @@ class DecoderLoader:
         down = self._linear(f"{names[2]}.weight", bias=bias[2:])
         if self._bank is None:
             return self._by_rows(Expert(gate_up, down, gate), spec.hidden_size)
-        hidden, inner = spec.hidden_size, spec.intermediate_size
+        hidden = spec.hidden_size
         return Expert(
             self._adapted(gate_up, names[:2], [inner, inner], hidden),
             self._adapted(down, names[2:], [hidden], inner),
@@ -349,18 +350,30 @@ class DecoderLoader:
     def _sparse_mlp(self, prefix: str) -> SparseMlp:
         moe = self._spec.moe
         assert moe is not None
+        router, shared = self._router(moe, prefix), None
+        if moe.shared_size:
+            shared = self._mlp(prefix + "shared_experts.", moe.shared_size)
+        if self._expert_group is None:
+            return SparseMlp(router, self._experts(moe, prefix), shared)
+        spread = SpreadExperts(self._expert_group)
+        self._hold_share(spread, prefix)
+        return SparseMlp(router, spread, shared)
+
+    def _router(self, moe: MoeSpec, prefix: str) -> Router | SigmoidRouter:
         # Choices between experts turn on small differences, and the product is a small one.
         bias = self._copy(prefix + "router.bias") if moe.bias else None
         score = prepare_linear(self._copy(prefix + "router.weight"), bias)
         if self._bank is not None:
             names, hidden = [prefix + "router"], self._spec.hidden_size
             score = self._adapted(score, names, [moe.num_experts], hidden)
-        router = Router(score, moe.experts_per_token, normalize=moe.normalize_weights)
-        if self._expert_group is None:
-            return SparseMlp(router, self._experts(moe, prefix))
-        spread = SpreadExperts(self._expert_group)
-        self._hold_share(spread, prefix)
-        return SparseMlp(router, spread)
+        if moe.scoring == "softmax":
+            return Router(score, moe.experts_per_token, normalize=moe.normalize_weights)
+        correction = self._checkpoint.tensor(prefix + "router.correction")
+        correction = correction.to(self._device, torch.float32, copy=True)
+        if self._bank is None:  # which computes in the model's type
+            exact = prepare_linear(self._copy(prefix + "router.weight").float())
+            score = Chain(torch.Tensor.float, exact)
+        return SigmoidRouter(score, correction, moe)
 
     def _hold_share(self, spread: SpreadExperts, prefix: str) -> None:
         assert self._place is not None

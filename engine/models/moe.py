@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from engine.models.adapters import AdapterBank
-from engine.models.layers import Rows, swiglu
+from engine.models.layers import Rows, sigmoid, swiglu
 from engine.models.products.dense import DenseLinear, Linear
+from engine.models.spec import MoeSpec
 
+_BEST_OF_GROUP = 2
+"""Experts whose scores count for their group."""
+_SMALLEST_SUM = 1e-20
 _FEW_TOKENS = 64
 _MAX_WASTE = 4
 """Factor by which more arithmetic than that of the chosen experts may be done to save calls."""
@@ -40,6 +44,40 @@ class Router:
         if self._normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return experts, weights
+
+
+class SigmoidRouter:
+    """Chooses experts by corrected scores, each between 0 and 1, and weighs them without that."""
+
+    def __init__(self, score: Linear, correction: Tensor, moe: MoeSpec) -> None:
+        """Take the product, and corrections [experts] in float32."""
+        self._score = score
+        self._correction = correction
+        self._moe = moe
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their weights, as `Router` does."""
+        moe = self._moe
+        if not len(x):
+            nothing = x.new_empty(0, moe.experts_per_token, dtype=torch.float32)
+            return nothing.long(), nothing
+        scores = sigmoid(self._score(x).float())
+        experts = self._allowed(scores + self._correction).topk(moe.experts_per_token).indices
+        weights = scores.gather(1, experts)
+        if moe.normalize_weights:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _SMALLEST_SUM)
+        return experts, weights * moe.weights_scale
+
+    def _allowed(self, scores: Tensor) -> Tensor:
+        """Return scores with those of groups out of reach at minus infinity."""
+        moe = self._moe
+        if moe.groups_per_token == moe.num_groups:
+            return scores
+        grouped = scores.view(len(scores), moe.num_groups, -1)
+        best = grouped.topk(_BEST_OF_GROUP).values.sum(-1)
+        chosen = best.topk(moe.groups_per_token).indices
+        closed = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+        return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 class Expert:
@@ -174,10 +212,15 @@ def weighted_sum(by_choice: Tensor, weights: Tensor) -> Tensor:
 class SparseMlp:
     """The sparse block of a layer: every token goes through its chosen experts."""
 
-    def __init__(self, router: Router, experts: Experts) -> None:
+    def __init__(
+        self, router: Router | SigmoidRouter, experts: Experts, shared: Rows | None = None
+    ) -> None:
+        """Take the parts; `shared` is an MLP that every token goes through besides."""
         self._router = router
         self.experts = experts
+        self._shared = shared
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [tokens, hidden] to the same shape."""
-        return self.experts(x, *self._router(x))
+        out = self.experts(x, *self._router(x))
+        return out if self._shared is None or not len(x) else out + self._shared(x)

@@ -63,6 +63,17 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Per layer: sparse (True) or a plain MLP."""
     bias: bool = False
     """Of routers and experts."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes weights of a router's scores: all at once, or each by itself. In the second case
+    a correction of each expert is added for the choice alone."""
+    num_groups: int = 1
+    """Experts are in that many groups of equal size."""
+    groups_per_token: int = 1
+    """Groups whose experts a token may choose from: those with the best two experts."""
+    weights_scale: float = 1.0
+    """Of the weights of the chosen experts."""
+    shared_size: int = 0
+    """Inner width of the MLP that all tokens go through besides."""
     is_mxfp4: bool = False
     """Whether the checkpoint has experts in 4-bit floats, a scale for each block of inputs."""
 

@@ -137,6 +137,16 @@ def _expert_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]
             for part in ("gate", "up", "down")
         },
     }
+    if spec.moe.shared_size:
+        wide = spec.moe.shared_size
+        for part, shape in {
+            "gate": (wide, hidden),
+            "up": (wide, hidden),
+            "down": (hidden, wide),
+        }.items():
+            yield f"{prefix}shared_experts.{part}_proj.weight", shape
+    if spec.moe.scoring == "sigmoid":
+        yield prefix + "router.correction", (spec.moe.num_experts,)
     for name, shape in shapes.items():
         yield f"{prefix}{name}.weight", shape
         if spec.moe.bias:

@@ -46,6 +46,15 @@ _LONG_ROPE = {
     "long_factor": [4.0 + 0.5 * i for i in range(12)],
 }
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_GLM4_MOE: dict[str, Any] = {
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 _GPT_OSS: dict[str, Any] = {
     "head_dim": 32,
     "sliding_window": 20,
@@ -177,6 +186,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("Glm", {"head_dim": 32}),
     "glm4": ("Glm4", {"head_dim": 32}),
+    "glm4-moe": ("Glm4Moe", {**_GLM4_MOE, "attention_bias": True}),
+    "glm4-moe-normed": (
+        "Glm4Moe",
+        {**_GLM4_MOE, "use_qk_norm": True, "n_group": 4, "topk_group": 2},
+    ),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-mxfp4": ("GptOss", _GPT_OSS),
 }
@@ -261,3 +275,6 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))

@@ -16,14 +16,12 @@ from engine.models.attention.plan import (
     PaddedGroup,
     TokensOfRow,
 )
-from engine.models.layers import softcap
+from engine.models.layers import sigmoid, softcap
 from engine.models.products.processor import has_matrix_unit
 
 _GATHERED_BYTES = 1 << 20
 """Keys and values that each thread of a CPU gathers at once: half of a core's second-level cache,
 so that they are still there when they are attended to."""
-_VECTOR = 64
-"""Values of which a processor computes a multiple in whole vectors."""
 _MAX_PLAIN_SCORES = 1 << 24
 """Scores that are held at once where no fused operator computes them."""
 
@@ -208,12 +206,7 @@ def beside_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
         sums: [..] logarithms of the sums of the exponentials of scores
         sinks: as wide, or to be spread so: one more score that is not in the sums
     """
-    shares = sums - sinks
-    flat = shares.flatten()
-    # What fills no vector a CPU computes by another function, so that shares would depend on how
-    # many there are.
-    whole = torch.sigmoid(F.pad(flat, (0, -len(flat) % _VECTOR)))
-    return out.mul_(whole[: len(flat)].view(*shares.shape, 1))
+    return out.mul_(sigmoid(sums - sinks).unsqueeze(-1))
 
 
 def _plain_products(

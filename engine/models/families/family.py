@@ -22,5 +22,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     weights: Callable[[ModelSpec], WeightMap]
     text_prefixes: tuple[str, ...] = ("model.", "")
     """Prefixes that names may have where the decoder's have "model."; the first is preferred."""
+    has_draft_layers: bool = False
+    """Whether checkpoints have layers behind the last, which guess tokens and are not loaded."""
     not_text: tuple[str, ...] = ()
     """Prefixes of the names of tensors for images and sound, which are not loaded."""

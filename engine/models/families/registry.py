@@ -7,6 +7,7 @@ from engine.models.families import (
     gemma2,
     gemma3,
     glm4,
+    glm4_moe,
     gpt_oss,
     granite,
     granite_moe,
@@ -39,6 +40,7 @@ _MODULES = (
     smollm3,
     cohere,
     glm4,
+    glm4_moe,
     gpt_oss,
 )
 

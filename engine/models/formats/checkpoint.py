@@ -33,6 +33,7 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import Layout, Source, WeightMap, decoder_tensors, stored_tensors
 
 _MAX_PROBLEMS = 8
+_MAX_DRAFT_LAYERS = 8
 _DUMMY_RANGE = 0.035
 """Half-width of the uniform distribution of dummy weights: a standard deviation of 0.02."""
 
@@ -88,9 +89,12 @@ class SafetensorsCheckpoint:
         shapes = self._find_quantized(directory)
         family = family_of(spec.architecture)
         self._weights = _with_prefix(family.weights(spec), family.text_prefixes, shapes)
-        found = {
-            name: shape for name, shape in shapes.items() if not name.startswith(family.not_text)
-        }
+        ignored = family.not_text
+        if family.has_draft_layers:
+            ignored += tuple(
+                f"model.layers.{spec.num_layers + i}." for i in range(_MAX_DRAFT_LAYERS)
+            )
+        found = {name: shape for name, shape in shapes.items() if not name.startswith(ignored)}
         expected = stored_tensors(self._weights)
         compare(directory, expected, found, redundant=self._redundant(spec, expected))
 

@@ -115,7 +115,11 @@ class Cut:
 
         moe = self._spec.moe
         if moe is not None:
-            moe = msgspec.structs.replace(moe, intermediate_size=local(moe.intermediate_size))
+            moe = msgspec.structs.replace(
+                moe,
+                intermediate_size=local(moe.intermediate_size),
+                shared_size=local(moe.shared_size),
+            )
         return msgspec.structs.replace(
             self._spec,
             num_heads=heads,

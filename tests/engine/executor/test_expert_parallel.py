@@ -65,6 +65,7 @@ def together(members: list[Process], *requests: tuple[Any, ...]) -> None:
         ("mixtral", 3, "as is best"),
         ("mixtral", 4, "to where they are needed"),
         ("gpt-oss-mxfp4", 2, "as is best"),
+        ("glm4-moe-normed", 3, "to where they are needed"),
     ],
 )
 def test_tokens_equal_those_of_one_engine_with_all_experts(

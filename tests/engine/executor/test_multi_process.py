@@ -85,6 +85,7 @@ def start() -> Iterator[StartCluster]:
         ("phi3-partial", 2),  # fused tensors
         ("cohere-normed", 4),
         ("granite-moe", 2),
+        ("glm4-moe", 2),  # an MLP beside the experts
         ("gpt-oss", 4),  # sinks, with two key-value heads
         ("gpt-oss-mxfp4", 2),  # three blocks of inner outputs
     ],

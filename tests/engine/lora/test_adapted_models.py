@@ -136,6 +136,7 @@ SPARSE: dict[str, dict[str, Any]] = {
         "rank_pattern": {r"layers\.1\..*down_proj": 3},
         "alpha_pattern": {"experts.gate_up_proj": 2},
     },
+    "glm4-moe": {"target_modules": "all-linear", "r": 2},
     "gpt-oss": {  # gates and ups alternate
         "target_modules": ["v_proj"],
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"],

@@ -39,7 +39,7 @@ def test_every_family_describes_weights_of_its_own_spec() -> None:
         weights = family.weights(described)
         assert weights["model.embed_tokens.weight"].shape == (100, 64)
         if architecture != "GptOssForCausalLM":
-            assert all(source.name.endswith((".weight", ".bias")) for source in weights.values())
+            assert all(source.name.endswith((".weight", "bias")) for source in weights.values())
 
 
 def test_gemma_2_has_what_its_configs_leave_out() -> None:
@@ -201,4 +201,37 @@ def test_a_fused_tensor_of_another_shape_is_named(checkpoint: SaveModel, tmp_pat
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((model.directory / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"qkv_proj.weight has shape \[127, 64\] instead of"):
+        SafetensorsCheckpoint(tmp_path, read_spec(tmp_path))
+
+
+GLM45: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+def test_glm_45_has_dense_layers_first_and_one_mlp_beside_its_experts() -> None:
+    found = spec("Glm4MoeForCausalLM", **GLM45, n_shared_experts=2, first_k_dense_replace=3)
+    assert found.moe is not None
+    assert found.moe.layers == (False,) * 3 + (True,) * 3
+    assert (found.moe.scoring, found.moe.shared_size) == ("sigmoid", 32)
+    assert found.qk_norm == "none"
+    assert spec("Glm4MoeForCausalLM", **GLM45, use_qk_norm=True).qk_norm == "head"
+    assert [rope.share for rope in found.distinct_ropes] == [0.5]
+    for wrong in ({"n_group": 3}, {"n_group": 2, "topk_group": 3}):
+        with pytest.raises(UnsupportedModel, match="n_group"):
+            spec("Glm4MoeForCausalLM", **GLM45, **wrong)
+
+
+def test_layers_that_guess_tokens_are_not_loaded(checkpoint: SaveModel, tmp_path: Path) -> None:
+    directory = checkpoint("glm4-moe").directory
+    tensors = load_file(directory / "model.safetensors")
+    extra = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+    SafetensorsCheckpoint(tmp_path, read_spec(tmp_path))
+    behind = {"model.layers.30.eh_proj.weight": torch.zeros(64, 128)}
+    save_file({**tensors, **behind}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.30"):
         SafetensorsCheckpoint(tmp_path, read_spec(tmp_path))

@@ -22,6 +22,7 @@ CASES = [
     ("olmo2", {}),
     ("cohere-normed", {}),
     ("granite-moe", {"dtype": "bfloat16"}),
+    ("glm4-moe-normed", {}),
     ("gpt-oss", {}),
     ("gpt-oss-mxfp4", {"dtype": "bfloat16"}),
     ("bundled", {"dtype": "float32"}),

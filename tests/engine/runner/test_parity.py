@@ -50,6 +50,8 @@ ARCHITECTURES = [
     "cohere2",
     "glm",
     "glm4",
+    "glm4-moe",
+    "glm4-moe-normed",
     "gpt-oss",
     "gpt-oss-mxfp4",
 ]
