@@ -1,6 +1,7 @@
 """What vectors are made of: texts, token ids and pairs of texts as whole sequences of token ids."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 
 import msgspec
 
@@ -122,20 +123,24 @@ class InputMaker:
     async def _tokens(
         self, texts: Sequence[str], length: Length, room: int, field: str
     ) -> list[list[int]]:
-        """Return the tokens of texts without special ones: short ones together, long ones alone."""
+        """Return the tokens of texts without special ones: short ones together, long ones alone.
+
+        Raises:
+            ApiError: they are too many; the rest is not looked at.
+        """
         short = [text for text in texts if len(text) <= _LONG]
-        encoded = iter(
-            await self._tokenizer.encode_many_async(short, add_special_tokens=False)
-            if short
-            else ()
-        )
-        found = []
-        for index, text in enumerate(texts):
-            if len(text) <= _LONG:
-                token_ids = next(encoded)
-            else:
-                token_ids = await self._long(text, length, room, _name(field, index, texts))
-            found.append(token_ids if length.keep is None else length.cut(token_ids, room))
+        each = self._tokenizer.encode_each_async(short, add_special_tokens=False)
+        found, total = [], 0
+        async with aclosing(each) as encoded:
+            for index, text in enumerate(texts):
+                if len(text) <= _LONG:
+                    token_ids = await anext(encoded)
+                else:
+                    token_ids = await self._long(text, length, room, _name(field, index, texts))
+                found.append(token_ids if length.keep is None else length.cut(token_ids, room))
+                total += len(found[-1])
+                if total > MAX_INPUT_TOKENS:
+                    raise _too_many(field, total)
         return found
 
     async def _long(self, text: str, length: Length, room: int, name: str) -> list[int]:

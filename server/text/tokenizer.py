@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -83,15 +83,22 @@ class ServedTokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[int]]:
         """The same without holding up other requests, and with little memory at a time."""
-        found: list[list[int]] = []
+        each = self.encode_each_async(texts, add_special_tokens=add_special_tokens)
+        return [token_ids async for token_ids in each]
+
+    async def encode_each_async(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> AsyncGenerator[list[int]]:
+        """The same one by one, for who may have enough before all are encoded."""
         for batch in _batches(texts):
             if sum(map(len, batch)) + len(batch) <= _INLINE_CHARACTERS:
-                found += self.encode_many(batch, add_special_tokens=add_special_tokens)
+                encoded = self.encode_many(batch, add_special_tokens=add_special_tokens)
             else:
-                found += await asyncio.to_thread(
+                encoded = await asyncio.to_thread(
                     self.encode_many, batch, add_special_tokens=add_special_tokens
                 )
-        return found
+            for token_ids in encoded:
+                yield token_ids
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The same without holding up other requests when the text is long."""
