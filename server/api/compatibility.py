@@ -127,7 +127,7 @@ CHAT: Rows = {
     **_refused("answers are not kept", "store", False),
     **_refused("use max_completion_tokens", "max_output_tokens"),
     **_ignored("only makes answers come faster", "prediction"),
-    **_ignored("a hint that no template takes; give it in chat_template_kwargs", "verbosity"),
+    "verbosity": Row("different", "passed to the chat template, of which few take notice"),
 }  # fmt: skip
 
 _ONE_BY_ONE = "/v1/chat/completions has it, for one conversation"

@@ -245,7 +245,9 @@ class Failover:
         for request, since in list(self.waiting.items()):
             waits_for_operator = only_halted and request.pinned_rank is None
             if now - since > self._resume_timeout and not waits_for_operator:
-                actions += self._end(request, NoEngineAvailable(self._why_no_engine(request)))
+                name, why = request.message.request_id, self._why_no_engine(request)
+                logger.error("request %s: %s", name, why, extra={"request_id": name})
+                actions += self._end(request, NoEngineAvailable(why))
         for request in self.probation.overdue(now):
             actions += self._kills_engines(request)
         for request in self.probation.tick():

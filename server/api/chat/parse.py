@@ -105,8 +105,10 @@ def _conversation(request: ChatFields, messages: list[ChatMessage]) -> Conversat
 
 
 def _template_arguments(request: ChatFields) -> JsonObject | None:
-    effort, arguments = request.reasoning_effort, request.chat_template_kwargs
-    return arguments if effort is None else {"reasoning_effort": effort, **(arguments or {})}
+    named = {"reasoning_effort": request.reasoning_effort, "verbosity": request.verbosity}
+    given = {name: value for name, value in named.items() if value is not None}
+    arguments = request.chat_template_kwargs
+    return {**given, **(arguments or {})} if given else arguments
 
 
 def _scores_field(request: ChatFields) -> str:

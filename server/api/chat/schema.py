@@ -16,7 +16,7 @@ from server.access.limits import (
 )
 from server.api.shared.answer import OptionalTokenIds, PromptLogprobs, StopReasonField, Usage
 from server.api.shared.body import JsonObject
-from server.api.shared.fields import ReasoningEffort, SamplingFields
+from server.api.shared.fields import ReasoningEffort, SamplingFields, Verbosity
 from server.api.shared.messages import ChatMessage
 from server.api.shared.tools import (
     Tool,
@@ -75,6 +75,9 @@ class ChatFields(SamplingFields):
     )
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="Passed to the chat template under this name."
+    )
+    verbosity: Verbosity | None = Field(
+        None, description="Passed to the chat template under this name; few take notice."
     )
     thinking_token_budget: int | None = Field(
         None,

@@ -101,6 +101,7 @@ def _as_chat(request: ResponsesRequest, earlier: int) -> tuple[ChatCompletionReq
         "logprobs": _wants_logprobs(request),
         "top_logprobs": request.top_logprobs if _wants_logprobs(request) else None,
         "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
+        "verbosity": request.text.verbosity if request.text is not None else None,
     }
     if request.structured_outputs is not None:
         # Only what was sent: an absent field is none of its constraints.
@@ -293,6 +294,7 @@ _RENAMED = (
     (re.compile(r"^max_(completion_)?tokens\b"), "max_output_tokens"),
     (re.compile(r"^chat_template_kwargs\.reasoning_effort\b"), "reasoning.effort"),
     (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
+    (re.compile(r"^verbosity\b"), "text.verbosity"),
 )
 
 

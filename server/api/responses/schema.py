@@ -21,6 +21,7 @@ from server.api.shared.fields import (
     NamedTokenIds,
     ReasoningEffort,
     StopStrings,
+    Verbosity,
 )
 from server.api.shared.structured import StructuredOutputs
 
@@ -187,7 +188,9 @@ class TextOptions(RequestBody):
     """How the answer's text looks."""
 
     format: TextFormat | None = None
-    verbosity: Name | None = Field(None, description="Accepted and not used.")
+    verbosity: Verbosity | None = Field(
+        None, description="Passed to the chat template under this name; few take notice."
+    )
 
 
 class ReasoningOptions(RequestBody):

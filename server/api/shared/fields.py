@@ -41,6 +41,7 @@ LogitBias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_NAMED_TOKENS)
 ]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
 
 

@@ -10,10 +10,13 @@ from engine.shared.config import ModelConfig
 from server.access.limits import MAX_ECHO
 from server.answer.config import AnswerConfig
 from server.api.shared.messages import ChatMessage
+from server.app import build_app
 from server.config import FrontEndConfig, HttpConfig
+from server.observe.metrics import FrontEndMetrics
 from server.text.chat_template import ChatTemplate
 from server.text.conversation import render_chat
 from server.text.tokenizer import ServedTokenizer
+from tests.server.conftest import Http, tokenizer_with
 
 USER = {"role": "user", "content": "hello"}
 
@@ -187,6 +190,7 @@ FORCED = {"type": "function", "function": {"name": "f"}}
         ({"tools": []}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"verbosity": "enormous"}, "verbosity"),
         ({"stop": list("abcde")}, "stop"),
         (
             {"tools": [TOOL], "tool_choice": FORCED, "structured_outputs": {"regex": "a"}},
@@ -197,6 +201,25 @@ FORCED = {"type": "function", "function": {"name": "f"}}
 def test_what_the_reference_refuses_is_refused(http: Any, fields: Any, param: str) -> None:
     answer = http.post("/v1/chat/completions", {"messages": [USER], **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER], "verbosity": "low"}),
+        ("/v1/responses", {"input": "hello", "text": {"verbosity": "low"}}),
+    ],
+)
+def test_a_chat_template_is_told_how_wordy_answers_shall_be(
+    config: Any, engines: Any, backend: Any, path: str, body: dict[str, Any]
+) -> None:
+    tokenizer = tokenizer_with(backend, "{{ verbosity }}")
+    http = Http(build_app(config, engines, tokenizer, FrontEndMetrics(config)))
+    assert http.post(path, {"model": "tiny", **body}).status_code == 200
+    [stream] = engines.streams
+    assert tokenizer.decode(stream.prompt_token_ids, skip_special_tokens=False) == "low"
+    wrong = http.post("/v1/responses", {"input": "hello", "text": {"verbosity": "enormous"}})
+    assert wrong.json()["error"]["param"] == "text.verbosity"
 
 
 @pytest.mark.parametrize(

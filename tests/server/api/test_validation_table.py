@@ -139,6 +139,7 @@ FIELDS: list[Values] = [
         ["auto", "required", "sometimes", 1, {"type": "function"},
             {"type": "function", "function": {"name": "f"}}]),
     ("chat", "parallel_tool_calls", [None, True, False], SWITCHES),
+    ("chat", "verbosity", [None, "low", "high"], ["enormous", 1, []]),
     ("chat", "reasoning_effort", [None, "none", "low", "max"], ["enormous", 1, []]),
     ("chat", "thinking_token_budget", [None, -1, 0, 5], [-2, 1.5, "1"]),
     ("chat", "include_reasoning", [None, True, False], SWITCHES),
