@@ -283,6 +283,18 @@ def _byte_tokenizer(special_tokens: tuple[str, ...]) -> "LLTokenizer":
     return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=256)
 
 
+_REPEATED_TWICE = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|[?*+]{2,}')
+"""Texts and expressions, which stay as they are, and marks that say twice how often."""
+
+
+def _repeated_once(match: re.Match[str]) -> str:
+    """Return one mark for several: Lark's syntax has no `a??`, which `((a)?)?` becomes."""
+    found = match.group()
+    if found[0] in "?*+":
+        return found[0] if len(set(found)) == 1 else "*"
+    return found
+
+
 def lark_from_ebnf(text: str) -> str:
     """Return a grammar in GBNF (`root ::= ...`) in Lark's syntax; one that is Lark as it is.
 
@@ -296,7 +308,7 @@ def lark_from_ebnf(text: str) -> str:
     if len(text) > MAX_GBNF_SIZE:
         raise BadGrammar(f"the grammar is longer than {MAX_GBNF_SIZE} characters, in GBNF")
     try:
-        return gbnf_to_lark(text)
+        return _REPEATED_TWICE.sub(_repeated_once, gbnf_to_lark(text))
     except RecursionError as error:
         raise BadGrammar("the grammar is nested too deeply") from error
     except Exception as error:  # the library raises nothing more specific

@@ -1,6 +1,7 @@
 """Tiny checkpoints for all tests of what computes tokens."""
 
 import random
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Checkpoint]":
-    """Return a function that saves a named tiny model once; keywords go to `save_pretrained`."""
+    """Return a function that saves a named tiny model once; keywords go to `save_pretrained`.
+
+    Its weights depend on its name alone, not on which tests ran before.
+    """
     from tests.engine.tiny_models import save_tiny_model  # imports transformers
 
     saved: dict[str, Checkpoint] = {}
@@ -21,7 +25,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Check
     def save(name: str, **options: Any) -> "Checkpoint":
         key = name + str(options)
         if key not in saved:
-            saved[key] = save_tiny_model(name, tmp_path_factory.mktemp(name), len(saved), **options)
+            directory, seed = tmp_path_factory.mktemp(name), zlib.crc32(key.encode())
+            saved[key] = save_tiny_model(name, directory, seed, **options)
         return saved[key]
 
     return save

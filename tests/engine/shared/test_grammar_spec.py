@@ -141,6 +141,21 @@ def test_gbnf_becomes_lark_and_lark_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ('(("\\\\")?)?', '"\\\\"?'),
+        ('(("a")+)+', '"a"+'),
+        ('((("a")?)+)*', '"a"*'),
+        ('"??" [?*+]', '"??" /[?*+]/'),
+    ],
+)
+def test_what_is_repeated_twice_is_repeated_once(rule: str, expected: str) -> None:
+    converted = lark_from_ebnf(f"root ::= {rule}")
+    assert converted.split("start: ")[1].strip() == expected
+    assert check_grammar(LarkGrammar(converted)) is None
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "nonsense",
