@@ -169,11 +169,12 @@ async def _run(
             await answer.fail(foreseen(error, call.request_id))
         finally:
             run.close()
-            usage = run.usage()
-            tokens = usage.prompt_tokens, usage.completion_tokens
-            context.metrics.key_used(call.key.name, *tokens)
-            if adapter:
-                context.metrics.adapter_used(context.client.adapters.name(adapter), *tokens)
+            if adapter or call.key.name:
+                usage = run.usage()
+                tokens = usage.prompt_tokens, usage.completion_tokens
+                context.metrics.key_used(call.key.name, *tokens)
+                if adapter:
+                    context.metrics.adapter_used(context.client.adapters.name(adapter), *tokens)
             if context.tracer is not None:
                 context.tracer.record(_ended(call, context, spec, run))
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from engine.shared.watched_file import WatchedFile
@@ -36,6 +35,8 @@ def read_routes(path: Path) -> dict[str, str]:
     Raises:
         BadModelRoutes: the file cannot be read, or something else is in it.
     """
+    import yaml  # front ends without such a file start without it
+
     what = f"--model-routes {path}"
     try:
         with path.open("rb") as file:
