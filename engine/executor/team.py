@@ -38,15 +38,17 @@ class _Worker:
         self.commands, its_commands = socket.socketpair()
         with its_lifeline, its_commands:
             descriptors = its_lifeline.fileno(), its_commands.fileno()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.executor.worker_main"],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, LIFELINE_VARIABLE: str(descriptors[0])},
-                pass_fds=descriptors,
-                start_new_session=True,  # signals from a terminal are for the supervisor
-            )
+            try:
+                self.process = _started(*descriptors)
+            except OSError:
+                self.lifeline.close()
+                self.commands.close()
+                raise
         launch = msgspec.structs.replace(launch, commands=descriptors[1])
-        self.lifeline.sendall(pack_frame(launch))
+        try:
+            self.lifeline.sendall(pack_frame(launch))
+        except OSError:  # it has died already: whoever watches its lifeline sees it
+            logger.debug("worker %d does not listen", self.rank)
         self.statuses = FrameReader(ChildStatus)
         self.answers = FrameReader(Answer)
         self.has_answered = False
@@ -57,7 +59,11 @@ class Team:
     """All workers of one engine."""
 
     def __init__(self, config: EngineConfig, engine: int, engines_on_node: int) -> None:
-        """Start the workers, which load their libraries while the caller goes on."""
+        """Start the workers, which load their libraries while the caller goes on.
+
+        Raises:
+            OSError: a process cannot be started; none is left.
+        """
         self.size = config.parallel.processes
         settle_environment(engines_on_node * self.size)  # which the workers inherit
         self.on_failure: Callable[[str], None] | None = None
@@ -67,12 +73,17 @@ class Team:
         self._failure: str | None = None
         self._closing = False
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
-        self._workers = [
-            _Worker(WorkerLaunch(config, engine, rank, self.size, address, engines_on_node))
-            for rank in range(1, self.size)
-        ]
         self.address = address
+        self._workers: list[_Worker] = []
         self._thread = threading.Thread(target=self._watch, name="team", daemon=True)
+        try:
+            for rank in range(1, self.size):
+                launch = WorkerLaunch(config, engine, rank, self.size, address, engines_on_node)
+                self._workers.append(_Worker(launch))
+        except OSError:
+            self._dismiss()
+            self._wait_for_all()
+            raise
         self._thread.start()
 
     @property
@@ -118,12 +129,18 @@ class Team:
     def close(self) -> None:
         """End all workers; idempotent."""
         self._closing = True
+        self._dismiss()
+        self._thread.join()
+        self._wait_for_all()
+
+    def _dismiss(self) -> None:
         for worker in self._workers:
             for connection in (worker.lifeline, worker.commands):
                 _shut(connection)
             if not worker.has_answered:
                 worker.process.kill()
-        self._thread.join()
+
+    def _wait_for_all(self) -> None:
         for worker in self._workers:
             try:
                 worker.process.wait(END_TIMEOUT)
@@ -164,6 +181,16 @@ class Team:
             if isinstance(status, ChildFailed):
                 return f"worker {worker.rank}: {status.reason}"
         return None if data else f"worker {worker.rank} has died"
+
+
+def _started(lifeline: int, commands: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "engine.executor.worker_main"],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, LIFELINE_VARIABLE: str(lifeline)},
+        pass_fds=(lifeline, commands),
+        start_new_session=True,  # signals from a terminal are for the supervisor
+    )
 
 
 def _received(connection: socket.socket) -> bytes:

@@ -29,6 +29,7 @@ from engine.lockstep.wave import EngineWave, Phase
 from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.models.hf_config import read_spec
+from engine.process.early_stop import EarlyStop
 from engine.process.ending import Ending
 from engine.process.events import Drain, InboxItem, Stop, Welcomed
 from engine.process.loop import EngineLoop
@@ -74,11 +75,13 @@ def build_executor(
     config: EngineConfig,
     rank: int,
     lifeline: Lifeline,
+    early_stop: EarlyStop,
     on_failure: Callable[[str], None] | None = None,
 ) -> Executor:
     """Load the model (or its simulation) as configured.
 
     An executor with processes of its own calls `on_failure`, in another thread, when one dies.
+    None of them is left, whenever the engine is asked to stop.
     """
     processes = config.parallel.processes
     if config.parallel.enable_expert_parallel and processes > 1:
@@ -112,15 +115,19 @@ def build_executor(
 
         return EncoderExecutor(config, pooling, engines_on_node, lifeline.progress)
     if processes > 1:
-        team = Team(config, rank, engines_on_node)
-        try:  # asked to stop while torch is imported, workers have to end as well
+        team: Team | None = None
+        try:
+            with early_stop.held():
+                team = Team(config, rank, engines_on_node)
             from engine.executor.multi_process import MultiProcessExecutor
 
             return MultiProcessExecutor(
                 config, team, rank, engines_on_node, lifeline.progress, on_failure
             )
         except BaseException:
-            team.close()
+            if team is not None:
+                with early_stop.held():
+                    team.close()
             raise
     from engine.executor.in_process import InProcessExecutor  # imports torch
 
@@ -157,6 +164,7 @@ class EngineProcess:
         self._health = Health(config.health.stall_timeout)
         serve_health(config.health, self._health)
         self._watch = StepWatch(config.executor.step_timeout)
+        self._early_stop = EarlyStop()
         self._serving = False
         self._summary = ""
         self._asked_to_end = False
@@ -185,7 +193,8 @@ class EngineProcess:
             SystemExit: the engine does not serve yet.
         """
         if not self._serving:
-            raise SystemExit(0)
+            self._early_stop.ask()
+            return
         self._inbox.put(Stop() if self._asked_to_end else Drain())
         self._asked_to_end = True
 
@@ -203,6 +212,7 @@ class EngineProcess:
                 self._config,
                 welcome.rank,
                 self._lifeline,
+                self._early_stop,
                 lambda reason: self._inbox.put(Stop(reason)),
             )
             if executor.grammars is not None:
@@ -213,11 +223,12 @@ class EngineProcess:
                 return self._serve_together(executor, welcome)
             return self._serve_alone(executor, welcome)
         finally:
-            self._receiver.stop()
-            self._sender.stop()
-            if executor is not None:
-                executor.shutdown()
-            self._context.destroy(linger=0)
+            with self._early_stop.held():
+                self._receiver.stop()
+                self._sender.stop()
+                if executor is not None:
+                    executor.shutdown()
+                self._context.destroy(linger=0)
 
     def _serve_alone(self, executor: Executor, welcome: Welcomed) -> int:
         clock = OwnClock(welcome.wave)

@@ -25,6 +25,7 @@ from engine.models.loader import DecoderLoader
 from engine.models.parallel.stages import divide_layers
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.process.early_stop import EarlyStop
 from engine.process.main import CannotStart, build_executor
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import (
@@ -360,7 +361,7 @@ def test_experts_in_several_engines_and_stages_are_refused_together_at_the_start
         parallel=ParallelConfig(pipeline_parallel_size=2, enable_expert_parallel=True)
     )
     with pytest.raises(CannotStart, match="--enable-expert-parallel needs --tensor"):
-        build_executor(config, 0, Lifeline(None))
+        build_executor(config, 0, Lifeline(None), EarlyStop())
 
 
 def test_the_leader_is_the_first_shard_of_the_last_stage() -> None:

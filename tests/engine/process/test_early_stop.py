@@ -1,0 +1,98 @@
+"""An engine that is asked to stop while it starts leaves nothing behind."""
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from engine.executor import team
+from engine.process.early_stop import EarlyStop
+from engine.process.main import build_executor
+from engine.shared.config import EngineConfig, ParallelConfig
+from engine.shared.lifeline import Lifeline
+
+
+def test_a_stop_ends_what_is_running() -> None:
+    with pytest.raises(SystemExit):
+        EarlyStop().ask()
+
+
+def test_a_stop_waits_for_what_holds_it() -> None:
+    early_stop, passed = EarlyStop(), []
+
+    def start() -> None:
+        with early_stop.held():
+            with early_stop.held():
+                early_stop.ask()
+                passed.append("inner")
+            passed.append("outer")
+        passed.append("after")
+
+    with pytest.raises(SystemExit):
+        start()
+    assert passed == ["inner", "outer"]
+
+
+def test_a_hold_without_a_stop_changes_nothing() -> None:
+    early_stop = EarlyStop()
+    with early_stop.held():
+        pass
+    with pytest.raises(KeyError), early_stop.held():
+        raise KeyError
+
+
+@contextmanager
+def sigterm_asks(early_stop: EarlyStop) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: early_stop.ask())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[bytes]]":
+    """The processes that a team starts; SIGTERM arrives just after the first has been."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            processes.append(self)
+            if len(processes) == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(team.subprocess, "Popen", Interrupted)  # type: ignore[attr-defined]
+    return processes
+
+
+def test_an_engine_stopped_while_its_workers_start_leaves_none(
+    started: "list[subprocess.Popen[bytes]]",
+) -> None:
+    config = EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=3))
+    early_stop = EarlyStop()
+    with sigterm_asks(early_stop), pytest.raises(SystemExit):
+        build_executor(config, 0, Lifeline(None), early_stop)
+    assert [each.poll() is not None for each in started] == [True, True]
+
+
+def test_a_team_whose_second_worker_cannot_start_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class OutOfMemory(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if processes:
+                raise OSError(12, "Cannot allocate memory")
+            super().__init__(*args, **kwargs)
+            processes.append(self)
+
+    monkeypatch.setattr(team.subprocess, "Popen", OutOfMemory)  # type: ignore[attr-defined]
+    config = EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=3))
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        build_executor(config, 0, Lifeline(None), EarlyStop())
+    assert processes[0].poll() is not None
