@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from engine.scheduler.block_pool import BlockPool
+from engine.scheduler.known_digests import KnownDigests
 from engine.scheduler.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
 
 NEVER = sys.maxsize
@@ -23,7 +24,7 @@ class BlockTable:
         self.capacity = 0
         """Positions that the blocks have room for."""
         self.digests: list[bytes] = []
-        """Names of the sequence's first full blocks, as far as they were needed."""
+        """Names of the sequence's first full blocks, as far as they were needed or known."""
         self.num_committed = 0
         """Leading blocks that were offered to the prefix cache."""
         self.next_commit = NEVER
@@ -41,6 +42,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.caching = enable_prefix_caching
         self._cache = PrefixCache()
+        self._known = KnownDigests(block_size)
         self._pool = BlockPool(num_blocks, on_evict=self._cache.evict)
         # Blocks that were (partly) written before a reset must never be found after it.
         self._generation = 0
@@ -63,12 +65,15 @@ class KVCacheManager:
         found: list[int] = []
         if not self.caching:
             return found
+        num_hashed = 0
         for index in range((len(token_ids) - 1) // self.block_size):
-            self._extend_digests(table, token_ids, index + 1)
+            if index == len(table.digests):
+                num_hashed += self._extend_digests(table, token_ids, index + 1)
             block_id = self._cache.get(table.digests[index])
             if block_id is None:
                 break
             found.append(block_id)
+        self._known.remember(table.digests, token_ids, num_hashed)
         return found
 
     def try_admit(
@@ -135,7 +140,8 @@ class KVCacheManager:
             table.next_commit = NEVER
             return
         num_full = num_computed // self.block_size
-        self._extend_digests(table, token_ids, num_full)
+        num_hashed = self._extend_digests(table, token_ids, num_full)
+        self._known.remember(table.digests, token_ids, num_hashed)
         for index in range(table.num_committed, num_full):
             if self._cache.insert(table.digests[index], table.block_ids[index]):
                 self._pool.keep(table.block_ids[index])
@@ -171,9 +177,14 @@ class KVCacheManager:
         self._pool.check_integrity([table.block_ids for table in tables])
         self._cache.check_integrity(self._pool.kept_blocks())
 
-    def _extend_digests(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
-        size = self.block_size
-        for index in range(len(table.digests), num_blocks):
-            parent = table.digests[-1] if table.digests else table.root
-            block = token_ids[index * size : (index + 1) * size]
-            table.digests.append(block_digest(parent, block))
+    def _extend_digests(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> int:
+        """Name a sequence's first blocks; return how many of them had to be hashed."""
+        size, digests = self.block_size, table.digests
+        num_hashed = 0
+        while len(digests) < num_blocks:
+            start = len(digests) * size
+            parent = digests[-1] if digests else table.root
+            digest = block_digest(parent, token_ids[start : start + size])
+            num_hashed += 1
+            digests += [digest] if digests else self._known.beginning(digest, token_ids)
+        return num_hashed

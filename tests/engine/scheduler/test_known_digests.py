@@ -1,0 +1,99 @@
+"""Sequences that begin like others are hashed no further than they are new."""
+
+from unittest.mock import patch
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.scheduler import kv_cache
+from engine.scheduler.known_digests import KnownDigests
+from engine.scheduler.kv_cache import BlockTable, KVCacheManager
+from engine.scheduler.prefix_cache import ROOT_DIGEST, block_digest
+
+SIZE = 4
+LONG = list(range(1000, 1000 + 50 * SIZE))
+
+
+def chain(token_ids: list[int], root: bytes = ROOT_DIGEST) -> list[bytes]:
+    digests: list[bytes] = []
+    for start in range(0, len(token_ids) // SIZE * SIZE, SIZE):
+        parent = digests[-1] if digests else root
+        digests.append(block_digest(parent, token_ids[start : start + SIZE]))
+    return digests
+
+
+def hashed_for(kv: KVCacheManager, token_ids: list[int], root: bytes = ROOT_DIGEST) -> int:
+    """Compute a sequence and let it go; return how many blocks were hashed for it."""
+    with patch.object(kv_cache, "block_digest", wraps=block_digest) as hashed:
+        table = BlockTable(root)
+        assert kv.try_admit(table, token_ids, use_cache=True, headroom=0) is not None
+        kv.commit(table, token_ids, len(token_ids))
+    assert table.digests == chain(token_ids, root)
+    kv.free(table)
+    return hashed.call_count
+
+
+def test_a_beam_is_hashed_no_further_than_it_is_new() -> None:
+    kv = KVCacheManager(200, SIZE, enable_prefix_caching=True)
+    assert hashed_for(kv, [*LONG, 1]) == 50
+    for beam in range(8):
+        ending = [beam] * 2 * SIZE
+        assert hashed_for(kv, [*LONG, *ending]) <= 1 + 2
+
+
+def test_a_sequence_that_was_evicted_is_not_hashed_again() -> None:
+    kv = KVCacheManager(60, SIZE, enable_prefix_caching=True)
+    hashed_for(kv, LONG)
+    hashed_for(kv, LONG[::-1])
+    assert len(kv.match(BlockTable(), [*LONG, 1])) < 50
+    assert hashed_for(kv, LONG) == 1
+
+
+def test_what_begins_alike_below_another_root_is_not_known() -> None:
+    kv = KVCacheManager(200, SIZE, enable_prefix_caching=True)
+    hashed_for(kv, LONG)
+    assert hashed_for(kv, LONG, b"salt" * 4) == 50
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 1), max_size=6 * SIZE),
+            st.sampled_from([ROOT_DIGEST, b"s" * 16]),
+        ),
+        max_size=12,
+    )
+)
+def test_known_digests_are_those_that_would_be_hashed(
+    sequences: list[tuple[list[int], bytes]],
+) -> None:
+    kv = KVCacheManager(8, SIZE, enable_prefix_caching=True)
+    for token_ids, root in sequences:
+        if token_ids:
+            hashed_for(kv, token_ids, root)
+
+
+def test_what_is_known_is_bounded() -> None:
+    known = KnownDigests(SIZE, max_tokens=100 * SIZE)
+    for first in range(50):
+        token_ids = [first] * 30 * SIZE
+        known.remember(chain(token_ids), token_ids, 30)
+        assert known.num_blocks <= 100
+    newest, oldest = [49] * 30 * SIZE, [0] * 30 * SIZE
+    assert known.beginning(chain(newest)[0], newest) == chain(newest)
+    assert known.beginning(chain(oldest)[0], oldest) == chain(oldest)[:1]
+    endless = [7] * 101 * SIZE
+    known.remember(chain(endless), endless, 101)
+    assert known.num_blocks <= 100
+    assert known.beginning(chain(endless)[0], endless) == chain(endless)[:1]
+
+
+def test_who_is_asked_for_is_remembered_longest() -> None:
+    known = KnownDigests(SIZE, max_tokens=100 * SIZE)
+    often = [1] * 40 * SIZE
+    known.remember(chain(often), often, 40)
+    for first in range(2, 20):
+        token_ids = [first] * 30 * SIZE
+        known.remember(chain(token_ids), token_ids, 30)
+        assert known.beginning(chain(often)[0], often) == chain(often)
