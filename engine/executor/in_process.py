@@ -21,7 +21,8 @@ from engine.lora.weights import adapter_weights
 from engine.models.adapters import AdapterWeights
 from engine.models.decoder import Decoder
 from engine.models.hf_config import read_spec
-from engine.models.loader import GroupPlace, Shard
+from engine.models.loading.decoder import Shard
+from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.experts import MirrorGroup
 from engine.models.settings import model_length
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory

@@ -11,7 +11,8 @@ from engine.executor.layout import Layout
 from engine.models.decoder import Decoder
 from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.hf_config import read_spec
-from engine.models.loader import AdapterRoom, DecoderLoader, GroupPlace, Shard
+from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
+from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.stages import divide_layers
 from engine.models.settings import compute_types, fits_caches, model_length, open_checkpoint
 from engine.models.spec import ModelSpec

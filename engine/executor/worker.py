@@ -41,7 +41,7 @@ from engine.executor.team_messages import (
 from engine.models.adapters import AdapterRows, LowRank
 from engine.models.attention.plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
-from engine.models.loader import Shard
+from engine.models.loading.decoder import Shard
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
 from engine.runner.memory_profile import MemoryTrial

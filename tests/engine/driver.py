@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engine.models.hf_config import read_spec
-from engine.models.loader import AdapterRoom, DecoderLoader
+from engine.models.loading.decoder import AdapterRoom, DecoderLoader
 from engine.models.settings import compute_types, model_length, open_checkpoint
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.batch import BatchPlan, BatchResult, SlotBlocks, SlotStart

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import LLAMA_NAMES, stored_name
+from engine.models.families.placing import LLAMA_NAMES, stacked_experts
 from engine.models.families.reading import (
     integer,
     layer_windows,
@@ -12,7 +12,7 @@ from engine.models.families.reading import (
     read_rope,
 )
 from engine.models.spec import ClampSpec, ModelSpec, MoeSpec
-from engine.models.weights import Shape, Source, WeightMap, weight_map
+from engine.models.weights import WeightMap
 
 _NAMES = {**LLAMA_NAMES, "router": "router"}
 
@@ -43,29 +43,14 @@ def _spec(config: Config) -> ModelSpec:
 
 
 def _weights(spec: ModelSpec) -> WeightMap:
-    assert spec.moe is not None
-    experts, inner, hidden = spec.moe.num_experts, spec.moe.intermediate_size, spec.hidden_size
-
-    def place(name: str, shape: Shape) -> Source:
-        if ".experts." not in name:
-            return Source(name=stored_name(name, _NAMES), shape=shape)
-        block, _, place = name.partition(".experts.")
-        number, part, kind = place.split(".")
-        module = "down_proj" if part == "down_proj" else "gate_up_proj"
-        inputs, outputs = (inner, hidden) if part == "down_proj" else (hidden, 2 * inner)
-        is_bias = kind == "bias"
-        source = Source(
-            name=f"{block}.experts.{module}{'_bias' if is_bias else ''}",
-            shape=(experts, outputs) if is_bias else (experts, inputs, outputs),
-            index=int(number),
-            is_transposed=not is_bias,
-        )
-        if part == "down_proj":
-            return source
-        # Gates and what they let pass alternate.
-        return replace(source, first_row=int(part == "up_proj"), num_rows=inner, row_step=2)
-
-    return weight_map(spec, place)
+    return stacked_experts(
+        spec,
+        _NAMES,
+        gate_up="experts.gate_up_proj",
+        down="experts.down_proj",
+        is_transposed=True,
+        alternate=True,
+    )
 
 
 FAMILY = Family(architectures=("GptOssForCausalLM",), spec=_spec, weights=_weights)

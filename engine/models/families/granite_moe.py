@@ -4,10 +4,10 @@ from msgspec.structs import replace
 
 from engine.models.families.family import Config, Family
 from engine.models.families.granite import granite_spec
-from engine.models.families.placing import LLAMA_NAMES, stored_name
+from engine.models.families.placing import LLAMA_NAMES, stacked_experts
 from engine.models.families.reading import integer
 from engine.models.spec import ModelSpec, MoeSpec
-from engine.models.weights import Shape, Source, WeightMap, weight_map
+from engine.models.weights import WeightMap
 
 _NAMES = {**LLAMA_NAMES, "mlp": "block_sparse_moe", "router": "router.layer"}
 
@@ -30,27 +30,7 @@ def _spec(config: Config) -> ModelSpec:
 
 
 def _weights(spec: ModelSpec) -> WeightMap:
-    assert spec.moe is not None
-    experts, inner, hidden = spec.moe.num_experts, spec.moe.intermediate_size, spec.hidden_size
-
-    def place(name: str, shape: Shape) -> Source:
-        if ".experts." not in name:
-            return Source(name=stored_name(name, _NAMES), shape=shape)
-        block, _, place = name.partition(".experts.")
-        number, part, _ = place.split(".")
-        block = stored_name(block, _NAMES)
-        if part == "down_proj":
-            whole = (experts, hidden, inner)
-            return Source(name=f"{block}.output_linear.weight", shape=whole, index=int(number))
-        return Source(
-            name=f"{block}.input_linear.weight",
-            shape=(experts, 2 * inner, hidden),
-            index=int(number),
-            first_row=0 if part == "gate_proj" else inner,
-            num_rows=inner,
-        )
-
-    return weight_map(spec, place)
+    return stacked_experts(spec, _NAMES, gate_up="input_linear.weight", down="output_linear.weight")
 
 
 FAMILY = Family(architectures=("GraniteMoeForCausalLM",), spec=_spec, weights=_weights)

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from engine.models.spec import ModelSpec
 from engine.models.weights import Shape, Source, WeightMap, weight_map
 
@@ -59,5 +61,50 @@ def fused_weights(
             first_row=first,
             num_rows=shape[0],
         )
+
+    return weight_map(spec, place)
+
+
+def stacked_experts(
+    spec: ModelSpec,
+    names: Mapping[str, str],
+    *,
+    gate_up: str,
+    down: str,
+    is_transposed: bool = False,
+    alternate: bool = False,
+) -> WeightMap:
+    """Return where each tensor is if those of all experts are stacked in two.
+
+    Args:
+        names: as in `named_weights`.
+        gate_up, down: names of the stacked ones, behind that of the layer's MLP. Biases, where
+            there are some, are named so with an ending.
+        is_transposed: whether inputs lie before outputs in them.
+        alternate: whether gates and what they let pass do, rather than one follow the other.
+    """
+    assert spec.moe is not None
+    experts, inner, hidden = spec.moe.num_experts, spec.moe.intermediate_size, spec.hidden_size
+
+    def place(name: str, shape: Shape) -> Source:
+        if ".experts." not in name:
+            return Source(name=stored_name(name, names), shape=shape)
+        block, _, place = name.partition(".experts.")
+        number, part, kind = place.split(".")
+        is_down, is_bias = part == "down_proj", kind == "bias"
+        outputs, inputs = (hidden, inner) if is_down else (2 * inner, hidden)
+        weight = (inputs, outputs) if is_transposed else (outputs, inputs)
+        source = Source(
+            name=f"{stored_name(block, names)}.{down if is_down else gate_up}"
+            + ("_bias" if is_bias else ""),
+            shape=(experts, outputs) if is_bias else (experts, *weight),
+            index=int(number),
+            is_transposed=is_transposed and not is_bias,
+        )
+        if is_down:
+            return source
+        is_up = part == "up_proj"
+        first, step = (int(is_up), 2) if alternate else (inner * is_up, 1)
+        return replace(source, first_row=first, num_rows=inner, row_step=step)
 
     return weight_map(spec, place)

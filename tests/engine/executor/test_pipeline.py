@@ -21,7 +21,7 @@ from engine.executor.team import Team, WorkerFailed
 from engine.grammar.masks import GrammarTable
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.hf_config import read_spec
-from engine.models.loader import DecoderLoader
+from engine.models.loading.decoder import DecoderLoader
 from engine.models.parallel.stages import divide_layers
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel

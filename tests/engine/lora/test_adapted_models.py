@@ -13,7 +13,7 @@ from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.lora.weights import adapter_weights
 from engine.models.hf_config import read_spec
-from engine.models.loader import AdapterRoom
+from engine.models.loading.decoder import AdapterRoom
 from engine.shared.config import BUNDLED_MODEL, ModelConfig
 from engine.shared.model_files import model_directory
 from tests.engine.lora.adapters import exact, train

@@ -10,7 +10,7 @@ import torch
 
 from engine.models.formats.checkpoint import DummyCheckpoint
 from engine.models.hf_config import read_spec
-from engine.models.loader import DecoderLoader
+from engine.models.loading.decoder import DecoderLoader
 from engine.models.products.int4 import (
     Int4Linear,
     Int4Unsupported,

@@ -1,0 +1,296 @@
+"""Builds a decoder from a checkpoint, layer by layer."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.distributed.group import Group
+from engine.models.adapters import AdapterBank
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.rotary import rotary_table
+from engine.models.attention.varlen import Attention, CudaAttention
+from engine.models.decoder import AttentionWeights, Decoder, DecoderWeights, Followers, LayerWeights
+from engine.models.formats.checkpoint import Checkpoint
+from engine.models.layers import (
+    Chain,
+    Rows,
+    prepare_norm,
+    prepare_qk_norm,
+    scaled,
+    softcap,
+)
+from engine.models.loading.mlps import GroupPlace, MlpLoader
+from engine.models.loading.products import ProductLoader, Quantization
+from engine.models.parallel.experts import ExpertGroup, SpreadExperts
+from engine.models.parallel.stages import Stage
+from engine.models.parallel.tensors import Cut, CutCheckpoint, CutEmbedding, CutHead, SummedOver
+from engine.models.products.int4 import (
+    require_int4,
+)
+from engine.models.products.row_blocks import RowBlocks, probe_rows
+from engine.models.settings import ComputeTypes
+from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.models.weights import layer_norms
+
+
+class Shard(NamedTuple):
+    """One process's part of a model that is cut over a group."""
+
+    group: Group
+    followers: Followers | None = None
+    """At the first rank, the others."""
+
+
+class AdapterRoom(NamedTuple):
+    """The maximum number of adapters in one step, and their maximum rank."""
+
+    num_slots: int
+    rank: int
+
+
+def _nothing(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+class DecoderLoader:
+    """Assembles the weights of one model on one device."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        *,
+        types: ComputeTypes,
+        device: torch.device,
+        max_model_len: int,
+        place: GroupPlace | None = None,
+        shard: Shard | None = None,
+        stage: Stage | None = None,
+        quantization: Quantization | None = None,
+        batch_invariant: bool = False,
+        adapters: AdapterRoom | None = None,
+    ) -> None:
+        """Prepare to load all, or only the experts of a place, or only the part of a shard.
+
+        Of all these, a pipeline stage has its own layers only.
+
+        If `batch_invariant`, no row of a step depends on the others
+        (`engine.models.products.row_blocks`).
+
+        Raises:
+            UnsupportedModel, Int4Unsupported: that is not possible here.
+        """
+        if batch_invariant and (device.type != "cpu" or place is not None or shard is not None):
+            raise UnsupportedModel(
+                "--batch-invariant: only engines on CPUs that hold the whole model compute rows "
+                "independently of each other"
+            )
+        if batch_invariant and spec.attention_softcap is not None:
+            raise UnsupportedModel(
+                f"--batch-invariant: {spec.architecture} caps attention scores, and no operator "
+                "does that for each token by itself"
+            )
+        if quantization == "int4":
+            require_int4(types.activations, device)
+        self._batch_invariant = batch_invariant
+        self._place = place
+        self._shard = shard
+        self._cut = None if shard is None else Cut(spec, shard.group.rank, shard.group.size)
+        self._stage = stage or Stage(range(spec.num_layers), spec.num_layers)
+        self._spec = self._stage.spec(spec if self._cut is None else self._cut.spec)
+        self._types = types
+        self._device = device
+        self._max_model_len = max_model_len
+        self._bank = None if adapters is None else self._new_bank(adapters)
+        self._expert_group = None if place is None else self._new_group()
+        self._products = ProductLoader(
+            checkpoint if self._cut is None else CutCheckpoint(checkpoint, self._cut),
+            types.activations,
+            device,
+            quantization=quantization,
+            is_by_rows=batch_invariant,
+            bank=self._bank,
+        )
+        self._mlps = MlpLoader(self._spec, self._products, self._expert_group)
+
+    def load(self) -> Decoder:
+        """Read all weights that belong here and return the model."""
+        spec = self._spec
+        is_first, is_last = self._stage.is_first, self._stage.is_last
+        embedding = None
+        if is_first or (is_last and spec.tie_word_embeddings):
+            embedding = self._products.copy("model.embed_tokens.weight")
+        weights = DecoderWeights(
+            embed=self._embed(embedding) if is_first and embedding is not None else None,
+            layers=[self._layer(index) for index in range(spec.num_layers)],
+            norm=self._norm("model.norm") if is_last else None,
+            lm_head=self._head(embedding) if is_last else None,
+            rotary=[
+                rotary_table(
+                    rope, spec.head_dim, self._max_model_len, self._types.activations, self._device
+                )
+                for rope in spec.distinct_ropes
+            ],
+        )
+        followers = None if self._shard is None else self._shard.followers
+        return Decoder(
+            spec,
+            weights,
+            self._attend(),
+            self._types,
+            self._device,
+            self._expert_group,
+            followers,
+            self._bank,
+        )
+
+    def _new_group(self) -> ExpertGroup:
+        moe = self._spec.moe
+        assert moe is not None, "only experts are spread"
+        return ExpertGroup(moe.num_experts, moe.experts_per_token, self._device)
+
+    def _new_bank(self, room: AdapterRoom) -> AdapterBank:
+        return AdapterBank(
+            *room,
+            dtype=self._types.activations,
+            device=self._device,
+            cut=self._cut,
+            by_rows=self._batch_invariant,
+        )
+
+    def _attend(self) -> Attention:
+        spec, dtype, device = self._spec, self._types.cache, self._device
+        stock = PagedAttention(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+            device=device,
+            token_by_token=self._batch_invariant,
+            scale=spec.attention_scale,
+            softcap=spec.attention_softcap,
+        )
+        if device.type != "cuda" or spec.attention_softcap is not None:
+            return stock
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        return CudaAttention(
+            stock,
+            shape=shape,
+            dtype=dtype,
+            device=device,
+            scale=spec.attention_scale,
+            has_sinks=spec.attention_sinks,
+        )
+
+    def spread_experts(self, model: Decoder, place: GroupPlace) -> None:
+        """Drop the experts of a loaded model that others hold now, and load those that it lacks."""
+        assert model.expert_group is not None, "the model was loaded without a place"
+        model.expert_group.leave()
+        self._place = place
+        for index, mlp in model.sparse_layers.items():
+            assert isinstance(mlp.experts, SpreadExperts)
+            self._mlps.hold_share(mlp.experts, f"{self._prefix(index)}mlp.", place)
+
+    def _embed(self, table: Tensor) -> Rows:
+        # Rounded like the weights, as the models were trained.
+        scale = float(torch.tensor(self._spec.embedding_scale, dtype=self._types.activations))
+        embed: Rows = partial(torch.embedding, table)
+        if self._shard is not None and self._cut is not None:
+            embed = CutEmbedding(self._shard.group, table, self._cut.vocabulary)
+        if self._bank is not None:
+            embed = self._bank.embedding(embed, "model.embed_tokens", self._spec.hidden_size)
+        return scaled(embed, scale)
+
+    def _head(self, embedding: Tensor | None) -> Rows:
+        """Return what makes logits; of the embedding, where it is tied to that."""
+        spec = self._spec
+        if spec.num_outputs is not None:
+            return self._classifier_head()
+        if embedding is not None and spec.tie_word_embeddings:
+            product = self._products.prepare(embedding, None)
+        else:
+            product = self._products.linear("lm_head.weight")
+        head: Rows = self._products.by_rows(product, spec.hidden_size)
+        if self._bank is not None:
+            part = slice(0, spec.vocab_size) if self._cut is None else self._cut.vocabulary
+            head = self._bank.head(head, "lm_head", part.stop - part.start)
+        if self._shard is not None:
+            head = CutHead(self._shard.group, head, spec.vocab_size)
+        head = scaled(head, spec.logits_scale)
+        if spec.logits_softcap is None:
+            return head
+        return Chain(head, partial(softcap, cap=spec.logits_softcap))
+
+    def _classifier_head(self) -> Rows:
+        """Return the product with a classifier's weights in float32; of an embedder, nothing."""
+        if not self._spec.num_outputs:
+            return _nothing
+        head = partial(F.linear, weight=self._products.copy("score.weight").float())
+        if not self._batch_invariant:
+            return head
+        return RowBlocks(head, probe_rows(self._spec.hidden_size, torch.float32))
+
+    def _prefix(self, index: int) -> str:
+        """Return how the names of a layer's tensors begin; layers are counted in this stage."""
+        return f"model.layers.{self._stage.layers[index]}."
+
+    def _layer(self, index: int) -> LayerWeights:
+        spec, prefix = self._spec, self._prefix(index)
+        norms = {name: self._norm(prefix + name) for name in layer_norms(spec)}
+        sparse = self._mlps.sparse(prefix + "mlp.", self._place) if spec.is_sparse(index) else None
+        if sparse is None:
+            mlp = self._mlps.dense(prefix + "mlp.", spec.intermediate_size)
+        elif self._expert_group is None and self._bank is None:
+            mlp = self._products.by_rows(sparse, spec.hidden_size)
+        else:  # with adapters each part computes rows by themselves
+            mlp = sparse
+        rope = spec.ropes[index]
+        return LayerWeights(
+            attention_norm=norms.get("attention_norm"),
+            attention=self._attention(prefix + "self_attn.", norms.get("attention_output_norm")),
+            mlp_norm=norms.get("mlp_norm"),
+            mlp=self._added(mlp, norms.get("mlp_output_norm")),
+            window=spec.windows[index],
+            rope=None if rope is None else spec.distinct_ropes.index(rope),
+            is_parallel=spec.block == "parallel",
+            sparse=sparse,
+        )
+
+    def _norm(self, name: str) -> Rows:
+        return prepare_norm(self._spec.norm, self._products.copy(name + ".weight"))
+
+    def _added(self, block: Rows, norm: Rows | None) -> Rows:
+        """Return what is added of a block: the sum of its parts, if it is cut, normed, scaled."""
+        if self._shard is not None:
+            block = SummedOver(self._shard.group, block)
+        if norm is not None:
+            block = Chain(block, norm)
+        return scaled(block, self._spec.residual_scale)
+
+    def _attention(self, prefix: str, output_norm: Rows | None) -> AttentionWeights:
+        spec = self._spec
+        projections = [f"{prefix}{name}_proj" for name in "qkv"]
+        bias = [f"{name}.bias" for name in projections] if spec.qkv_bias else []
+        qk_norm = None
+        if spec.qk_norm != "none":
+            query, key = (self._products.copy(f"{prefix}{name}_norm.weight") for name in "qk")
+            qk_norm = prepare_qk_norm(spec, query, key)
+        output = self._products.linear(
+            prefix + "o_proj.weight", bias=[prefix + "o_proj.bias"] if spec.output_bias else []
+        )
+        qkv = self._products.linear(*(f"{name}.weight" for name in projections), bias=bias)
+        widths = [spec.query_size, spec.kv_size, spec.kv_size]
+        return AttentionWeights(
+            qkv=self._products.adapted(qkv, projections, widths, spec.hidden_size),
+            output=self._added(
+                self._products.adapted(
+                    output, [prefix + "o_proj"], [spec.hidden_size], spec.query_size
+                ),
+                output_norm,
+            ),
+            qk_norm=qk_norm,
+            sinks=self._products.copy(prefix + "sinks").float() if spec.attention_sinks else None,
+        )

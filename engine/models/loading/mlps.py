@@ -1,0 +1,119 @@
+"""A layer's MLP: one for all tokens, or experts that a router chooses between."""
+
+from typing import NamedTuple
+
+import torch
+
+from engine.models.layers import Chain, Rows, gated
+from engine.models.loading.products import ProductLoader
+from engine.models.moe import (
+    Expert,
+    Experts,
+    GroupedExperts,
+    Router,
+    SigmoidRouter,
+    SparseMlp,
+    StackedExperts,
+)
+from engine.models.parallel.experts import ExpertGroup, SpreadExperts, expert_share
+from engine.models.products.dense import Linear, prepare_linear
+from engine.models.spec import ModelSpec, MoeSpec
+
+
+class GroupPlace(NamedTuple):
+    """One engine's place among those that share the experts."""
+
+    position: int
+    size: int
+
+
+class MlpLoader:
+    """Assembles the MLPs of one model; prefixes are what the names of a layer's tensors have."""
+
+    def __init__(self, spec: ModelSpec, products: ProductLoader, group: ExpertGroup | None) -> None:
+        """Take the model as it is here, and the group over which experts are spread, if any."""
+        self._spec = spec
+        self._products = products
+        self._group = group
+
+    def dense(self, prefix: str, inner: int) -> Rows:
+        """Return an MLP of so many inner outputs, with adapters where there may be some."""
+        spec, products, gate = self._spec, self._products, gated(self._spec)
+        names = [prefix + "gate_proj", prefix + "up_proj", prefix + "down_proj"]
+        bias = [f"{name}.bias" for name in names] if spec.mlp_bias else []
+        gate_up = products.linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2])
+        down = products.linear(f"{names[2]}.weight", bias=bias[2:])
+        if products.bank is None:
+            return products.by_rows(Expert(gate_up, down, gate), spec.hidden_size)
+        hidden = spec.hidden_size
+        return Expert(
+            products.adapted(gate_up, names[:2], [inner, inner], hidden),
+            products.adapted(down, names[2:], [hidden], inner),
+            products.by_rows(Chain(gate), 2 * inner),
+        )
+
+    def sparse(self, prefix: str, place: GroupPlace | None) -> SparseMlp:
+        """Return a mixture of experts: all of them, or those of a place in the group."""
+        moe = self._spec.moe
+        assert moe is not None
+        router, shared = self._router(moe, prefix), None
+        if moe.shared_size:
+            shared = self.dense(prefix + "shared_experts.", moe.shared_size)
+        if self._group is None:
+            return SparseMlp(router, self._experts(moe, prefix), shared)
+        assert place is not None
+        spread = SpreadExperts(self._group)
+        self.hold_share(spread, prefix, place)
+        return SparseMlp(router, spread, shared)
+
+    def hold_share(self, spread: SpreadExperts, prefix: str, place: GroupPlace) -> None:
+        """Keep the experts of a place, drop all others and load those that are missing."""
+        assert self._spec.moe is not None
+        share = expert_share(self._spec.moe.num_experts, place.position, place.size)
+        spread.hold(share, lambda number: self._expert(prefix, number))
+
+    def _router(self, moe: MoeSpec, prefix: str) -> Router | SigmoidRouter:
+        # Choices between experts turn on small differences, and the product is a small one.
+        products = self._products
+        bias = products.copy(prefix + "router.bias") if moe.bias else None
+        score = prepare_linear(products.copy(prefix + "router.weight"), bias)
+        if products.bank is not None:
+            names, hidden = [prefix + "router"], self._spec.hidden_size
+            score = products.adapted(score, names, [moe.num_experts], hidden)
+        if moe.scoring == "softmax":
+            return Router(score, moe.experts_per_token, normalize=moe.normalize_weights)
+        correction = products.checkpoint.tensor(prefix + "router.correction")
+        correction = correction.to(products.device, torch.float32, copy=True)
+        if products.bank is None:  # which computes in the model's type
+            exact = prepare_linear(products.copy(prefix + "router.weight").float())
+            score = Chain(torch.Tensor.float, exact)
+        return SigmoidRouter(score, correction, moe)
+
+    def _expert(self, prefix: str, number: int) -> Linear:
+        spec, products, gate = self._spec, self._products, gated(self._spec)
+        names = [f"{prefix}experts.{number}.{part}_proj" for part in ("gate", "up", "down")]
+        assert spec.moe is not None
+        bias = [f"{name}.bias" for name in names] if spec.moe.bias else []
+        gate_up = products.linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2])
+        down = products.linear(f"{names[2]}.weight", bias=bias[2:])
+        bank = products.bank
+        if bank is None or self._group is not None:
+            return products.by_rows(Expert(gate_up, down, gate), spec.hidden_size)
+        hidden, inner = spec.hidden_size, spec.moe.intermediate_size
+        return Expert(
+            bank.expert(products.by_rows(gate_up, hidden), names[:2], [inner, inner]),
+            bank.expert(products.by_rows(down, inner), names[2:], [hidden]),
+            products.by_rows(Chain(gate), 2 * inner),
+        )
+
+    def _experts(self, moe: MoeSpec, prefix: str) -> Experts:
+        products, hidden, inner = self._products, self._spec.hidden_size, moe.intermediate_size
+        num_bytes = 3 * moe.num_experts * hidden * inner * products.dtype.itemsize
+        suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
+        if not suits or moe.bias or moe.is_mxfp4 or products.bank is not None:
+            experts = [self._expert(prefix, i) for i in range(moe.num_experts)]
+            return GroupedExperts(experts, products.bank)
+        each = [f"{prefix}experts.{i}." for i in range(moe.num_experts)]
+        gate_up = [products.fused([f"{p}gate_proj.weight", f"{p}up_proj.weight"]) for p in each]
+        down = [products.copy(f"{p}down_proj.weight").T for p in each]
+        return StackedExperts(torch.stack(gate_up), torch.stack(down), gated(self._spec))

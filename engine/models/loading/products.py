@@ -1,0 +1,121 @@
+"""From a checkpoint's matrices to products: fused, packed, with adapters, row by row.
+
+Each tensor is copied from the mapped file into its place in a fused weight, and each fused weight
+is packed and dropped before the next is made, so that memory stays near the model's own size.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.models.adapters import AdapterBank
+from engine.models.formats.checkpoint import Checkpoint
+from engine.models.parallel.tensors import CutCheckpoint
+from engine.models.products.dense import Linear, prepare_linear
+from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, joined, quantized
+from engine.models.products.int8 import prepare_int8
+from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
+from engine.models.products.row_blocks import RowBlocks, probe_rows
+
+Quantization = Literal["int8", "int4"]
+"""What weights are rounded to as they are loaded."""
+
+
+class ProductLoader:
+    """Reads tensors onto one device, and makes products of them as the settings ask."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint | CutCheckpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        quantization: Quantization | None,
+        is_by_rows: bool,
+        bank: AdapterBank | None,
+    ) -> None:
+        """Read what is here of a checkpoint.
+
+        Args:
+            dtype: of weights and activations.
+            is_by_rows: whether no row may depend on others (`engine.models.products.row_blocks`).
+            bank: where products look adapters up, if the model is served with some.
+        """
+        self.checkpoint = checkpoint
+        self.device = device
+        self.bank = bank
+        self.dtype = dtype
+        self._quantization = quantization
+        self._is_by_rows = is_by_rows
+
+    def adapted(self, product: Linear, names: list[str], widths: list[int], inputs: int) -> Linear:
+        """Return a product of rows [rows, inputs], with adapters where there may be some.
+
+        Args:
+            names: the modules that its outputs consist of.
+            widths: how many outputs of each are here.
+        """
+        product = self.by_rows(product, inputs)
+        if self.bank is None:
+            return product
+        return self.bank.linear(product, names, widths, inputs)
+
+    def by_rows(self, function: Linear, width: int) -> Linear:
+        """Return a function of rows [rows, width] that computes each by itself, if so wished."""
+        if not self._is_by_rows:
+            return function
+        return RowBlocks(function, probe_rows(width, self.dtype))
+
+    def linear(self, *names: str, bias: list[str] | None = None) -> Linear:
+        """Return the product with some weights one below the other, plus their biases."""
+        added = self.fused(bias) if bias else None
+        if self._quantization != "int8":
+            packed = self._stored_mxfp4(list(names))
+            if packed is not None:
+                return Mxfp4Linear(packed, added, self.dtype)
+        if self._quantization != "int4":
+            return self.prepare(self.fused(list(names)), added)
+        weights = self._stored_int4(list(names))
+        if weights is None:
+            whole = self.fused(list(names))
+            weights = quantized(whole)
+            if weights is None or not fits_int4(weights):
+                return self.prepare(whole, added)
+        return Int4Linear(weights, added, self.dtype)
+
+    def _stored_int4(self, names: list[str]) -> Int4Weights | None:
+        """Return weights one below the other, if they are stored in 4 bits that can be used."""
+        stored = [self.checkpoint.int4(name) for name in names]
+        known = [weights for weights in stored if weights is not None]
+        whole = joined(known) if len(known) == len(names) else None
+        return whole if whole is not None and fits_int4(whole) else None
+
+    def _stored_mxfp4(self, names: list[str]) -> Mxfp4Weights | None:
+        """Return weights one below the other, if they are stored in blocks of 4-bit floats."""
+        stored = [self.checkpoint.mxfp4(name) for name in names]
+        parts = [weights for weights in stored if weights is not None]
+        if len(parts) < len(names):
+            return None
+        return Mxfp4Weights(*(torch.cat(each).to(self.device) for each in zip(*parts, strict=True)))
+
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return the product with a weight [outputs, inputs], rounded if so wished."""
+        if self._quantization == "int8":
+            return prepare_int8(weight, bias)
+        return prepare_linear(weight, bias)
+
+    def fused(self, names: list[str]) -> Tensor:
+        """Return the tensors one below the other in new memory."""
+        parts = [self.checkpoint.tensor(name) for name in names]
+        rows = sum(part.shape[0] for part in parts)
+        fused = torch.empty(rows, *parts[0].shape[1:], dtype=self.dtype, device=self.device)
+        first = 0
+        for part in parts:
+            fused[first : first + part.shape[0]].copy_(part)
+            first += part.shape[0]
+        return fused
+
+    def copy(self, name: str) -> Tensor:
+        """Return a tensor in new memory."""
+        return self.fused([name])
