@@ -2,6 +2,7 @@
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from server.store.sql import TABLES, Rows, SqlBackend
 
 _WAIT = 10.0
 """Seconds for which a front end waits for others that write."""
+_PAUSE = 0.02
+"""Seconds between its tries where SQLite itself does not wait."""
 _TRIGGERS = """
 CREATE TRIGGER IF NOT EXISTS events_out AFTER DELETE ON responses BEGIN
     DELETE FROM events WHERE tenant = OLD.tenant AND response = OLD.id;
@@ -57,14 +60,30 @@ class SqliteDatabase:
                 path, timeout=_WAIT, isolation_level=None, check_same_thread=False
             )
             try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                self._connection.execute("PRAGMA synchronous = NORMAL")
-                self._connection.executescript(TABLES.format(BYTES="BLOB") + _TRIGGERS)
+                self._set_up(time.monotonic() + _WAIT)
             except BaseException:
                 self._connection.close()
                 raise
         except sqlite3.Error as error:
             raise OSError(f"{path} cannot be used as a store of responses: {error}") from error
+
+    def _set_up(self, until: float) -> None:
+        """Make what is not there yet; all front ends of a node do so at the same time.
+
+        SQLite does not wait for another that writes a file which is about to get its write-ahead
+        log: it says at once that it is busy.
+        """
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = NORMAL")
+                self._connection.executescript(TABLES.format(BYTES="BLOB") + _TRIGGERS)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(_PAUSE)
+            else:
+                return
 
     def close(self) -> None:
         """Let go of the file."""
