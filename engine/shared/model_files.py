@@ -68,9 +68,9 @@ def served_names(config: ModelConfig) -> tuple[str, ...]:
     """Return the names by which clients may call the model, the preferred one first."""
     if config.served_model_name:
         return config.served_model_name
-    if Path(config.model) == BUNDLED_MODEL:
-        return (BUNDLED_MODEL_NAME,)
     local = Path(config.model).expanduser()
+    if local.resolve() == BUNDLED_MODEL.resolve():  # also by a link to it
+        return (BUNDLED_MODEL_NAME,)
     if is_gguf(config.model):
         return (local.stem,)
     return (local.resolve().name,) if local.is_dir() else (config.model,)

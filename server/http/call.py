@@ -152,6 +152,11 @@ class Call:
         """Give back what the call holds; idempotent."""
         if self.reservation is not None:
             self.reservation.release()
+        self.forget_body()
+
+    def forget_body(self) -> None:
+        """Free the body, which is not read any more; idempotent."""
+        self.body = b""
         size, self._kept_bytes = self._kept_bytes, 0
         self.limits.budget.drop(size)
 

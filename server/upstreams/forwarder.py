@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Collection
 import httpx
 import msgspec
 
-from server.http.body_budget import NoRoomForBody
 from server.http.call import Call, CancelOnDisconnect
 from server.http.errors import ApiError, unavailable
 from server.observe.metrics import FrontEndMetrics
@@ -128,19 +127,12 @@ class Forwarder:
         """Answer a call with what a model's server says.
 
         Raises:
-            ApiError: 503, the server cannot be reached, or too much waits to be sent.
+            ApiError: 503, the server cannot be reached.
             ClientDisconnected: the client hung up.
         """
         with CancelOnDisconnect(call.receive):
-            held = call.limits.budget.hold()
-            try:
-                held.grow(len(call.body))
-                response = await self._ask(call, model)
-            except NoRoomForBody:
-                raise unavailable("The server holds too much at once; try again.") from None
-            finally:
-                held.release()
-            call.body = b""
+            response = await self._ask(call, model)
+            call.forget_body()
             self._metrics.forwarded(model, response.status_code)
             try:
                 await _answer(call, response)

@@ -1,6 +1,7 @@
 """How much of bodies is held: of unfinished uploads, and of requests that wait or run."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,10 @@ def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
     assert statuses == [503, *[200] * (KEPT_TIMES + 3)]
 
 
-def test_what_is_made_in_the_background_still_holds_its_body() -> None:
+@pytest.mark.parametrize("forget", [Call.release, Call.forget_body])
+def test_what_is_made_in_the_background_holds_its_body_until_it_ends_or_needs_it_no_longer(
+    forget: Callable[[Call], None],
+) -> None:
     budget = BodyBudget(AdmissionTable(None), PIECE)
     limits = BodyLimits(2 * KEPT_TIMES * PIECE, 60.0, budget)
     scope = {"type": "http", "path": "/", "headers": [(b"content-type", b"application/json")]}
@@ -154,7 +158,7 @@ def test_what_is_made_in_the_background_still_holds_its_body() -> None:
     answered.release()
     with pytest.raises(NoRoomForBody):
         budget.keep(PIECE)
-    detached.release()
+    forget(detached)
     detached.release()
     assert budget.keep(PIECE) == PIECE
 
