@@ -2,7 +2,7 @@
 
 `server.fleet.keeper` decides when a place is filled; a `Starter` knows how. There is one for
 processes of this node (`server.fleet.child`) and one for actors of a Ray cluster
-(`server.fleet.ray.starter`).
+(`server.fleet.ray.holder`).
 """
 
 import signal

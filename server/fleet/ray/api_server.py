@@ -9,53 +9,40 @@ from engine.shared.config import BUNDLED_MODEL
 from engine.shared.messages import ChildProgress, ChildStatus
 from server.config import FrontEndConfig
 from server.fleet.holder import Program
-from server.fleet.ray.cluster import RemoteActor
-from server.fleet.ray.messages import ActorLaunch, ApiServerLaunch
-from server.fleet.ray.starter import LOOK_INTERVAL, Ranks, RayHolder
+from server.fleet.ray.cluster import RayCluster, RemoteActor
+from server.fleet.ray.holder import LOOK_INTERVAL, Mission, RayHolder
+from server.fleet.ray.messages import ApiServerLaunch
+from server.fleet.ray.starter import Ranks
 from server.fleet.role import Role
 
 
-class ApiServerHolder(RayHolder):
-    """One API server on a certain node: a `Holder`. It takes no room from engines."""
+class NodeRoom:
+    """A certain node, of which an API server takes nothing that engines count on: a `Room`."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        program: Program,
-        on_status: Callable[[ChildStatus], None],
-        on_line: Callable[[str], None],
-        wanted: str,
-    ) -> None:
+    def __init__(self, cluster: RayCluster, wanted: str) -> None:
+        self._cluster = cluster
         self._wanted = wanted
-        self._wanted_id = ""
-        self._is_ending = False
-        super().__init__(ranks, program, on_status, on_line)
+        self._node_id = ""
 
-    def terminate(self) -> None:
-        """Ask it to drain and end, once: a second request would end it at once."""
-        if not self._is_ending or not self._has_engine:
-            super().terminate()
-        self._is_ending = True
-
-    async def _find_room(self) -> None:
+    async def find(self, tell: Callable[[ChildProgress], None]) -> str:
         """Wait until the node is there, maybe again."""
         while True:
-            nodes = await self._ranks.cluster.nodes()
-            self._wanted_id = next((node.id for node in nodes if node.name == self._wanted), "")
-            if self._wanted_id:
-                self.node = self._wanted
-                return
-            self._on_status(ChildProgress("waiting for its node"))
+            nodes = await self._cluster.nodes()
+            self._node_id = next((node.id for node in nodes if node.name == self._wanted), "")
+            if self._node_id:
+                return self._wanted
+            tell(ChildProgress("waiting for its node"))
             await asyncio.sleep(LOOK_INTERVAL)
 
-    def _start_actor(self) -> RemoteActor:
-        name = f"swell {self.name} {self._program.launch.incarnation:x}"
-        return self._ranks.cluster.start_actor_on(name, self._wanted_id)
+    def start_actor(self, name: str) -> RemoteActor:
+        """Start an actor there."""
+        return self._cluster.start_actor_on(name, self._node_id)
 
-    def _order(self) -> ActorLaunch | ApiServerLaunch:
-        order = self._program.launch
-        assert isinstance(order, ApiServerLaunch)
-        return order
+    def lost_node(self) -> None:
+        """Do nothing: no other node will do."""
+
+    async def leave(self) -> None:
+        """Do nothing: nothing was reserved."""
 
 
 def api_server_role(ranks: Ranks, config: FrontEndConfig, node: str, port: int) -> Role:
@@ -69,8 +56,12 @@ def api_server_role(ranks: Ranks, config: FrontEndConfig, node: str, port: int) 
         *,
         on_status: Callable[[ChildStatus], None],
         on_line: Callable[[str], None],
-    ) -> ApiServerHolder:
-        return ApiServerHolder(ranks, program, on_status, on_line, node)
+    ) -> RayHolder:
+        launch = program.launch
+        assert isinstance(launch, ApiServerLaunch)
+        room = NodeRoom(ranks.cluster, node)
+        mission = Mission(name, launch.incarnation, room, lambda _: launch, ends_once=True)
+        return RayHolder(mission, on_status, on_line)
 
     return Role(
         name=name,

@@ -1,0 +1,162 @@
+"""Fills a place with an actor of a Ray cluster and the program below it."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from engine.shared.lifeline import CANNOT_START
+from engine.shared.messages import ChildFailed, ChildProgress, ChildStatus
+from server.fleet.holder import Ended, ended
+from server.fleet.ray.cluster import ActorLost, RemoteActor
+from server.fleet.ray.messages import ActorEvent, ActorLaunch, ApiServerLaunch, Exited, Line
+from server.fleet.ray.versions import differences
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL = 0.5
+"""Seconds between looks at whether there is room now."""
+
+KILL_WITHIN = 2.0
+"""Seconds that an actor gets to end its program before it is ended itself."""
+
+_KEPT_LOG_LINES = 30
+
+
+class Room(Protocol):
+    """Room in the cluster for one actor."""
+
+    async def find(self, tell: Callable[[ChildProgress], None]) -> str:
+        """Wait until there is some, telling for what; return the node's name."""
+
+    def start_actor(self, name: str) -> RemoteActor:
+        """Start an actor in the room that was found."""
+
+    def lost_node(self) -> None:
+        """The actor has gone, and maybe its node."""
+
+    async def leave(self) -> None:
+        """Leave nothing in the cluster; its actor has been killed."""
+
+
+@dataclass(frozen=True)
+class Mission:
+    """What differs between an engine and an API server."""
+
+    name: str
+    """The place's."""
+    incarnation: int
+    room: Room
+    order: Callable[[str], ActorLaunch | ApiServerLaunch]
+    """Says what an actor has to start, by the name of its node."""
+    ends_once: bool
+    """Whether a second request to end is kept from it: it would end at once, without draining."""
+
+
+class RayHolder:
+    """One program somewhere in the cluster, from the wish for room to its end: a `Holder`."""
+
+    def __init__(
+        self,
+        mission: Mission,
+        on_status: Callable[[ChildStatus], None],
+        on_line: Callable[[str], None],
+    ) -> None:
+        self.name = mission.name
+        self.node = ""
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
+        self._mission = mission
+        self._on_status = on_status
+        self._on_line = on_line
+        self._actor: RemoteActor | None = None
+        self._has_program = False
+        self._asked_to_end = False
+        self._killing: asyncio.Task[None] | None = None
+        self._life = asyncio.create_task(self._live())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return not self._life.done()
+
+    async def wait(self) -> Ended:
+        """Wait until it has ended and nothing of it is left in the cluster."""
+        return await asyncio.shield(self._life)
+
+    def terminate(self) -> None:
+        """Ask the program to end; one that has not been started yet never will be."""
+        if not self._has_program or self._actor is None:
+            self._give_up()
+        elif not (self._asked_to_end and self._mission.ends_once):
+            self._actor.tell("terminate")
+        self._asked_to_end = True
+
+    def kill(self) -> None:
+        """End the program at once."""
+        if not self._has_program or self._actor is None:
+            self._give_up()
+        elif self._killing is None:
+            self._killing = asyncio.create_task(self._kill(self._actor))
+
+    def _give_up(self) -> None:
+        if not self._life.cancelling():  # twice would keep it from leaving in order
+            self._life.cancel()
+
+    async def _kill(self, actor: RemoteActor) -> None:
+        actor.tell("kill")
+        await asyncio.wait([self._life], timeout=KILL_WITHIN)
+        await actor.kill()
+
+    async def _live(self) -> Ended:
+        room = self._mission.room
+        try:
+            self.node = await room.find(self._on_status)
+            return await self._run()
+        except asyncio.CancelledError:
+            return Ended(0, "gave up its place before it had started")
+        except ActorLost as error:
+            if not error.alone:
+                room.lost_node()
+            return Ended(None, f"was lost with its actor on {self.node}: {error}")
+        finally:
+            if self._actor is not None:
+                await self._actor.kill()
+            await room.leave()
+
+    async def _run(self) -> Ended:
+        self._on_status(ChildProgress(f"starting an actor on {self.node}"))
+        mission = self._mission
+        name = f"swell {self.name} {mission.incarnation:x}"
+        actor = self._actor = mission.room.start_actor(name)
+        different = differences(await actor.call("installed"), self.node)
+        if different is not None:
+            self._on_status(ChildFailed(different))
+            return ended(CANNOT_START)
+        try:
+            await actor.call("start", msgspec.msgpack.encode(mission.order(self.node)))
+        except OSError as error:
+            return Ended(1, f"cannot be started on {self.node}: {error}")
+        self._has_program = True
+        while True:
+            told = await actor.call("events")
+            for event in msgspec.msgpack.decode(told, type=list[ActorEvent]):
+                match event:
+                    case Exited(code):
+                        return ended(code)
+                    case Line(text):
+                        self._show(text)
+                    case ChildFailed(reason):
+                        self._on_status(ChildFailed(f"{reason} (on node {self.node})"))
+                    case status:
+                        self._on_status(status)
+
+    def _show(self, line: str) -> None:
+        self.last_lines.append(line)
+        try:
+            self._on_line(line)
+        except Exception:  # lines are no reason to lose an engine
+            logger.exception("a line of %s cannot be shown", self.name)
