@@ -1,16 +1,23 @@
 """API servers on every node that has engines."""
 
+import asyncio
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
+from benchmarks.ray_nodes import Nodes, is_empty
 from benchmarks.running_stack import RunningStack
-from tests.ray.cluster import Nodes, is_empty, scale, serve
+from benchmarks.streamed import streamed_choices
+from tests.ray.cluster import hosts, scale, serve
 from tests.support.commands import run_swell
-from tests.support.http import ADMIN_KEY, complete, ready_ranks
+from tests.support.http import ADMIN_KEY, complete, completion, ready_ranks
+from tests.support.load import Load
 from tests.support.metrics import metric
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.ray
 
@@ -67,3 +74,67 @@ def test_each_node_answers_for_all_engines_and_comes_back(stack: RunningStack) -
     until(lambda: phases(stack) == expected, "it serves again")
     for node in WHERE:
         complete(url(stack, node), "Act", 2)
+
+
+def test_hybrid_ones_balance_over_their_nodes_engines_and_an_external_one_has_one(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    key = tmp_path / "cluster.key"
+    key.write_text("a secret of these nodes")
+    flags = ("--cluster-key-file", str(key), "--data-parallel-size", "4", "--executor", "simulated")
+    hybrid = ("--data-parallel-lb", "hybrid", "--api-server-placement", "every-node")
+    with serve(nodes, *flags, *hybrid, "--data-parallel-size-local", "2") as stack:
+        ranks: dict[str, set[str]] = {}
+        for rank, node in hosts(stack).items():
+            ranks.setdefault(node, set()).add(rank)
+        assert ranks == {nodes.head_address: {"0", "1"}, WHERE[0]: {"2", "3"}}
+        for node, expected in ranks.items():
+            there = stack.url if node == nodes.head_address else url(stack, node)
+            answers_with(there, expected)
+        told = re.search(r"listening on tcp://(\S+)", "\n".join(stack.lines))
+        assert told is not None
+        join = ("--coordinator", told[1], "--cluster-key-file", str(key))
+        external = ("--data-parallel-lb", "external", "--data-parallel-rank", "3")
+        with RunningStack(*join, *external, command="api-server") as front:
+            answers_with(front.url, {"3"})
+    until(lambda: is_empty(nodes) and not api_servers(), "nothing is left")
+
+
+def answers_with(there: str, ranks: set[str]) -> None:
+    """Check that these engines, and no others, are seen and used."""
+    until(lambda: ready_ranks(there) == {int(rank) for rank in ranks}, "they are seen")
+    for _ in range(6):
+        complete(there, "Act", 2)
+    assert set(metric(there, "routing_decisions_total")) == ranks
+
+
+def test_one_on_a_lost_node_is_left_and_one_on_a_node_without_engines_drains() -> None:
+    """Clients of the others notice nothing; those of one that drains get what they asked for."""
+    flags = ("--ray-dp-pack-strategy", "fill", "--api-server-placement", "every-node")
+    slow = ("--executor", "simulated", "--simulated-step-us", "3000")
+    with Nodes(1, 1, 1) as three, serve(three, *slow, *flags) as stack:
+        assert phases(stack) == {"api 0": "ready", f"api on {WHERE[0]}": "ready"}
+        with Load(stack.url, 4).running() as load:
+            three.lose(WHERE[0])
+            until(lambda: phases(stack).get(f"api on {WHERE[1]}") == "ready", "one follows")
+            load.goes_on()
+        load.check()
+        there = url(stack, WHERE[1])
+        until(lambda: ready_ranks(there) == {0, 1}, "it balances over all engines")
+        scale(stack, 1)
+        assert asyncio.run(stream_until_refused(there)) == ""
+        until(lambda: phases(stack) == {"api 0": "ready"}, "both places have been left")
+        complete(stack.url, "Act", 2)
+    until(lambda: not api_servers(), "nothing is left")
+
+
+async def stream_until_refused(there: str) -> str:
+    """Stream again and again until nobody listens; return what was wrong with a stream."""
+    async with asyncio.timeout(PATIENCE), httpx.AsyncClient(base_url=there, timeout=60) as client:
+        while True:
+            began = False
+            try:
+                async for _ in streamed_choices(client, "/v1/completions", completion("Act", 60)):
+                    began = True
+            except (httpx.HTTPError, ValueError, ConnectionError) as error:
+                return repr(error) if began else ""

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from benchmarks.failover import Progress, asks, run
+from benchmarks.ray_nodes import NAMESPACE, Nodes, engines, is_empty
 from benchmarks.running_stack import RunningStack
-from tests.ray.cluster import NAMESPACE, Nodes, engines, hosts, is_empty, scale, serve
+from tests.ray.cluster import hosts, scale, serve
 from tests.support.commands import run_swell
 from tests.support.http import complete, ready_ranks
 from tests.support.metrics import metric
@@ -150,7 +151,8 @@ def test_too_few_resources_are_refused_with_what_is_needed_and_free(nodes: Nodes
         (("--ray-address", "127.0.0.1:9"), "no Ray cluster answers at 127.0.0.1:9"),
         (("--ray-address", "ray://127.0.0.1:9"), "ray://127.0.0.1:9 is the address for Ray's"),
         (("--coordinator", "127.0.0.1:7550"), "leave out --headless and --coordinator"),
-        (("--data-parallel-lb", "hybrid"), "leave out --data-parallel-lb hybrid"),
+        (("--data-parallel-lb", "hybrid"), "add --api-server-placement every-node"),
+        (("--data-parallel-lb", "external"), "leave out --data-parallel-lb external"),
         (("--data-parallel-start-rank", "2"), "leave out --data-parallel-rank"),
     ],
 )

@@ -159,9 +159,10 @@ def test_what_an_engine_says_is_passed_on_until_it_ends() -> None:
     async def body(place: Place) -> None:
         holder, actor = await place.started()
         assert actor.launch is not None
-        assert (actor.launch.cluster_key, actor.launch.environment) == (
+        assert (actor.launch.cluster_key, actor.launch.environment, actor.launch.node) == (
             b"secret",
             {"HF_TOKEN": "x"},
+            "a",
         )
         actor.news.put_nowait([ChildProgress("loading"), Line("bad"), Line("one")])
         actor.news.put_nowait([ChildReady("serves"), ChildFailed("no files"), Exited(-9)])
@@ -302,7 +303,7 @@ def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
         actor = place.cluster.actors[0]
         assert isinstance(actor.launch, ApiServerLaunch)
         http = actor.launch.config.http
-        assert (http.host, http.port, holder.node) == ("b", 8001, "b")
+        assert (http.host, http.port, actor.launch.node, holder.node) == ("b", 8001, "b", "b")
         assert (actor.launch.incarnation, actor.launch.cluster_key) == (9, b"secret")
         holder.terminate()
         holder.terminate()

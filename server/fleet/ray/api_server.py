@@ -72,6 +72,7 @@ def api_server_role(ranks: Ranks, config: FrontEndConfig, node: str, port: int) 
             incarnation,
             ranks.environment,
             ranks.cluster_key,
+            node,
             str(BUNDLED_MODEL),
         ),
         member=("front_end", -1),

@@ -97,7 +97,10 @@ class RayBackend:
             own.write_text(secrets.token_hex(32))
             key_file = str(own)
         cluster = msgspec.structs.replace(
-            config.cluster, coordinator=join_host_port(host, port), cluster_key_file=key_file
+            config.cluster,
+            coordinator=join_host_port(host, port),
+            cluster_key_file=key_file,
+            node=self._own_name,
         )
         parallel = msgspec.structs.replace(
             config.parallel, data_parallel_size_local=None, data_parallel_start_rank=0
@@ -138,10 +141,16 @@ def _check(config: ServeConfig) -> None:
             "--data-parallel-backend ray places the engines of all nodes with one command: leave "
             "out --headless and --coordinator"
         )
-    if parallel.data_parallel_lb != "internal":
+    if parallel.data_parallel_lb == "external":
         raise CannotServe(
-            "--data-parallel-backend ray has API servers that balance over all engines, wherever "
-            f"they are: leave out --data-parallel-lb {parallel.data_parallel_lb}"
+            "--data-parallel-backend ray places API servers by node, not by engine: leave out "
+            "--data-parallel-lb external, and give it to a `swell api-server --coordinator ... "
+            "--data-parallel-rank N` for each engine"
+        )
+    if parallel.data_parallel_lb == "hybrid" and config.ray.api_server_placement != "every-node":
+        raise CannotServe(
+            "--data-parallel-lb hybrid has API servers that use the engines of their own node "
+            "only: add --api-server-placement every-node"
         )
     if parallel.data_parallel_rank is not None or parallel.data_parallel_start_rank is not None:
         raise CannotServe(

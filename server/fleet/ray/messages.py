@@ -19,6 +19,8 @@ class ActorLaunch(Message, frozen=True):
     environment: dict[str, str]
     cluster_key: bytes | None
     """The cluster's shared secret; None where plain TCP is allowed."""
+    node: str
+    """The node's name, which is what others there are told by: Ray's, its address."""
     bundled_model: str
     """Path of the bundled model on the supervisor's node; other nodes may have another."""
 
@@ -31,6 +33,7 @@ class ApiServerLaunch(Message, frozen=True):
     incarnation: int
     environment: dict[str, str]
     cluster_key: bytes | None
+    node: str
     bundled_model: str
 
 

@@ -33,7 +33,7 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
     inherit = [] if key is None else [key]
     try:
         if isinstance(launch, ActorLaunch):
-            config = settled(launch.config, launch.bundled_model, key)
+            config = settled(launch.config, launch.bundled_model, key, launch.node)
             module = "engine"
             parameters: object = EngineLaunch(config, launch.incarnation)
         else:
@@ -66,7 +66,7 @@ def _listening(http: HttpConfig) -> int:
 def _api_server(launch: ApiServerLaunch, key: int | None, listener: int) -> dict[str, Any]:
     """Return the fields of `server.front_end.FrontEndLaunch`, whose module has the HTTP stack."""
     return {
-        "config": settled(launch.config, launch.bundled_model, key),
+        "config": settled(launch.config, launch.bundled_model, key, launch.node),
         "index": -1,
         "incarnation": launch.incarnation,
         "socket_dir": "",
@@ -83,16 +83,17 @@ def in_memory(secret: bytes | None) -> int | None:
     return descriptor
 
 
-def settled(config: Config, bundled_model: str, key: int | None) -> Config:
+def settled(config: Config, bundled_model: str, key: int | None, node: str) -> Config:
     """Return the settings with what is different on this node.
 
     Args:
         bundled_model: path of the bundled model on the supervisor's node.
         key: descriptor of the cluster key.
+        node: this node's name.
     """
     path = None if key is None else f"/proc/self/fd/{key}"
     cluster = msgspec.structs.replace(
-        config.cluster, cluster_key_file=path, socket_dir=None, node=None, advertise_host=None
+        config.cluster, cluster_key_file=path, socket_dir=None, node=node, advertise_host=None
     )
     model = config.model
     if model.model == bundled_model:

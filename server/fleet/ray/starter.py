@@ -71,13 +71,14 @@ class Ranks:
         launch = program.launch
         assert isinstance(launch, EngineLaunch)
 
-        def order(_: str) -> ActorLaunch:
+        def order(node: str) -> ActorLaunch:
             return ActorLaunch(
                 program.name,
                 launch.config,
                 launch.incarnation,
                 {**self.environment, **program.environment},
                 self.cluster_key,
+                node,
                 str(BUNDLED_MODEL),
             )
 
