@@ -18,6 +18,8 @@ import psutil
 
 _PROGRAM = "import sys; from server.cli import main; sys.exit(main())"
 _READY = re.compile(r"swell is ready after ([\d.]+) s: (https?://\S+)")
+_ORPHANS_END_WITHIN = 30.0
+"""Seconds after which a process whose parent has ended has noticed it, on a busy machine."""
 
 
 started: "weakref.WeakSet[RunningStack]" = weakref.WeakSet()
@@ -144,6 +146,7 @@ class RunningStack:
             StackFailed: it did not end in time, or processes are left.
         """
         processes = list(self.processes().values())
+        waited_for = [each for each in processes if _parent(each) == self.process.pid]
         began = time.monotonic()
         self.process.terminate()
         try:
@@ -152,7 +155,9 @@ class RunningStack:
             self.kill()
             raise StackFailed(f"still running {timeout} s after SIGTERM:\n{self.output}") from None
         took = time.monotonic() - began
-        left = [each for each in processes if each.is_running()]
+        # The supervisor waits for its children. Theirs end by themselves where they were killed.
+        left = [each for each in waited_for if each.is_running()]
+        left += psutil.wait_procs(processes, timeout=_ORPHANS_END_WITHIN)[1]
         if left:
             raise StackFailed(f"left behind: {left}\n{self.output}")
         self._close()
@@ -178,6 +183,13 @@ class RunningStack:
         if self.process.poll() is None:
             self.stop()
         self._close()
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _free_port() -> int:

@@ -140,11 +140,12 @@ def test_engines_and_the_coordinator_die_and_every_request_keeps_its_adapter(roo
             engines = call(f"{url}/admin/engines")["engines"]
             return [engine["ready"] for engine in engines].count(True) == 2
 
+        def both_have(names: tuple[str, ...]) -> bool:
+            held = loaded(url)
+            return set(held) == {0, 1} and tuple(held[0]) == names and held[0] == held[1]
+
         until(all_are_back, "the engine is back")
-        until(lambda: set(loaded(url)) == {0, 1}, "both tell what they have")
-        held = loaded(url)
-        assert {tuple(each) for each in held.values()} == {("art", "law", "sql")}
-        assert held[0] == held[1]
+        until(lambda: both_have(("art", "law", "sql")), "both tell that they have all")
         for rank in (0, 1):
             for name in names[1:3]:
                 assert complete(url, "ROMEO:", TOKENS, rank, model=name) == expected[name]

@@ -16,7 +16,7 @@ from tests.support.http import Answer, completion, fetch
 from tests.support.load import assert_none
 from tests.support.ports import free_port, port_of_a_coordinator
 from tests.support.process_logs import printed
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
@@ -79,7 +79,7 @@ class Clients:
         finally:
             self._over.set()
             for thread in threads:
-                thread.join(60)
+                thread.join(PATIENCE)
 
     def go_on(self) -> None:
         """Wait until they are answered, as they always were."""

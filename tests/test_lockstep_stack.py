@@ -24,22 +24,34 @@ def pair() -> Iterator[RunningStack]:
         yield running
 
 
+def dummy_steps(url: str) -> dict[int, int]:
+    """Return how many dummy batches each engine has run, when its last step has been reported."""
+    told: dict[int, int] = {}
+
+    def is_reported() -> bool:
+        done = {rank: info["step"] for rank, info in utility(url, "info").items()}
+        engines = {each["rank"]: each["counts"] for each in call(f"{url}/status.json")["engines"]}
+        told.update({rank: counts["dummy_steps_total"] for rank, counts in engines.items()})
+        return {rank: counts["step"] for rank, counts in engines.items()} == done
+
+    until(is_reported, "the last step is reported")
+    return told
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_request_to_one_engine_makes_the_other_run_dummy_batches(
     pair: RunningStack, rank: int
 ) -> None:
     before_wave = wave_when_paused(pair.url)
-    before = metric(pair.url, "dummy_steps_total")
+    before = dummy_steps(pair.url)
     complete(pair.url, "To be", 30, rank)
     assert wave_when_paused(pair.url) == before_wave + 1
-
-    def dummies(of: int) -> float:
-        return metric(pair.url, "dummy_steps_total")[str(of)] - before.get(str(of), 0)
-
+    after = dummy_steps(pair.url)
+    dummies = [after[of] - before[of] for of in (0, 1)]
     # They step together: where one computes, the other runs a dummy batch, and after the last token
     # both may do so once more.
-    until(lambda: dummies(1 - rank) - dummies(rank) == 30, "one for each step of the other")
-    assert dummies(1 - rank) <= 31
+    assert dummies[1 - rank] - dummies[rank] == 30, "one for each step of the other"
+    assert dummies[1 - rank] <= 31
 
 
 def test_paused_engines_use_no_processor(pair: RunningStack) -> None:

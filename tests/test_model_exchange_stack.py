@@ -18,7 +18,7 @@ from benchmarks.running_stack import RunningStack
 from engine.shared.config import BUNDLED_MODEL
 from tests.support.commands import coordinator, swell
 from tests.support.http import call
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
@@ -112,7 +112,7 @@ class Service:
         finally:
             stop.set()
             for thread in threads:
-                thread.join(60)
+                thread.join(PATIENCE)
         assert faults == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.running_stack import RunningStack
 from tests.support.commands import SWELL
-from tests.support.http import complete, fetch, ready_ranks
+from tests.support.http import are_replaced, complete, incarnations
 from tests.support.metrics import metric, num_running
 from tests.support.waiting import PATIENCE, until
 
@@ -35,6 +35,7 @@ def test_requests_outlive_a_killed_worker_and_nothing_outlives_the_stack() -> No
         processes = stack.processes()
         engine, worker = processes["engine 0"], processes["engine 0 worker 1"]
         undisturbed = complete(stack.url, "Once", TOKENS)
+        before = incarnations(stack.url)
         with ThreadPoolExecutor(1) as clients:
             answer = clients.submit(complete, stack.url, "Once", TOKENS)
             until(lambda: num_running(stack.url) == 1 or answer.done(), "it runs")
@@ -44,13 +45,15 @@ def test_requests_outlive_a_killed_worker_and_nothing_outlives_the_stack() -> No
         until(partial(are_there, stack, {"engine 0", "engine 0 worker 1"}), "others start")
         assert stack.processes()["engine 0 worker 1"].pid != worker.pid
         until(lambda: "worker 1 has died" in "\n".join(stack.lines), "the log says so")
+        until(partial(are_replaced, stack.url, before, [0]), "it is replaced")
 
         # An idle engine notices as well, before the next request has to.
+        before = incarnations(stack.url)
         engine, worker = (stack.processes()[name] for name in ("engine 0", "engine 0 worker 1"))
         worker.kill()
         until(lambda: not engine.is_running(), "the engine ends")
         until(partial(are_there, stack, {"engine 0", "engine 0 worker 1"}), "others start")
-        until(lambda: fetch(f"{stack.url}/ready").status == 200, "it is replaced")
+        until(partial(are_replaced, stack.url, before, [0]), "it is replaced")
         assert undisturbed.startswith(complete(stack.url, "Once", 20))
 
         # However the engine ends, its worker does too.
@@ -78,6 +81,7 @@ def test_streams_outlive_either_stage_of_an_engine_and_no_process_is_left() -> N
         undisturbed = complete(stack.url, "Once", TOKENS)
         for name in ("engine 0 worker 1", "engine 0"):  # the first stage, then the last
             processes = stack.processes()
+            before = incarnations(stack.url)
             with ThreadPoolExecutor(6) as clients:
                 answers = [clients.submit(complete, stack.url, "Once", TOKENS) for _ in range(6)]
                 until(partial(run_there, stack.url, answers), "engine 0 runs")
@@ -86,7 +90,7 @@ def test_streams_outlive_either_stage_of_an_engine_and_no_process_is_left() -> N
             stages = [processes["engine 0"], processes["engine 0 worker 1"]]
             assert not psutil.wait_procs(stages, timeout=PATIENCE)[1]
             until(partial(are_there, stack, set(processes)), "others start")
-            until(lambda: ready_ranks(stack.url) == {0, 1}, "it is replaced")
+            until(partial(are_replaced, stack.url, before, [0]), "it is replaced")
         everything = list(stack.processes().values())
         assert len([each for each in everything if each.is_running()]) == len(everything)
         stack.stop()

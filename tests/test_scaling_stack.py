@@ -6,7 +6,14 @@ import pytest
 
 from benchmarks.running_stack import RunningStack
 from tests.support.commands import run_swell
-from tests.support.http import ADMIN_KEY, call, fetch, ready_ranks
+from tests.support.http import (
+    ADMIN_KEY,
+    are_replaced,
+    call,
+    fetch,
+    incarnations,
+    ready_ranks,
+)
 from tests.support.load import Load, settle
 from tests.support.waiting import until
 
@@ -30,12 +37,11 @@ def test_scaling_up_and_down_under_load_fails_no_request() -> None:
 def test_replacing_every_engine_under_load_fails_no_request(size: int) -> None:
     flags = (*FLAGS, "--data-parallel-size", str(size))
     with RunningStack(*flags) as stack, Load(stack.url, 8).running() as load:
-        engines = call(f"{stack.url}/admin/engines")["engines"]
-        old = {engine["incarnation"] for engine in engines}
+        until(lambda: ready_ranks(stack.url) == set(range(size)), "every engine is known")
+        old = incarnations(stack.url)
         call(f"{stack.url}/admin/restart", {})
         settle(stack.url, size)
-        engines = call(f"{stack.url}/admin/engines")["engines"]
-        assert not old & {engine["incarnation"] for engine in engines}
+        until(lambda: are_replaced(stack.url, old, range(size)), "all are other processes")
         load.goes_on()
     load.check()
 

@@ -59,8 +59,8 @@ def test_200_streams_complete_with_exact_counts(stack: RunningStack) -> None:
     assert total(stack.url, "routing_decisions_total") - before == 200
     until(lambda: metric(stack.url, "engines_running")[""] == 0, "the engines pause")
     until(lambda: num_running(stack.url) == 0, "none runs")
-    assert total(stack.url, "num_requests_waiting") == 0
-    assert metric(stack.url, "wave")[""] > wave_before
+    until(lambda: total(stack.url, "num_requests_waiting") == 0, "none waits")
+    until(lambda: metric(stack.url, "wave")[""] > wave_before, "the wave is counted")
 
 
 def test_200_streams_at_once_are_spread_evenly_and_run_together(slow: RunningStack) -> None:
@@ -72,7 +72,9 @@ def test_200_streams_at_once_are_spread_evenly_and_run_together(slow: RunningSta
             stream_many(f"{slow.url}/v1/completions", bodies, concurrency=200)
         )
         await asyncio.to_thread(until, lambda: num_running(slow.url) == 200, "all run")
-        assert metric(slow.url, "engines_running")[""] == 1
+        await asyncio.to_thread(
+            until, lambda: metric(slow.url, "engines_running")[""] == 1, "the engines run"
+        )
         streams.cancel()
         await asyncio.gather(streams, return_exceptions=True)
 
@@ -95,7 +97,9 @@ def test_a_client_that_disconnects_frees_its_engine_slot(slow: RunningStack) -> 
         )
         received = b""
         while b"data: " not in received:
-            received += client.recv(4096)
+            piece = client.recv(4096)
+            assert piece, received
+            received += piece
         until(lambda: num_running(slow.url) == 1, "the request runs")
     until(lambda: num_running(slow.url) == 0, "it is gone")
     assert total(slow.url, "generation_tokens_total") - before < ENDLESS
@@ -145,7 +149,9 @@ def test_a_seed_gives_the_same_text_on_any_engine_and_front_end(stack: RunningSt
 
 def test_one_scrape_covers_all_processes(stack: RunningStack) -> None:
     url = f"{stack.url}/v1/completions"
-
+    # What clients have left is counted when it is taken out of the engines.
+    until(lambda: num_running(stack.url) == 0, "none runs")
+    until(lambda: call(f"{stack.url}/load")["server_load"] == 0, "none is left")
     before = total(stack.url, "generation_tokens_total")
 
     async def spread() -> None:
@@ -201,7 +207,8 @@ def test_children_of_a_killed_supervisor_end_and_the_directory_is_usable_again(
 
 
 def test_an_engine_that_dies_is_replaced_and_its_requests_go_on(tmp_path: Path) -> None:
-    with RunningStack("--executor", "simulated", "--simulated-step-us", "20000") as running:
+    flags = ("--executor", "simulated", "--simulated-step-us", "20000", "--min-ready-engines", "2")
+    with RunningStack(*flags) as running:
         url = f"{running.url}/v1/completions"
         bodies = [completion(f"Story {i}", 400, seed=i, return_token_ids=True) for i in range(8)]
         for body in bodies[1::2]:
@@ -213,8 +220,11 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_go_on(tmp_path: Path) 
         with ThreadPoolExecutor(len(bodies)) as clients:
             posts = [clients.submit(call, url, body) for body in bodies]
             until(
-                lambda: num_running(running.url) == len(bodies),
-                "all requests run",
+                lambda: (
+                    num_running(running.url) == len(bodies)
+                    and metric(running.url, "num_requests_running").get("1", 0) > 0
+                ),
+                "all requests run, some of them in engine 1",
             )
             running.processes()["engine 1"].kill()
             answers = [each.result(timeout=PATIENCE) for each in posts]
@@ -224,7 +234,7 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_go_on(tmp_path: Path) 
         assert all(answer["usage"]["completion_tokens"] == 400 for answer in answers)
         assert metric(running.url, "requests_resumed_total")[""] >= 1
         until(lambda: metric(running.url, "engine_up").get("1") == 1, "engine 1 is back")
-        until(lambda: metric(running.url, "engine_restarts_total")["1"] == 1, "it is counted")
+        until(lambda: metric(running.url, "engine_restarts_total").get("1") == 1, "it is counted")
 
 
 def test_a_dead_coordinator_is_replaced_while_serving_goes_on() -> None:
@@ -246,6 +256,7 @@ def test_a_dead_front_end_is_replaced_without_a_refused_connection() -> None:
         victim.wait()  # what it has accepted by then would be lost
         for i in range(20):
             assert call(url, completion(f"Meanwhile {i}", 2))["usage"]
+        until(lambda: "api 0" in running.processes(), "it is replaced")
         until(lambda: metric(running.url, "front_ends")[""] == 2, "two front ends again")
 
 
@@ -265,10 +276,15 @@ def test_requests_in_flight_end_after_sigterm_and_new_ones_are_refused() -> None
             return answers[-1].status != 200
 
         until(refused, "new requests are refused")
-        assert answers[-1].status == 503
-        assert answers[-1].headers["Retry-After"]
-        until(lambda: fetch(f"{running.url}/ready").status == 503, "no front end takes traffic")
-        assert fetch(f"{running.url}/health").status == 200
+        until(
+            lambda: answer.done() or fetch(f"{running.url}/ready").status == 503,
+            "no front end takes traffic",
+        )
+        health = fetch(f"{running.url}/health").status
+        if not answer.done():  # else the stack may have ended before it was asked
+            assert answers[-1].status == 503
+            assert answers[-1].headers["Retry-After"]
+            assert health == 200
         assert answer.result(timeout=PATIENCE)["usage"]["completion_tokens"] == 400
         running.process.wait(PATIENCE)
 
@@ -327,7 +343,8 @@ def test_what_cannot_start_says_why_and_leaves_nothing(flags: list[str], expecte
     process.stdout.close()
     assert process.returncode != 0
     assert re.search(expected, output), output
-    assert not [child for child in children if child.is_running()]
+    # What had no time to start anything ends when it sees that its parent has.
+    assert not psutil.wait_procs(children, timeout=PATIENCE)[1]
 
 
 def test_a_taken_port_is_named(stack: RunningStack) -> None:

@@ -29,8 +29,9 @@ from engine.shared.messages import (
 )
 from engine.shared.transport import Transport
 from engine.shared.version import PROTOCOL_VERSION
+from tests.support.waiting import PATIENCE
 
-TIMEOUT_MS = 10_000
+TIMEOUT_MS = int(1000 * PATIENCE)
 
 
 class Peer:
@@ -67,7 +68,7 @@ def peer(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[
         yield Peer(tmp_path, context)
     finally:
         process.terminate()
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, errors.decode()
         assert b"Traceback" not in errors, errors.decode()
 

@@ -50,6 +50,7 @@ from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 from tests.server.endpoints import ADMIN_KEY
 from tests.server.tokens import id_of
+from tests.support.waiting import PATIENCE
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
@@ -470,7 +471,7 @@ def served() -> Served:
                 yield f"http://127.0.0.1:{listening.getsockname()[1]}"
             finally:
                 server.should_exit = True
-                thread.join(10)
+                thread.join(PATIENCE)
                 assert not thread.is_alive()
 
     return serve

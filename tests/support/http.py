@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from email.message import Message
 from typing import Any, NamedTuple
 
@@ -103,5 +104,16 @@ def complete(url: str, prompt: str, tokens: int, rank: int | None = None, **more
 
 def ready_ranks(url: str) -> set[int]:
     """Return the engines that are ready, as the front end that answers sees them."""
+    return set(incarnations(url))
+
+
+def incarnations(url: str) -> dict[int, int]:
+    """Return which process each engine is that is ready, as the front end that answers sees it."""
     engines = call(f"{url}/status.json")["engines"]
-    return {engine["rank"] for engine in engines if engine["ready"]}
+    return {engine["rank"]: engine["incarnation"] for engine in engines if engine["ready"]}
+
+
+def are_replaced(url: str, before: dict[int, int], ranks: Iterable[int]) -> bool:
+    """Whether those engines are ready and other processes than before."""
+    now = incarnations(url)
+    return all(rank in now and now[rank] != before[rank] for rank in ranks)

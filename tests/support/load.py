@@ -20,6 +20,10 @@ def assert_none(failures: Sequence[object]) -> None:
         raise AssertionError(f"{len(failures)} failures, the first of them:\n{first}")
 
 
+ENOUGH = 50
+"""Answers that a load has had at least when it is over."""
+
+
 class Load:
     """Clients that send requests one after the other and keep what they were told."""
 
@@ -44,11 +48,12 @@ class Load:
 
     @contextmanager
     def running(self) -> Iterator["Load"]:
-        """Send requests until the block ends."""
+        """Send requests until the block ends, and enough of them to judge by."""
         for thread in self._threads:
             thread.start()
         try:
             yield self
+            until(lambda: self.count > ENOUGH or self.errors, "enough requests are answered")
         finally:
             self._over.set()
             for thread in self._threads:
@@ -62,7 +67,7 @@ class Load:
     def check(self) -> None:
         """Nobody was refused, and the same request has always had the same answer."""
         assert_none(self.errors)
-        assert self.count > 50
+        assert self.count > ENOUGH
         assert all(len(told) == 1 for told in self.answers.values()), "the same in every run"
 
 

@@ -28,6 +28,7 @@ from engine.shared.config import (
 )
 from tests.engine.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.support.waiting import PATIENCE
 
 
 def settings(directory: Path, size: int, **scheduler: Any) -> EngineConfig:
@@ -181,7 +182,7 @@ def test_a_killed_worker_fails_the_step_and_is_reported_at_once(
     os.kill(cluster.team.pids[0], signal.SIGKILL)
     with pytest.raises(WorkerFailed, match="worker 1 has died"):
         cluster.driver.decode(1, 0)
-    cluster.team._thread.join(10)
+    cluster.team._thread.join(PATIENCE)
     assert cluster.failures == ["worker 1 has died"]
     with pytest.raises(WorkerFailed):
         cluster.driver.decode(1, 0)

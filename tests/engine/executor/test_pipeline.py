@@ -47,6 +47,7 @@ from engine.shared.messages import (
 )
 from tests.engine.driver import Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.support.waiting import PATIENCE
 
 NUM_BLOCKS = 30
 """Too few for all slots, so that some sequences are preempted."""
@@ -270,7 +271,7 @@ def test_a_killed_stage_fails_the_steps_in_flight_and_is_reported_at_once(
     os.kill(pipeline.team.pids[0], signal.SIGKILL)  # the leader has no connection to the first
     with pytest.raises(WorkerFailed, match="worker 1 has died"):
         steps.decode(2, 0)
-    pipeline.team._thread.join(10)
+    pipeline.team._thread.join(PATIENCE)
     assert pipeline.failures == ["worker 1 has died"]
 
 

@@ -19,7 +19,7 @@ from engine.shared.messages import (
     StepOutputs,
 )
 from engine.shared.transport import Transport
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Pull = zmq.Socket[bytes]
@@ -135,7 +135,7 @@ def test_several_threads_may_speak_at_once(sender: Sender, transport: Transport)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     ids = []
     while pull.poll(50):
         message = msgspec.msgpack.decode(pull.recv(), type=StepOutputs)

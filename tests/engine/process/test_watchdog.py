@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from engine.process.watchdog import FIRST_STEPS, FIRST_STEPS_FACTOR, HUNG, TOKENS, StepWatch
+from tests.support.waiting import PATIENCE
 
 
 def warmed_up(step_timeout: float) -> StepWatch:
@@ -60,7 +61,7 @@ import engine.process.watchdog
 from engine.process.watchdog import StepWatch, Watchdog
 
 engine.process.watchdog._SHORTEST_STUCK = 0.5
-watch = StepWatch(0.1)
+watch = StepWatch({step_timeout})
 watchdog = Watchdog(watch, 0.1, lambda reason: print("last words:", reason, flush=True))
 watchdog.start()
 watch.begin(1, time.monotonic())
@@ -80,10 +81,10 @@ def is_done():
 """
 
 
-def run(what: str) -> "subprocess.CompletedProcess[str]":
+def run(what: str, step_timeout: float = 0.1) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(what=what)],
-        capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", PROGRAM.format(what=what, step_timeout=step_timeout)],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def test_code_that_never_gives_the_interpreter_back_does_not_keep_a_process_aliv
 
 
 def test_a_process_that_is_done_ends_in_order() -> None:
-    assert run("is_done").returncode == 0
+    assert run("is_done", step_timeout=PATIENCE).returncode == 0
 
 
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS])

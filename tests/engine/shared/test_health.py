@@ -11,6 +11,7 @@ from engine.probe import main, probe
 from engine.shared.config import HealthConfig
 from engine.shared.health import Health, serve_health
 from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE
 
 
 class Clock:
@@ -62,7 +63,7 @@ def test_answers_over_http_and_to_the_probe(
     assert main(["SWELL_HEALTH_PORT", "/ready"]) == 0
     assert capsys.readouterr().out.split() == ["starting", "starting", "ready"]
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE)
     caught.value.close()
     assert caught.value.code == 404
     stop()
@@ -74,7 +75,7 @@ def test_the_probe_says_why_nobody_answers() -> None:
     healthy, text = probe(free_port(), "/health", tls=False)
     assert not healthy
     assert "refused" in text
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE
 
 
 def test_a_taken_port_is_an_error() -> None:

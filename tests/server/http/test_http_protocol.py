@@ -22,9 +22,9 @@ from server.http.listener import HttpServer
 from server.http.protocol import limited_protocol
 from server.http.request_meter import MAX_PIPELINED
 from server.router.token_stream import MAX_BACKLOG, RequestStream
-from tests.support.waiting import until_async
+from tests.support.waiting import PATIENCE, until_async
 
-GUARD_SECONDS = 20
+GUARD_SECONDS = PATIENCE
 BODY = b'{"prompt": "x", "stream": true}'
 
 

@@ -18,6 +18,7 @@ from server.store.records import (
     TooLong,
 )
 from server.store.sql import SqlBackend
+from tests.support.waiting import PATIENCE
 
 DAY = 86_400.0
 
@@ -243,7 +244,7 @@ def test_nothing_that_was_acknowledged_is_lost_with_its_writer(opener: Opener) -
         acknowledged = mine.recv()
     assert writer.pid is not None
     os.kill(writer.pid, signal.SIGKILL)
-    writer.join(10)
+    writer.join(PATIENCE)
     while mine.poll():
         try:
             acknowledged = mine.recv()

@@ -38,7 +38,7 @@ def test_a_file_that_is_no_database_is_said_to_be_none(path: Path) -> None:
 def test_a_file_that_another_is_setting_up_is_waited_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite does not wait here: a file is not made to have a write-ahead log while it is written."""
+    """SQLite does not wait here: a file that is written is not made to have a write-ahead log."""
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     waits: list[float] = []
