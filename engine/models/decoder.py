@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.models.adapters import AdapterBank, AdapterRows, AdapterWeights
-from engine.models.attention.paged import write_keys_values
 from engine.models.attention.plan import AttentionRows
-from engine.models.attention.rotary import rotate, rotation
+from engine.models.attention.projections import Projections
+from engine.models.attention.rotary import rotation
 from engine.models.attention.varlen import Attention
 from engine.models.layers import Rows
 from engine.models.moe import SparseMlp
@@ -18,22 +18,11 @@ from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 
 
-class AttentionWeights(msgspec.Struct, frozen=True):
-    """Projections of one attention block, queries, keys and values fused in that order."""
-
-    qkv: Rows
-    output: Rows
-    qk_norm: Rows | None
-    """Of [tokens, heads + kv_heads, head_dim]."""
-    sinks: Tensor | None
-    """[heads] float32: scores beside those of the keys, where there are some."""
-
-
 class LayerWeights(msgspec.Struct, frozen=True):
     """One decoder layer; its blocks include all that is done to results before these are added."""
 
     attention_norm: Rows | None
-    attention: AttentionWeights
+    attention: Projections
     mlp_norm: Rows | None
     mlp: Rows
     window: int | None
@@ -55,7 +44,7 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     """None but at the last stage, as the next."""
     lm_head: Rows | None
     rotary: list[Tensor]
-    """Each [max_model_len, 2, head_dim / 2], see `engine.models.attention.rotary.rotary_table`."""
+    """Each [max_model_len, 2, rotary_size / 2]: see `attention.rotary.rotary_table`."""
 
 
 class FinalTokens(msgspec.Struct, frozen=True):
@@ -122,7 +111,7 @@ class Decoder:
         """
         self.dtype = types.activations
         self.cache_dtype = types.cache
-        """Type of keys and values."""
+        """Type of what the KV cache keeps."""
         self.device = device
         """Where the weights are."""
         self.adapters = adapters
@@ -132,8 +121,6 @@ class Decoder:
         self.attention = attention
         self.expert_group = expert_group
         self._weights = weights
-        self._qk_size = spec.query_size + spec.kv_size
-        self._qk_heads = spec.num_heads + spec.num_kv_heads
 
     @property
     def windows(self) -> set[int | None]:
@@ -191,7 +178,7 @@ class Decoder:
             final = step.final if layer is last else None
             normed = x if layer.attention_norm is None else layer.attention_norm(x)
             rotated = None if layer.rope is None else rotations[layer.rope]
-            queries = self._write_and_query(layer.attention, normed, layer_cache, step, rotated)
+            queries = layer.attention.write_and_query(normed, layer_cache, step.slots, rotated)
             plan = step.plans[layer.window]
             if final is not None:
                 x, queries = (each.index_select(0, final.tokens) for each in (x, queries))
@@ -244,29 +231,3 @@ class Decoder:
     def _head(self) -> Rows:
         assert self._weights.lm_head is not None, "the last stage has it"
         return self._weights.lm_head
-
-    def _write_and_query(
-        self,
-        weights: AttentionWeights,
-        x: Tensor,
-        cache: Tensor,
-        step: StepTokens,
-        rotated: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """Store keys and values of normalized states; return queries [tokens, heads, head_dim]."""
-        spec = self.spec
-        tokens = x.shape[0]
-        qkv = weights.qkv(x)
-        heads = target = qkv[:, : self._qk_size].view(tokens, self._qk_heads, spec.head_dim)
-        if weights.qk_norm is not None:
-            heads = weights.qk_norm(heads)
-        if rotated is not None:
-            rotate(heads, *rotated, out=target)
-        elif heads is not target:
-            target.copy_(heads)
-        qkv = qkv.to(cache.dtype)
-        keys_values = qkv[:, spec.query_size :]
-        write_keys_values(
-            cache, step.slots, keys_values.view(tokens, 2, spec.num_kv_heads, spec.head_dim)
-        )
-        return qkv[:, : spec.query_size].view(tokens, spec.num_heads, spec.head_dim)

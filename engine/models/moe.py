@@ -11,8 +11,6 @@ from engine.models.layers import Rows, sigmoid, swiglu
 from engine.models.products.dense import DenseLinear, Linear
 from engine.models.spec import MoeSpec
 
-_BEST_OF_GROUP = 2
-"""Experts whose scores count for their group."""
 _SMALLEST_SUM = 1e-20
 _FEW_TOKENS = 64
 _MAX_WASTE = 4
@@ -46,10 +44,10 @@ class Router:
         return experts, weights
 
 
-class SigmoidRouter:
-    """Chooses experts by corrected scores, each between 0 and 1, and weighs them without that."""
+class GroupRouter:
+    """Chooses experts of the best groups, by scores that may be corrected for the choice alone."""
 
-    def __init__(self, score: Linear, correction: Tensor, moe: MoeSpec) -> None:
+    def __init__(self, score: Linear, correction: Tensor | None, moe: MoeSpec) -> None:
         """Take the product, and corrections [experts] in float32."""
         self._score = score
         self._correction = correction
@@ -61,8 +59,10 @@ class SigmoidRouter:
         if not len(x):
             nothing = x.new_empty(0, moe.experts_per_token, dtype=torch.float32)
             return nothing.long(), nothing
-        scores = sigmoid(self._score(x).float())
-        experts = self._allowed(scores + self._correction).topk(moe.experts_per_token).indices
+        scores = self._score(x).float()
+        scores = scores.softmax(dim=-1) if moe.scoring == "softmax" else sigmoid(scores)
+        corrected = scores if self._correction is None else scores + self._correction
+        experts = self._allowed(corrected).topk(moe.experts_per_token).indices
         weights = scores.gather(1, experts)
         if moe.normalize_weights:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _SMALLEST_SUM)
@@ -74,7 +74,7 @@ class SigmoidRouter:
         if moe.groups_per_token == moe.num_groups:
             return scores
         grouped = scores.view(len(scores), moe.num_groups, -1)
-        best = grouped.topk(_BEST_OF_GROUP).values.sum(-1)
+        best = grouped.topk(moe.best_of_group).values.sum(-1)
         chosen = best.topk(moe.groups_per_token).indices
         closed = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
         return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
@@ -213,7 +213,7 @@ class SparseMlp:
     """The sparse block of a layer: every token goes through its chosen experts."""
 
     def __init__(
-        self, router: Router | SigmoidRouter, experts: Experts, shared: Rows | None = None
+        self, router: Router | GroupRouter, experts: Experts, shared: Rows | None = None
     ) -> None:
         """Take the parts; `shared` is an MLP that every token goes through besides."""
         self._router = router

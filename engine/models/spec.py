@@ -66,16 +66,37 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """What makes weights of a router's scores: all at once, or each by itself. In the second case
     a correction of each expert is added for the choice alone."""
+    in_float32: bool = False
+    """Whether routers compute so, whatever the model does."""
     num_groups: int = 1
     """Experts are in that many groups of equal size."""
     groups_per_token: int = 1
-    """Groups whose experts a token may choose from: those with the best two experts."""
+    """Groups whose experts a token may choose from."""
+    best_of_group: int = 2
+    """Experts of a group by whose scores, added up, it is chosen."""
     weights_scale: float = 1.0
     """Of the weights of the chosen experts."""
     shared_size: int = 0
     """Inner width of the MLP that all tokens go through besides."""
     is_mxfp4: bool = False
     """Whether the checkpoint has experts in 4-bit floats, a scale for each block of inputs."""
+
+
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention: tokens keep a latent and one rotated key for all heads."""
+
+    rank: int
+    """Width of latents."""
+    query_rank: int | None
+    """The same of what queries are made of; None if they are made of states."""
+    plain_size: int
+    """Dimensions of each head that know no positions, of queries and of what a latent's key is."""
+    rotated_size: int
+    """Those that do."""
+    value_size: int
+    """Dimensions of each head's values."""
+    eps: float
+    """Of the norms of latents, and of what queries are made of."""
 
 
 class ClampSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +128,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    """Of what the KV cache keeps."""
     head_dim: int
+    """Of what queries are compared with."""
     norm: NormSpec
     ropes: tuple[RopeSpec | None, ...]
     """Per layer; None for a layer that does not know positions."""
@@ -122,6 +145,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of the gates of MLPs."""
     clamp: ClampSpec | None = None
     """What MLPs do in its place."""
+    latent: LatentSpec | None = None
+    """Of what the KV cache keeps in place of keys and values; there is one head of it then, and
+    `head_dim` is the width of latent and rotated key together."""
     windows: tuple[int | None, ...]
     """Per layer: how many last positions a token attends to, itself included; None for all."""
     moe: MoeSpec | None = None
@@ -151,6 +177,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def kv_size(self) -> int:
         """Width of all key heads together (and of all value heads)."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """What the KV cache keeps of a token in a layer: [parts, kv_heads, head_dim].
+
+        Parts are keys and values, or what is both.
+        """
+        return (2 if self.latent is None else 1, self.num_kv_heads, self.head_dim)
+
+    @property
+    def rotary_size(self) -> int:
+        """How many dimensions a rotary embedding is made for, whichever share it rotates."""
+        return self.head_dim if self.latent is None else self.latent.rotated_size
 
     @property
     def distinct_ropes(self) -> tuple[RopeSpec, ...]:

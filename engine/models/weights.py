@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.models.spec import ModelSpec, RopeSpec
+from engine.models.spec import LatentSpec, ModelSpec, RopeSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,6 +96,9 @@ def layer_norms(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _attention_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    if spec.latent is not None:
+        yield from _latent_tensors(spec, spec.latent, prefix)
+        return
     sizes = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
     for name, size in sizes.items():
         yield f"{prefix}{name}.weight", (size, spec.hidden_size)
@@ -113,6 +116,36 @@ def _attention_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shap
             yield f"{prefix}{name}.weight", (heads, spec.head_dim)
         elif spec.qk_norm == "width":
             yield f"{prefix}{name}.weight", (heads * spec.head_dim,)
+
+
+def _latent_tensors(
+    spec: ModelSpec, latent: LatentSpec, prefix: str
+) -> Iterator[tuple[str, Shape]]:
+    heads, hidden = spec.num_heads, spec.hidden_size
+    queries = heads * (latent.plain_size + latent.rotated_size)
+    if latent.query_rank is None:
+        yield prefix + "q_proj.weight", (queries, hidden)
+    else:
+        yield prefix + "q_a_proj.weight", (latent.query_rank, hidden)
+        yield prefix + "q_a_norm.weight", (latent.query_rank,)
+        yield prefix + "q_b_proj.weight", (queries, latent.query_rank)
+    kept = latent.rank + latent.rotated_size
+    yield prefix + "kv_a_proj.weight", (kept, hidden)
+    yield prefix + "kv_a_norm.weight", (latent.rank,)
+    yield (
+        prefix + "kv_b_proj.weight",
+        (
+            heads * (latent.plain_size + latent.value_size),
+            latent.rank,
+        ),
+    )
+    yield prefix + "o_proj.weight", (hidden, heads * latent.value_size)
+    if spec.qkv_bias:
+        assert latent.query_rank is not None
+        yield prefix + "q_a_proj.bias", (latent.query_rank,)
+        yield prefix + "kv_a_proj.bias", (kept,)
+    if spec.output_bias:
+        yield prefix + "o_proj.bias", (hidden,)
 
 
 def _mlp_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
@@ -165,18 +198,26 @@ def weight_map(spec: ModelSpec, place: Callable[[str, Shape], Source]) -> Weight
         place: finds one by the decoder's name and the tensor's shape.
     """
     found = {name: place(name, shape) for name, shape in decoder_tensors(spec).items()}
-    ropes = spec.distinct_ropes
-    order = rotated_order(ropes[0], spec.head_dim) if ropes else None
-    if order is None:
-        return found
+    orders = _head_orders(spec)
     return {
-        name: msgspec.structs.replace(source, head_order=order) if _is_rotated(name) else source
+        name: msgspec.structs.replace(source, head_order=orders.get(name.split(".")[-2]))
         for name, source in found.items()
     }
 
 
-def _is_rotated(name: str) -> bool:
-    return name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
+def _head_orders(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the order of each head's rows, by what they are rows of, where one is needed."""
+    ropes, latent = spec.distinct_ropes, spec.latent
+    order = rotated_order(ropes[0], spec.rotary_size) if ropes else None
+    if order is None:
+        return {}
+    if latent is None:
+        return dict.fromkeys(("q_proj", "k_proj", "q_norm", "k_norm"), order)
+    queries, kept = (
+        (*range(before), *(before + row for row in order))
+        for before in (latent.plain_size, latent.rank)
+    )
+    return {"q_proj": queries, "q_b_proj": queries, "kv_a_proj": kept}
 
 
 def rotated_order(rope: RopeSpec, head_dim: int) -> tuple[int, ...] | None:

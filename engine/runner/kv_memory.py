@@ -1,6 +1,7 @@
 """How many KV blocks an engine gets, and their memory."""
 
 import os
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,8 +22,8 @@ class NotEnoughMemory(ValueError):
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Return the memory of one block over all layers, keys and values."""
-    return spec.num_layers * block_size * 2 * spec.kv_size * dtype.itemsize
+    """Return the memory of one block over all layers."""
+    return spec.num_layers * block_size * prod(spec.kv_shape) * dtype.itemsize
 
 
 def count_blocks(
@@ -92,11 +93,11 @@ def _control_group_free() -> int | None:
 def allocate_cache(
     spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Return one zeroed [num_blocks, block_size, 2, kv_heads, head_dim] tensor per layer.
+    """Return one zeroed [num_blocks, block_size, parts, kv_heads, head_dim] tensor per layer.
 
     On the CPU resident memory grows only as blocks are used.
     """
-    shape = (num_blocks, block_size, 2, spec.num_kv_heads, spec.head_dim)
+    shape = (num_blocks, block_size, *spec.kv_shape)
     if device.type == "cpu":
         return [untouched_zeros(shape, dtype) for _ in range(spec.num_layers)]
     return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]

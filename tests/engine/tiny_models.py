@@ -55,6 +55,24 @@ _GLM4_MOE: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+_NO_GROUPS = {"n_group": 1, "topk_group": 1}
+_DEEPSEEK_YARN = {**_YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.6}
 _GPT_OSS: dict[str, Any] = {
     "head_dim": 32,
     "sliding_window": 20,
@@ -192,6 +210,21 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GLM4_MOE, "use_qk_norm": True, "n_group": 4, "topk_group": 2},
     ),
     "gpt-oss": ("GptOss", _GPT_OSS),
+    "deepseek2": (
+        "DeepseekV2",
+        {
+            **_DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "attention_bias": True,
+            "rope_parameters": _DEEPSEEK_YARN,
+        },
+    ),
+    "deepseek2-lite": ("DeepseekV2", {**_DEEPSEEK, "q_lora_rank": None}),
+    "deepseek3": ("DeepseekV3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN}),
+    "deepseek3-halves": (
+        "DeepseekV3",
+        {**_DEEPSEEK, "rope_interleave": False, "norm_topk_prob": False, **_NO_GROUPS},
+    ),
     "gpt-oss-mxfp4": ("GptOss", _GPT_OSS),
 }
 

@@ -1,7 +1,7 @@
 """Paged attention with stock operators: gather a group's blocks, then one attention call.
 
-Works on any device. The KV cache of a layer is one tensor [num_blocks, block_size, 2, kv_heads,
-head_dim] with keys at index 0 and values at index 1 of the third axis.
+Works on any device. The KV cache of a layer is one tensor [num_blocks, block_size, parts, kv_heads,
+head_dim] with keys in the first part and values in the second, or one part that is both.
 """
 
 import torch
@@ -40,10 +40,12 @@ class PagedAttention:
         token_by_token: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
+        parts: int = 2,
     ) -> None:
         """Prepare for one shape.
 
         Args:
+            parts: 2 for keys and values, 1 if keys are the values, too.
             token_by_token: makes each token's result a function of its own position, keys and
                 values alone, whatever else is in the step.
             scale: of scores, unless it is one over the root of `head_dim`.
@@ -55,6 +57,7 @@ class PagedAttention:
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._head_dim = head_dim
+        self._parts = parts
         self._long_dtype = _fastest_for_long_rows(dtype, device)
         self._planner = AttentionPlanner(
             heads_per_kv=self._group,
@@ -75,7 +78,7 @@ class PagedAttention:
 
         Args:
             queries: [tokens, heads, head_dim], rotated
-            cache: [num_blocks, block_size, 2, kv_heads, head_dim]
+            cache: [num_blocks, block_size, parts, kv_heads, head_dim]
             sinks: [heads] float32: a score of each head that takes its share and gives nothing
 
         Returns:
@@ -150,11 +153,11 @@ class PagedAttention:
         for first in range(0, rows, at_once):
             wanted = blocks[first : first + at_once]
             kv = torch.index_select(flat, 0, wanted.view(-1), out=held[: wanted.numel()])
-            kv = kv.view(len(wanted), -1, 2, self._kv_heads, dim)
+            kv = kv.view(len(wanted), -1, self._parts, self._kv_heads, dim)
             part = self._products(
                 folded[first : first + at_once],
                 kv[:, :, 0].transpose(1, 2),
-                kv[:, :, 1].transpose(1, 2),
+                kv[:, :, -1].transpose(1, 2),
                 sinks=sinks,
                 attn_mask=group.mask[first : first + at_once],
             )
@@ -168,9 +171,9 @@ class PagedAttention:
     ) -> Tensor:
         """The products of `_attend_padded` for decodes, with keys that all tokens share."""
         count, kv_heads, dim = part.end - part.first, self._kv_heads, self._head_dim
-        kv = flat.index_select(0, part.blocks).view(1, -1, 2, kv_heads, dim)
+        kv = flat.index_select(0, part.blocks).view(1, -1, self._parts, kv_heads, dim)
         shape = (count, kv_heads, kv.shape[1], dim)
-        keys, values = (kv[:, :, i].transpose(1, 2).expand(shape) for i in (0, 1))
+        keys, values = (kv[:, :, i].transpose(1, 2).expand(shape) for i in (0, -1))
         folded = queries[part.first : part.end].view(count, kv_heads, self._group, dim)
         sinks = None if sinks is None else sinks.squeeze(2)
         out = self._products(folded, keys, values, sinks=sinks, attn_mask=part.mask)
@@ -181,11 +184,11 @@ class PagedAttention:
     ) -> Tensor:
         """KV heads become the batch axis, over which keys are expanded without a copy."""
         count, kv_heads, dim = row.end - row.first, self._kv_heads, self._head_dim
-        kv = flat.index_select(0, row.blocks).view(-1, 2, kv_heads, dim)[: row.num_keys]
-        kv = kv.to(self._long_dtype)
+        kv = flat.index_select(0, row.blocks).view(-1, self._parts, kv_heads, dim)
+        kv = kv[: row.num_keys].to(self._long_dtype)
         shape = (kv_heads, self._group, row.num_keys, dim)
         keys = kv[:, 0].permute(1, 0, 2).unsqueeze(1).expand(shape)
-        values = kv[:, 1].permute(1, 0, 2).unsqueeze(1).expand(shape)
+        values = kv[:, -1].permute(1, 0, 2).unsqueeze(1).expand(shape)
         spread = queries[row.first : row.end].view(count, kv_heads, self._group, dim)
         out = self._products(
             spread.to(self._long_dtype).permute(1, 2, 0, 3),
@@ -267,5 +270,5 @@ def _fastest_for_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dt
 
 
 def write_keys_values(cache: Tensor, slots: Tensor, keys_values: Tensor) -> None:
-    """Store new keys and values, [tokens, 2, kv_heads, head_dim], at flat token slots."""
+    """Store new keys and values, [tokens, parts, kv_heads, head_dim], at flat token slots."""
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, keys_values)

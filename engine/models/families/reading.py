@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from engine.models.families.family import Config
-from engine.models.spec import ModelSpec, NormSpec, RopeKind, RopeSpec, UnsupportedModel
+from engine.models.spec import ModelSpec, MoeSpec, NormSpec, RopeKind, RopeSpec, UnsupportedModel
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -106,6 +106,43 @@ def read_activation(config: Config, key: str, default: str = "silu") -> Activati
             f"config.json: {key} {name!r} is not supported, only {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[name]
+
+
+def grouped_experts(config: Config, best_of_group: int = 2) -> MoeSpec:
+    """Return experts behind some dense layers, chosen by corrected scores in groups of them.
+
+    Args:
+        best_of_group: see `MoeSpec`.
+
+    Raises:
+        UnsupportedModel: a number is missing, or the groups do not suit the experts.
+    """
+    layers, size = integer(config, "num_hidden_layers"), integer(config, "moe_intermediate_size")
+    dense = number(config, "first_k_dense_replace", 0)
+    experts = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
+    moe = MoeSpec(
+        num_experts=integer(config, experts),
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        intermediate_size=size,
+        normalize_weights=bool(config.get("norm_topk_prob", True)),
+        layers=tuple(layer >= dense for layer in range(layers)),
+        scoring="sigmoid",
+        in_float32=True,
+        num_groups=integer({"n_group": 1, **config}, "n_group"),
+        groups_per_token=integer({"topk_group": 1, **config}, "topk_group"),
+        best_of_group=best_of_group,
+        weights_scale=number(config, "routed_scaling_factor", 1.0),
+        shared_size=int(number(config, "n_shared_experts", 1)) * size,
+    )
+    in_group = moe.num_experts // moe.num_groups
+    suit = moe.num_experts % moe.num_groups == 0 and in_group >= moe.best_of_group
+    suit = suit and moe.experts_per_token <= in_group * moe.groups_per_token
+    if not suit or moe.groups_per_token > moe.num_groups:
+        raise UnsupportedModel(
+            f"config.json: n_group {moe.num_groups} and topk_group {moe.groups_per_token} do not "
+            f"suit {moe.num_experts} experts, of which a token has {moe.experts_per_token}"
+        )
+    return moe
 
 
 def layer_windows(config: Config, pattern: int | None = None) -> tuple[int | None, ...]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from engine.models.families import (
     cohere,
+    deepseek,
     gemma2,
     gemma3,
     glm4,
@@ -42,6 +43,7 @@ _MODULES = (
     glm4,
     glm4_moe,
     gpt_oss,
+    deepseek,
 )
 
 FAMILIES: dict[str, Family] = {

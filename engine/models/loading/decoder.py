@@ -10,9 +10,15 @@ from torch import Tensor
 from engine.distributed.group import Group
 from engine.models.adapters import AdapterBank
 from engine.models.attention.paged import PagedAttention
+from engine.models.attention.projections import (
+    HeadProjections,
+    HeadwiseProduct,
+    LatentProjections,
+    Projections,
+)
 from engine.models.attention.rotary import rotary_table
 from engine.models.attention.varlen import Attention, CudaAttention
-from engine.models.decoder import AttentionWeights, Decoder, DecoderWeights, Followers, LayerWeights
+from engine.models.decoder import Decoder, DecoderWeights, Followers, LayerWeights
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.layers import (
     Chain,
@@ -32,7 +38,7 @@ from engine.models.products.int4 import (
 )
 from engine.models.products.row_blocks import RowBlocks, probe_rows
 from engine.models.settings import ComputeTypes
-from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.models.spec import ModelSpec, NormSpec, RopeSpec, UnsupportedModel
 from engine.models.weights import layer_norms
 
 
@@ -93,6 +99,11 @@ class DecoderLoader:
                 f"--batch-invariant: {spec.architecture} caps attention scores, and no operator "
                 "does that for each token by itself"
             )
+        if adapters is not None and spec.latent is not None:
+            raise UnsupportedModel(
+                f"--enable-lora: {spec.architecture} has latent attention, which is computed "
+                "without the products that adapters change"
+            )
         if quantization == "int4":
             require_int4(types.activations, device)
         self._batch_invariant = batch_invariant
@@ -128,12 +139,7 @@ class DecoderLoader:
             layers=[self._layer(index) for index in range(spec.num_layers)],
             norm=self._norm("model.norm") if is_last else None,
             lm_head=self._head(embedding) if is_last else None,
-            rotary=[
-                rotary_table(
-                    rope, spec.head_dim, self._max_model_len, self._types.activations, self._device
-                )
-                for rope in spec.distinct_ropes
-            ],
+            rotary=[self._rotary(rope) for rope in spec.distinct_ropes],
         )
         followers = None if self._shard is None else self._shard.followers
         return Decoder(
@@ -146,6 +152,10 @@ class DecoderLoader:
             followers,
             self._bank,
         )
+
+    def _rotary(self, rope: RopeSpec) -> Tensor:
+        size, dtype = self._spec.rotary_size, self._types.activations
+        return rotary_table(rope, size, self._max_model_len, dtype, self._device)
 
     def _new_group(self) -> ExpertGroup:
         moe = self._spec.moe
@@ -172,8 +182,10 @@ class DecoderLoader:
             token_by_token=self._batch_invariant,
             scale=spec.attention_scale,
             softcap=spec.attention_softcap,
+            parts=spec.kv_shape[0],
         )
-        if device.type != "cuda" or spec.attention_softcap is not None:
+        by_kernel = spec.attention_softcap is None and spec.latent is None
+        if device.type != "cuda" or not by_kernel:
             return stock
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         return CudaAttention(
@@ -248,9 +260,10 @@ class DecoderLoader:
         else:  # with adapters each part computes rows by themselves
             mlp = sparse
         rope = spec.ropes[index]
+        attention = self._attention if spec.latent is None else self._latent_attention
         return LayerWeights(
             attention_norm=norms.get("attention_norm"),
-            attention=self._attention(prefix + "self_attn.", norms.get("attention_output_norm")),
+            attention=attention(prefix + "self_attn.", norms.get("attention_output_norm")),
             mlp_norm=norms.get("mlp_norm"),
             mlp=self._added(mlp, norms.get("mlp_output_norm")),
             window=spec.windows[index],
@@ -270,7 +283,7 @@ class DecoderLoader:
             block = Chain(block, norm)
         return scaled(block, self._spec.residual_scale)
 
-    def _attention(self, prefix: str, output_norm: Rows | None) -> AttentionWeights:
+    def _attention(self, prefix: str, output_norm: Rows | None) -> Projections:
         spec = self._spec
         projections = [f"{prefix}{name}_proj" for name in "qkv"]
         bias = [f"{name}.bias" for name in projections] if spec.qkv_bias else []
@@ -283,7 +296,8 @@ class DecoderLoader:
         )
         qkv = self._products.linear(*(f"{name}.weight" for name in projections), bias=bias)
         widths = [spec.query_size, spec.kv_size, spec.kv_size]
-        return AttentionWeights(
+        return HeadProjections(
+            spec,
             qkv=self._products.adapted(qkv, projections, widths, spec.hidden_size),
             output=self._added(
                 self._products.adapted(
@@ -293,4 +307,41 @@ class DecoderLoader:
             ),
             qk_norm=qk_norm,
             sinks=self._products.copy(prefix + "sinks").float() if spec.attention_sinks else None,
+        )
+
+    def _latent_attention(self, prefix: str, output_norm: Rows | None) -> Projections:
+        spec, latent, products = self._spec, self._spec.latent, self._products
+        assert latent is not None
+        norm = NormSpec(eps=latent.eps)
+        first = prefix + ("q_proj" if latent.query_rank is None else "q_a_proj")
+        names, queries = [first, prefix + "kv_a_proj"], None
+        bias = [f"{name}.bias" for name in names] if spec.qkv_bias else []
+        inputs = products.linear(*(f"{name}.weight" for name in names), bias=bias)
+        if latent.query_rank is not None:
+            queries = Chain(
+                prepare_norm(norm, products.copy(prefix + "q_a_norm.weight")),
+                products.by_rows(products.linear(prefix + "q_b_proj.weight"), latent.query_rank),
+            )
+        heads = products.copy(prefix + "kv_b_proj.weight").view(spec.num_heads, -1, latent.rank)
+        keys, values = torch.split(heads, [latent.plain_size, latent.value_size], dim=1)
+        from_latent = HeadwiseProduct(values.transpose(1, 2).contiguous())
+        values_size = spec.num_heads * latent.value_size
+        output = products.linear(
+            prefix + "o_proj.weight", bias=[prefix + "o_proj.bias"] if spec.output_bias else []
+        )
+        return LatentProjections(
+            spec,
+            products.by_rows(inputs, spec.hidden_size),
+            queries=queries,
+            norm=prepare_norm(norm, products.copy(prefix + "kv_a_norm.weight")),
+            to_latent=products.by_rows(
+                HeadwiseProduct(keys.contiguous()), spec.num_heads * latent.plain_size
+            ),
+            output=self._added(
+                Chain(
+                    products.by_rows(from_latent, spec.query_size),
+                    products.by_rows(output, values_size),
+                ),
+                output_norm,
+            ),
         )

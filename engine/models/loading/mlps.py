@@ -10,8 +10,8 @@ from engine.models.moe import (
     Expert,
     Experts,
     GroupedExperts,
+    GroupRouter,
     Router,
-    SigmoidRouter,
     SparseMlp,
     StackedExperts,
 )
@@ -72,7 +72,7 @@ class MlpLoader:
         share = expert_share(self._spec.moe.num_experts, place.position, place.size)
         spread.hold(share, lambda number: self._expert(prefix, number))
 
-    def _router(self, moe: MoeSpec, prefix: str) -> Router | SigmoidRouter:
+    def _router(self, moe: MoeSpec, prefix: str) -> Router | GroupRouter:
         # Choices between experts turn on small differences, and the product is a small one.
         products = self._products
         bias = products.copy(prefix + "router.bias") if moe.bias else None
@@ -80,14 +80,16 @@ class MlpLoader:
         if products.bank is not None:
             names, hidden = [prefix + "router"], self._spec.hidden_size
             score = products.adapted(score, names, [moe.num_experts], hidden)
-        if moe.scoring == "softmax":
-            return Router(score, moe.experts_per_token, normalize=moe.normalize_weights)
-        correction = products.checkpoint.tensor(prefix + "router.correction")
-        correction = correction.to(products.device, torch.float32, copy=True)
-        if products.bank is None:  # which computes in the model's type
+        elif moe.in_float32:  # adapters compute in the model's type
             exact = prepare_linear(products.copy(prefix + "router.weight").float())
             score = Chain(torch.Tensor.float, exact)
-        return SigmoidRouter(score, correction, moe)
+        if moe.scoring == "softmax" and not moe.in_float32:
+            return Router(score, moe.experts_per_token, normalize=moe.normalize_weights)
+        correction = None
+        if moe.scoring == "sigmoid":
+            correction = products.checkpoint.tensor(prefix + "router.correction")
+            correction = correction.to(products.device, torch.float32, copy=True)
+        return GroupRouter(score, correction, moe)
 
     def _expert(self, prefix: str, number: int) -> Linear:
         spec, products, gate = self._spec, self._products, gated(self._spec)

@@ -54,7 +54,6 @@ class Cut:
         self._spec = spec
         self._unit = BLOCK if spec.moe is not None and spec.moe.is_mxfp4 else 1
         """Inner widths are cut at multiples of it."""
-        self._query = part_of(spec.query_size, rank, size)
         # With fewer key-value heads than ranks each is held by several, next to its query heads.
         local_kv = max(1, kv_heads // size)
         first_kv = rank * kv_heads // size
@@ -73,8 +72,10 @@ class Cut:
         if parent in ("o_proj", "down_proj"):
             if kind == "bias":  # is added once
                 return tensor if self.rank == 0 else torch.zeros_like(tensor)
-            return tensor[:, self._query if parent == "o_proj" else self._inner(tensor.shape[1])]
-        rows = self._rows(parent, tensor)
+            width = tensor.shape[1]
+            columns = self._of_heads(width) if parent == "o_proj" else self._inner(width)
+            return tensor[:, columns]
+        rows = self._rows_of_heads(parent, tensor) or self._rows(parent, tensor)
         return tensor if rows is None else tensor[rows]
 
     def mxfp4_part(self, name: str, weights: Mxfp4Weights) -> Mxfp4Weights:
@@ -90,19 +91,28 @@ class Cut:
     def _rows(self, parent: str, tensor: Tensor) -> slice | None:
         """Return this rank's rows of what is cut by its outputs; None if all have the whole."""
         match parent:
-            case "q_proj":
-                return self._query
-            case "k_proj" | "v_proj":
-                return self._kv
             case "embed_tokens" | "lm_head":
                 return self.vocabulary
             case "gate_proj" | "up_proj":
                 return self._inner(tensor.shape[0])
+        return None
+
+    def _rows_of_heads(self, parent: str, tensor: Tensor) -> slice | None:
+        """Return the same of what each head has some rows of."""
+        if parent in ("k_proj", "v_proj"):
+            return self._kv
+        if parent in ("q_proj", "q_b_proj", "kv_b_proj"):
+            return self._of_heads(tensor.shape[0])
         if parent == "self_attn" or (parent in ("q_norm", "k_norm") and tensor.dim() == 2):
             width = self._spec.head_dim  # one row a head, as sinks have
-            values = self._kv if parent == "k_norm" else self._query
-            return slice(values.start // width, values.stop // width)
+            if parent != "k_norm":
+                return self._of_heads(tensor.shape[0])
+            return slice(self._kv.start // width, self._kv.stop // width)
         return None
+
+    def _of_heads(self, width: int) -> slice:
+        """Return this rank's part of what all query heads have equally many of."""
+        return part_of(width, self.rank, self.size)
 
     def _inner(self, width: int) -> slice:
         part = part_of(width // self._unit, self.rank, self.size)

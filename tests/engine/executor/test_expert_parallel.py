@@ -65,6 +65,7 @@ def together(members: list[Process], *requests: tuple[Any, ...]) -> None:
         ("mixtral", 3, "as is best"),
         ("mixtral", 4, "to where they are needed"),
         ("gpt-oss-mxfp4", 2, "as is best"),
+        ("deepseek2", 2, "as is best"),
         ("glm4-moe-normed", 3, "to where they are needed"),
     ],
 )

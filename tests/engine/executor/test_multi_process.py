@@ -87,6 +87,8 @@ def start() -> Iterator[StartCluster]:
         ("cohere-normed", 4),
         ("granite-moe", 2),
         ("glm4-moe", 2),  # an MLP beside the experts
+        ("deepseek2", 4),
+        ("deepseek3", 2),  # a latent that all processes keep
         ("gpt-oss", 4),  # sinks, with two key-value heads
         ("gpt-oss-mxfp4", 2),  # three blocks of inner outputs
     ],

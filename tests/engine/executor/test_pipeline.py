@@ -210,6 +210,7 @@ def test_steps_in_flight_with_grammars_and_guesses_change_no_token(
         ("llama-deep", {"stages": 3}),
         ("qwen3-moe-deep", {"stages": 2, "shards": 2}),
         ("gpt-oss-mxfp4", {"stages": 2}),
+        ("deepseek3", {"stages": 2, "shards": 2}),
     ],
 )
 def test_every_layout_gives_the_tokens_of_one_process(

@@ -1,6 +1,7 @@
 """What families read from the hub's configs, in older and newer spellings, and what they refuse."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine.models.families.registry import FAMILIES
 from engine.models.formats.checkpoint import CheckpointError, SafetensorsCheckpoint
 from engine.models.hf_config import parse_spec, read_spec
+from engine.models.loading.decoder import AdapterRoom
 from engine.models.parallel.tensors import Cut
 from engine.models.spec import ModelSpec, RopeSpec, UnsupportedModel
 from engine.models.weights import Source, rotated_order
@@ -27,12 +29,22 @@ BASE: dict[str, Any] = {
 }
 
 
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+
+
 def spec(architecture: str, **changes: Any) -> ModelSpec:
     return parse_spec({**BASE, "architectures": [architecture], **changes}, {})
 
 
 def test_every_family_describes_weights_of_its_own_spec() -> None:
-    moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    moe = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    moe |= {**LATENT, "n_group": 2, "topk_group": 1}
     for architecture, family in FAMILIES.items():
         described = spec(architecture, **moe)
         assert described.architecture == architecture
@@ -235,3 +247,72 @@ def test_layers_that_guess_tokens_are_not_loaded(checkpoint: SaveModel, tmp_path
     save_file({**tensors, **behind}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.30"):
         SafetensorsCheckpoint(tmp_path, read_spec(tmp_path))
+
+
+DEEPSEEK: dict[str, Any] = {**LATENT, **GLM45, "n_shared_experts": 2, "num_key_value_heads": 8}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.5,
+    "original_max_position_embeddings": 128,
+}
+
+
+def test_deepseek_keeps_a_latent_and_chooses_within_groups() -> None:
+    groups = {"n_group": 4, "topk_group": 2}
+    new = spec("DeepseekV3ForCausalLM", **DEEPSEEK, **groups, rope_scaling=YARN)
+    assert new.kv_shape == (1, 1, 40)
+    assert new.latent is not None
+    assert new.latent.query_rank == 24
+    assert new.attention_scale == pytest.approx(24**-0.5 * (0.05 * math.log(40) + 1) ** 2)
+    assert new.moe is not None
+    assert new.moe.layers == (False,) * 3 + (True,) * 3
+    assert (new.moe.scoring, new.moe.best_of_group, new.moe.weights_scale) == ("sigmoid", 2, 2.5)
+
+    old = {**DEEPSEEK, **groups, "q_lora_rank": None, "first_k_dense_replace": 1}
+    greedy = spec("DeepseekV2ForCausalLM", **old, topk_method="greedy")
+    limited = spec("DeepseekV2ForCausalLM", **old, topk_method="group_limited_greedy")
+    assert limited.latent is not None
+    assert limited.latent.query_rank is None
+    assert limited.attention_scale == 24**-0.5
+    assert greedy.moe is not None
+    assert limited.moe is not None
+    assert (greedy.moe.num_groups, limited.moe.num_groups) == (1, 4)
+    assert (limited.moe.scoring, limited.moe.best_of_group) == ("softmax", 1)
+    assert limited.moe.layers == (False,) + (True,) * 5
+
+
+@pytest.mark.parametrize(
+    ("architecture", "wrong", "message"),
+    [
+        ("DeepseekV3ForCausalLM", {"n_group": 3}, "n_group 3"),
+        ("DeepseekV3ForCausalLM", {"n_group": 4, "topk_group": 5}, "topk_group 5"),
+        (
+            "DeepseekV3ForCausalLM",
+            {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
+            "has 3",
+        ),
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": None}, "kv_lora_rank"),
+        ("DeepseekV3ForCausalLM", {"qk_rope_head_dim": 0}, "qk_rope_head_dim"),
+        ("DeepseekV3ForCausalLM", {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7"),
+        ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("DeepseekV3ForCausalLM", {"attention_bias": True, "q_lora_rank": None}, "q_lora_rank"),
+        ("DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("DeepseekV2ForCausalLM", {"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_what_no_deepseek_has_is_refused_by_name(
+    architecture: str, wrong: dict[str, Any], message: str
+) -> None:
+    groups = {"n_group": 1, "topk_group": 1}
+    with pytest.raises(UnsupportedModel, match=message):
+        spec(architecture, **{**DEEPSEEK, **groups, **wrong})
+
+
+def test_adapters_of_latent_attention_are_refused_at_the_start(
+    checkpoint: SaveModel, driver: LoadDriver
+) -> None:
+    with pytest.raises(UnsupportedModel, match=r"--enable-lora: DeepseekV3ForCausalLM"):
+        driver(checkpoint("deepseek3").directory, adapters=AdapterRoom(1, 8))

@@ -31,6 +31,18 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+DEEPSEEK = {
+    **CONFIG,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
+}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
@@ -49,9 +61,10 @@ def model(tmp_path: Path) -> WriteModel:
         write_weight: WriteWeight,
         *,
         more: dict[str, torch.Tensor] | None = None,
+        config: dict[str, Any] = CONFIG,
     ) -> tuple[Path, ModelSpec, dict[str, torch.Tensor]]:
-        config = {**CONFIG, "quantization_config": quantization}
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        content = {**config, "quantization_config": quantization}
+        (tmp_path / "config.json").write_text(json.dumps(content))
         spec = read_spec(tmp_path)
         tensors, expected = {}, {}
         shapes = stored_tensors(family_of(spec.architecture).weights(spec))
@@ -96,6 +109,23 @@ def test_awq(model: WriteModel) -> None:
 def test_fp8(model: WriteModel, block: tuple[int, int] | None) -> None:
     config = {"quant_method": "fp8", "weight_block_size": list(block) if block else None}
     _assert_equal(*model(config, lambda shape, seed: fp8(shape, block=block, seed=seed)))
+
+
+def test_deepseeks_blocks_of_fp8_are_read_in_the_order_of_rotated_pairs(model: WriteModel) -> None:
+    directory, spec, expected = model(
+        {"quant_method": "fp8", "weight_block_size": [16, 16]},
+        lambda shape, seed: fp8(shape, block=(16, 16), seed=seed),
+        config=DEEPSEEK,
+    )
+    checkpoint = SafetensorsCheckpoint(directory, spec)
+    queries, pairs = "model.layers.0.self_attn.q_b_proj.weight", [0, 2, 4, 6, 1, 3, 5, 7]
+    heads = expected[queries].view(4, 24, 24)
+    ordered = torch.cat((heads[:, :16], heads[:, 16:][:, pairs]), dim=1).flatten(0, 1)
+    torch.testing.assert_close(checkpoint.tensor(queries), ordered, rtol=1e-6, atol=1e-6)
+    stored = expected["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"]
+    ordered = torch.cat((stored[:32], stored[32:][pairs]))
+    kept = checkpoint.tensor("model.layers.0.self_attn.kv_a_proj.weight")
+    torch.testing.assert_close(kept, ordered, rtol=1e-6, atol=1e-6)
 
 
 SCHEMES = {

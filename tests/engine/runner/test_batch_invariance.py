@@ -25,6 +25,8 @@ CASES = [
     ("glm4-moe-normed", {}),
     ("gpt-oss", {}),
     ("gpt-oss-mxfp4", {"dtype": "bfloat16"}),
+    ("deepseek3", {}),
+    ("deepseek2", {"dtype": "bfloat16"}),
     ("bundled", {"dtype": "float32"}),
     ("bundled", {"dtype": "bfloat16"}),
     ("bundled", {"dtype": "bfloat16", "quantization": "int8"}),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models.hf_config import parse_spec
+from engine.models.hf_config import parse_spec, read_spec
 from engine.runner.kv_memory import (
     NotEnoughMemory,
     allocate_cache,
@@ -15,6 +15,7 @@ from engine.runner.kv_memory import (
     count_blocks,
 )
 from engine.shared.config import CacheConfig
+from tests.engine.fixtures import SaveModel
 
 CPU = torch.device("cpu")
 SPEC = parse_spec(
@@ -45,6 +46,42 @@ def count(available: int = 10_000, **cache: Any) -> int:
 def test_bytes_of_a_block_count_keys_and_values_of_all_layers() -> None:
     assert bytes_per_block(SPEC, 16, torch.bfloat16) == 2 * 16 * 2 * (2 * 16) * 2
     assert bytes_per_block(SPEC, 16, torch.float32) == 2 * bytes_per_block(SPEC, 16, torch.bfloat16)
+
+
+def test_a_latent_and_one_key_are_kept_in_place_of_heads(checkpoint: SaveModel) -> None:
+    spec = read_spec(checkpoint("deepseek3").directory)
+    assert spec.num_heads == 4
+    kept = 32 + 16  # latent and rotated key; 4 heads of 40 and 20 would be 5 times as many
+    num_bytes = bytes_per_block(spec, 8, torch.bfloat16)
+    assert num_bytes == 3 * 8 * kept * 2
+    cache = allocate_cache(spec, 5, 8, torch.bfloat16, CPU)
+    assert sum(layer.nbytes for layer in cache) == 5 * num_bytes
+
+
+def test_a_token_of_deepseek_v3_takes_576_values_a_layer() -> None:
+    published = parse_spec(
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "vocab_size": 129280,
+            "max_position_embeddings": 163840,
+        },
+        {},
+    )
+    assert bytes_per_block(published, 1, torch.bfloat16) == 61 * 576 * 2
 
 
 def test_set_number_of_blocks_wins() -> None:

@@ -54,6 +54,10 @@ ARCHITECTURES = [
     "glm4-moe-normed",
     "gpt-oss",
     "gpt-oss-mxfp4",
+    "deepseek2",
+    "deepseek2-lite",
+    "deepseek3",
+    "deepseek3-halves",
 ]
 
 
