@@ -179,7 +179,7 @@ def run(config: CoordinatorConfig, lifeline: Lifeline) -> int:
     try:
         serve_health(config.health, health)
         coordinator = Coordinator(config, Transport(config.cluster, context))
-    except (InsecureCluster, OSError, ValueError) as error:
+    except (InsecureCluster, OSError, ValueError, zmq.ZMQError) as error:
         lifeline.failed(f"cannot listen on {config.cluster.coordinator_address}: {error}")
         return CANNOT_START
     settle_heap()

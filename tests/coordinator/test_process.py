@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from socket import create_server
 
 import msgspec
 import pytest
@@ -29,6 +30,7 @@ from engine.shared.messages import (
 )
 from engine.shared.transport import Transport
 from engine.shared.version import PROTOCOL_VERSION
+from tests.support.commands import run_swell
 from tests.support.waiting import PATIENCE
 
 TIMEOUT_MS = int(1000 * PATIENCE)
@@ -136,3 +138,12 @@ def test_junk_on_every_socket_harms_nobody(peer: Peer) -> None:
         for socket in (front, back, output, peer.registration):
             socket.send(junk)
     assert isinstance(peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION)), Welcome)
+
+
+def test_a_taken_port_is_named() -> None:
+    with create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run_swell("coordinator", "--coordinator", address, "--insecure-cluster")
+    assert done.returncode
+    assert f"cannot listen on tcp://{address}: Address already in use" in done.stderr
+    assert "Traceback" not in done.stderr
