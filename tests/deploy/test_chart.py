@@ -1,6 +1,7 @@
 """The Helm chart: rendered over a matrix of values, validated, and held to rules of operation."""
 
 import base64
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -437,6 +438,20 @@ def test_metrics_that_are_missing_are_not_zero(tmp_path: Path) -> None:
     assert metadata["ignoreNullValues"] == "false"
     assert scaled["fallback"]["behavior"] == "currentReplicas"
     assert scaled["minReplicaCount"] <= scaled["fallback"]["replicas"] <= scaled["maxReplicaCount"]
+
+
+@pytest.mark.parametrize("secret", ["prometheus-token", ""])
+def test_keda_takes_the_objects(secret: str) -> None:
+    import jsonschema
+
+    schemas = json.loads(Path(__file__).with_name("keda.schema.json").read_text(encoding="utf-8"))
+    example = CHART / "examples" / "autoscaling.yaml"
+    found = render(example, f"engine.autoscaling.authentication.secret={secret}")
+    kinds = {"ScaledObject", "TriggerAuthentication"} if secret else {"ScaledObject"}
+    chosen = [each for each in found if each["apiVersion"].startswith("keda.sh/")]
+    assert {each["kind"] for each in chosen} == kinds
+    for each in chosen:
+        jsonschema.validate(each, schemas[each["kind"]])
 
 
 def test_engines_are_taken_one_by_one_as_they_drain() -> None:

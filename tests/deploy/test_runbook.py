@@ -1,8 +1,11 @@
 """The runbook: what it says to type and to look for exists."""
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from typing import Any, get_args
 
 import pytest
@@ -90,6 +93,32 @@ def test_what_kubectl_is_asked_for_is_in_the_chart() -> None:
                 assert word in names, words
         if "-n" in words:
             assert words[words.index("-n") + 1] == "llm"
+
+
+def kubectl_lines() -> list[list[str]]:
+    """Return what both pages have typed after `kubectl`, without pipes and comments."""
+    found = set()
+    for page in PAGES:
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("\\\n", " ")
+        for each in snippets(text):
+            line = re.sub(r"\$\(.*?\)", "VALUE", each).partition(" | ")[0].removesuffix(" &")
+            if line.startswith("kubectl ") and line.count(" ") > 1:  # not a command's mere name
+                found.add(tuple(shlex.split(line, comments=True)[1:]))
+    return [list(words) for words in sorted(found)]
+
+
+def test_kubectl_takes_every_line_as_far_as_it_gets_without_a_server() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    lines = kubectl_lines()
+    assert len(lines) > 20
+    for words in lines:
+        done = subprocess.run(
+            ["kubectl", "--kubeconfig", "/dev/null", "--server", "http://127.0.0.1:1", *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=60, check=False, env={**os.environ, "NO_PROXY": "*"},
+        )  # fmt: skip
+        assert re.search(r"127\.0\.0\.1:1\b.*refused", done.stdout), (words, done.stdout)
 
 
 def test_values_that_helm_is_told_to_set_are_taken() -> None:

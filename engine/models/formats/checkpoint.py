@@ -131,7 +131,8 @@ class SafetensorsCheckpoint:
 
     def _open(self, path: Path) -> None:
         try:
-            file: Any = safe_open(path, framework="pt", device="cpu")
+            with path.open("rb"):  # the library says of every failure that there is no such file
+                file: Any = safe_open(path, framework="pt", device="cpu")
         except Exception as error:  # the library raises its own type without a public base
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         for name in file.keys():  # noqa: SIM118 - not a dict

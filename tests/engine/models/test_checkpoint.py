@@ -1,7 +1,9 @@
 """A checkpoint that does not fit its config is refused with everything that is wrong."""
 
+import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,23 @@ def test_redundant_tensors_are_ignored(
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
     save_file(tensors, directory / "model.safetensors")
     SafetensorsCheckpoint(directory, spec)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_absent(
+    directory: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "model.safetensors").write_bytes(b"")
+
+    opened = Path.open
+
+    def refuse(path: Path, mode: str) -> Any:
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, mode)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        SafetensorsCheckpoint(directory, spec)
 
 
 def test_absent_and_broken_files_are_named(directory: Path, spec: ModelSpec) -> None:
