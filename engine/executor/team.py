@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 END_TIMEOUT = 5.0
 """Seconds that workers get to end after their sockets were closed."""
+CAUSE_TIMEOUT = 0.5
+"""Seconds after a worker's last words in which another's death shows, which they may be about."""
+FAILURE_TIMEOUT = 5.0
+"""Seconds in which a failure that somebody has met becomes known, on a busy machine."""
 
 
 class WorkerFailed(Exception):
@@ -51,6 +55,8 @@ class _Worker:
             logger.debug("worker %d does not listen", self.rank)
         self.statuses = FrameReader(ChildStatus)
         self.answers = FrameReader(Answer)
+        self.lives = True
+        """Until its lifeline ends."""
         self.has_answered = False
         """Until it has, it imports libraries and reads no commands."""
 
@@ -120,7 +126,7 @@ class Team:
             answers.append(answer)
         return answers
 
-    def failure(self, within: float = 1.0) -> WorkerFailed:
+    def failure(self, within: float = FAILURE_TIMEOUT) -> WorkerFailed:
         """Return what went wrong, once it is known."""
         if self._failure is None:
             self._thread.join(within)
@@ -157,12 +163,23 @@ class Team:
             for worker in self._workers:
                 selector.register(worker.lifeline, selectors.EVENT_READ, worker)
                 selector.register(worker.commands, selectors.EVENT_READ, worker)
+            complaint = ""
             while self._failure is None and not self._closing:
-                for key, _ in selector.select():
-                    if key.fileobj is key.data.lifeline:
-                        self._failure = self._failure or self._read_status(key.data)
-                    elif not self._read_answers(key.data):
-                        selector.unregister(key.fileobj)  # what it died of comes on its lifeline
+                ready = selector.select(CAUSE_TIMEOUT if complaint else None)
+                for key, _ in ready:
+                    worker = key.data
+                    if key.fileobj is worker.commands:
+                        if not self._read_answers(worker):
+                            selector.unregister(key.fileobj)  # its lifeline says what it died of
+                    elif said := self._read_status(worker):
+                        selector.unregister(key.fileobj)
+                        complaint = complaint or said
+                    elif not worker.lives:
+                        self._failure = self._failure or f"worker {worker.rank} has died"
+                if complaint and not ready:
+                    self._failure = complaint
+        if complaint and complaint != self._failure:
+            logger.warning("%s", complaint)
         self._answers.put(None)
         if not self._closing and self.on_failure is not None:
             self.on_failure(self._failure or "")
@@ -174,13 +191,14 @@ class Team:
             self._answers.put(answer)
         return bool(data)
 
-    def _read_status(self, worker: _Worker) -> str | None:
-        """Return why the worker cannot go on, None if it can."""
+    def _read_status(self, worker: _Worker) -> str:
+        """Return why a worker says that it cannot go on, if it says so."""
         data = _received(worker.lifeline)
+        worker.lives = bool(data)
         for status in worker.statuses.feed(data):
             if isinstance(status, ChildFailed):
                 return f"worker {worker.rank}: {status.reason}"
-        return None if data else f"worker {worker.rank} has died"
+        return ""
 
 
 def _started(lifeline: int, commands: int) -> subprocess.Popen[bytes]:

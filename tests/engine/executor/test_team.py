@@ -1,0 +1,89 @@
+"""What an engine says its workers failed of."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.executor import team
+from engine.executor.team import Team
+from engine.shared.config import EngineConfig, ParallelConfig
+from engine.shared.lifeline import pack_frame
+from engine.shared.messages import ChildFailed
+from tests.support.waiting import PATIENCE
+
+
+class Played:
+    """A worker that a test plays: the other ends of its lifeline and of its commands."""
+
+    pid = 0
+
+    def __init__(self, lifeline: int, commands: int) -> None:
+        self.lifeline, self.commands = (
+            socket.socket(fileno=os.dup(each)) for each in (lifeline, commands)
+        )
+
+    def complain(self) -> None:
+        self.lifeline.sendall(pack_frame(ChildFailed("rank 1 lost the group")))
+        self.close()
+
+    def close(self) -> None:
+        self.lifeline.close()
+        self.commands.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None:
+        self.close()
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
+    started: list[Played] = []
+
+    def start(lifeline: int, commands: int) -> Any:
+        started.append(Played(lifeline, commands))
+        return started[-1]
+
+    monkeypatch.setattr(team, "_started", start)
+    return started
+
+
+@pytest.fixture
+def trio(workers: list[Played]) -> Iterator[Team]:
+    made = Team(EngineConfig(parallel=ParallelConfig(tensor_parallel_size=3)), 0, 1)
+    yield made
+    for each in workers:
+        each.close()
+    made.close()
+
+
+def test_a_death_is_named_though_another_worker_complains_of_it_first(
+    trio: Team, workers: list[Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, read = threading.Event(), Team._read_status
+
+    def read_and_tell(made: Team, worker: Any) -> str:
+        said = read(made, worker)
+        if said:
+            heard.set()
+        return said
+
+    monkeypatch.setattr(Team, "_read_status", read_and_tell)
+    monkeypatch.setattr(team, "CAUSE_TIMEOUT", PATIENCE)
+    workers[1].complain()
+    assert heard.wait(PATIENCE)
+    workers[0].close()
+    assert str(trio.failure(PATIENCE)) == "worker 1 has died"
+
+
+def test_what_a_worker_says_is_the_reason_where_all_others_live(
+    trio: Team, workers: list[Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "CAUSE_TIMEOUT", 0.05)
+    workers[1].complain()
+    assert str(trio.failure(PATIENCE)) == "worker 2: rank 1 lost the group"
