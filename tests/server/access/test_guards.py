@@ -238,7 +238,7 @@ class TestOrigins:
 class TestSizesAndTimes:
     @pytest.fixture
     def guards(self) -> GuardConfig:
-        return GuardConfig(max_body_bytes=1024, request_timeout=1.0)
+        return GuardConfig(max_body_bytes=1024, request_timeout=3.0)
 
     def test_a_body_has_a_largest_size(self, http: Any) -> None:
         answer = http.post("/v1/completions", {"prompt": "x" * 2000})

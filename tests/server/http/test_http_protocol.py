@@ -524,7 +524,7 @@ def test_unfinished_handshakes_count_as_connections_and_give_way(
                                    return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
                 done = {each for each in cut if each.done()}
             assert {cut.index(each) for each in done} == set(range(5)), "the oldest give way"
-            async with httpx.AsyncClient(verify=trusting) as client:
+            async with httpx.AsyncClient(verify=trusting, timeout=PATIENCE) as client:
                 answer = await client.get(f"https://127.0.0.1:{port}/health")
                 assert answer.status_code == 200, "one more gave way"
             for _, writer in silent:
@@ -552,7 +552,10 @@ def test_https_is_served_with_a_certificate(app: Any, certified: GuardConfig) ->
         import ssl
 
         trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
-        async with served(app, certified) as port, httpx.AsyncClient(verify=trusting) as client:
+        async with (
+            served(app, certified) as port,
+            httpx.AsyncClient(verify=trusting, timeout=PATIENCE) as client,
+        ):
             answer = await client.get(f"https://127.0.0.1:{port}/health")
             assert answer.status_code == 200
             body = {"prompt": "x", "stream": True}

@@ -35,7 +35,7 @@ def test_one_connection_serves_request_after_request(app: Any, http: Any, stream
         async with (
             asyncio.timeout(GUARD_SECONDS),
             served(app) as url,
-            httpx.AsyncClient(base_url=url, limits=limits) as client,
+            httpx.AsyncClient(base_url=url, limits=limits, timeout=GUARD_SECONDS) as client,
         ):
             ports = set()
             for _ in range(3):
@@ -58,7 +58,7 @@ def test_a_closed_connection_frees_the_engine(app: Any, engines: Any) -> None:
 
     async def run() -> None:
         async with asyncio.timeout(GUARD_SECONDS), served(app) as url:
-            async with httpx.AsyncClient(base_url=url) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=GUARD_SECONDS) as client:
                 call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
                 await engines.submitted.wait()
                 await engines.streams[0].waiting.wait()

@@ -14,6 +14,7 @@ from engine.shared.addresses import listen_unix
 from server.config import GuardConfig
 from server.http.listener import HttpServer
 from server.http.protocol import limited_protocol
+from tests.support.waiting import PATIENCE
 
 
 def test_clients_are_served_on_a_unix_socket(app: FastAPI, tmp_path: Path) -> None:
@@ -26,7 +27,9 @@ def test_clients_are_served_on_a_unix_socket(app: FastAPI, tmp_path: Path) -> No
         serving = asyncio.create_task(server.serve([listen_unix(path, 8)]))
         try:
             transport = httpx.AsyncHTTPTransport(uds=str(path))
-            async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://api", timeout=PATIENCE
+            ) as client:
                 return await client.post("/v1/completions", json={"prompt": "hello"})
         finally:
             server.should_exit = True

@@ -89,7 +89,9 @@ def test_who_has_the_model_answers(fleet: Fleet, path: str, body: Any, kind: str
 
 
 def test_streams_and_lengths_are_what_the_other_server_says(fleet: Fleet) -> None:
-    direct = httpx.post(fleet.there + "/v1/completions", json={**ASK, "stream": True}, headers=KEY)
+    direct = httpx.post(
+        fleet.there + "/v1/completions", json={**ASK, "stream": True}, headers=KEY, timeout=60
+    )
     through = fleet.http.post("/v1/completions", json={**ASK, "stream": True})
     assert through.headers["content-type"] == direct.headers["content-type"]
     assert through.text.count("data: ") == direct.text.count("data: ") > 3
@@ -129,7 +131,7 @@ def test_what_is_served_here_stays_here(fleet: Fleet) -> None:
 
 
 def test_a_key_is_asked_for_before_anything_is_sent(fleet: Fleet) -> None:
-    answer = httpx.post(fleet.url + "/v1/completions", json=ASK)
+    answer = httpx.post(fleet.url + "/v1/completions", json=ASK, timeout=60)
     assert answer.status_code == 401
     assert not fleet.engines.streams
 
