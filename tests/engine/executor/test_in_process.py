@@ -26,6 +26,7 @@ from engine.shared.config import (
 from engine.shared.group_config import group_config
 from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
 from engine.shared.model_files import ModelNotFound
+from tests.engine.fixtures import SaveModel
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -219,6 +220,26 @@ def test_quantized_weights_are_the_same_after_a_sleep(settings: MakeConfig) -> N
     executor.sleep(2)
     executor.wake_up()
     assert executor.submit(plan([7, 8, 9])).result() == before
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-mxfp4", "glm4-moe-normed", "deepseek3"])
+def test_every_kind_of_weights_is_the_same_after_a_sleep(name: str, checkpoint: SaveModel) -> None:
+    model = ModelConfig(model=str(checkpoint(name).directory), device="cpu", dtype="float32")
+    cache = CacheConfig(block_size=8, num_kv_blocks=40)
+    scheduler = SchedulerConfig(max_num_seqs=4)
+    executor = InProcessExecutor(
+        EngineConfig(
+            model=model, cache=cache, scheduler=scheduler, executor=ExecutorConfig(threads=1)
+        )
+    )
+    try:
+        before = executor.submit(plan([7, 8, 9])).result()
+        for level in (1, 2):
+            executor.sleep(level)
+            executor.wake_up()
+            assert executor.submit(plan([7, 8, 9])).result() == before
+    finally:
+        executor.shutdown()
 
 
 def test_engines_of_one_group_share_their_quantization(settings: MakeConfig) -> None:

@@ -211,6 +211,7 @@ def test_steps_in_flight_with_grammars_and_guesses_change_no_token(
         ("qwen3-moe-deep", {"stages": 2, "shards": 2}),
         ("gpt-oss-mxfp4", {"stages": 2}),
         ("deepseek3", {"stages": 2, "shards": 2}),
+        ("glm4-moe", {"stages": 3}),
     ],
 )
 def test_every_layout_gives_the_tokens_of_one_process(

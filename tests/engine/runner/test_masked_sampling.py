@@ -1,6 +1,8 @@
 """Rows with a grammar draw what it allows, whatever else they ask for; others are left alone."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams
+from tests.engine.fixtures import SaveModel
 
 VOCAB = 1000
 EOS = 7
@@ -156,10 +159,14 @@ def test_masks_are_the_same_on_an_accelerator(device: str) -> None:
     assert here[1].isfinite().all()
 
 
-def generate(spec: RegexGrammar, **scheduling: Any) -> dict[int, list[int]]:
+def generate(
+    spec: RegexGrammar, directory: Path = BUNDLED_MODEL, **scheduling: Any
+) -> dict[int, list[int]]:
     """Return the tokens of five requests with the grammar and of one without."""
+    drawn = "auto" if directory == BUNDLED_MODEL else "dummy"
+    model: dict[str, Any] = {"model": str(directory), "load_format": drawn, "device": "cpu"}
     config = EngineConfig(
-        model=ModelConfig(model=str(BUNDLED_MODEL), device="cpu"),
+        model=ModelConfig(**model),
         cache=CacheConfig(block_size=16, num_kv_blocks=64),
         scheduler=SchedulerConfig(max_num_seqs=4, **scheduling),
         executor=ExecutorConfig(threads=1),
@@ -190,6 +197,23 @@ def test_a_real_model_follows_grammars_with_overlap_and_with_guesses(pattern: st
     tokens = generate(spec)
     assert generate(spec, async_scheduling=True) == tokens
     assert generate(spec, speculative_ngram=4, prompt_lookup_min=1) == tokens
+    tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    for id in range(5):
+        assert re.fullmatch(spec.pattern, tokenizer.decode(tokens[id]))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "deepseek3"])
+def test_models_with_experts_follow_grammars_with_overlap_and_with_guesses(
+    name: str, checkpoint: SaveModel, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint(name).directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 2048}))
+    for file in (*BUNDLED_MODEL.glob("tokenizer*"), BUNDLED_MODEL / "generation_config.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    spec = RegexGrammar("[a-z]{3,5}-[0-9]{2}")
+    tokens = generate(spec, tmp_path)
+    assert generate(spec, tmp_path, async_scheduling=True) == tokens
+    assert generate(spec, tmp_path, speculative_ngram=4, prompt_lookup_min=1) == tokens
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     for id in range(5):
         assert re.fullmatch(spec.pattern, tokenizer.decode(tokens[id]))
