@@ -2,7 +2,8 @@
 
 All costs are in *rows*: the time that one more decode adds to a step. A step takes as long as its
 base and its rows together, t = a + b * rows; base = a / b. On an accelerator that is hundreds of
-rows, on a processor with a small model some thirty.
+rows, on a processor with a small model some thirty. The first prompt tokens beside decodes cost
+more than others: attention is computed in another way for them.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ _STALE_STEPS = 2048
 
 _FIT_INTERVAL = 16
 _MIN_PREFILL = 16
-"""Steps with less prefill say little about its cost."""
+"""Steps with less prefill say little about the cost of a token, but what it costs to have any."""
 
 
 @dataclass(slots=True)
@@ -49,6 +50,8 @@ class StepCosts:
         """What a step costs without any row."""
         self.prefill = PRIOR_PREFILL
         """What one prompt token costs."""
+        self.mixed = 0.0
+        """What a step of decodes costs more for a few prompt tokens than `prefill` for each."""
         self._row_seconds = 0.0
         self._seen: dict[int, _Seen] = {}
         self._num_steps = 0
@@ -68,7 +71,9 @@ class StepCosts:
         self._num_steps += 1
         if prefill_tokens >= _MIN_PREFILL:
             self._observe_prefill(rows, prefill_tokens, seconds)
-        elif prefill_tokens == 0 and rows:
+        elif prefill_tokens and rows:
+            self._observe_mixed(rows, prefill_tokens, seconds)
+        elif rows:
             self._observe_decodes(rows, seconds)
             if self._num_steps % _FIT_INTERVAL == 0 or len(self._seen) == 1:
                 self._fit()
@@ -96,6 +101,13 @@ class StepCosts:
         sample = (seconds / self._row_seconds - self.base - rows) / tokens
         sample = min(max(sample, self.prefill / _OUTLIER), self.prefill * _OUTLIER)
         self.prefill += (sample - self.prefill) / _SMOOTHING
+
+    def _observe_mixed(self, rows: int, tokens: int, seconds: float) -> None:
+        if not self._row_seconds:
+            return
+        alone = self.base + rows
+        sample = seconds / self._row_seconds - alone - self.prefill * tokens
+        self.mixed += (min(max(sample, 0.0), alone) - self.mixed) / _SMOOTHING
 
     def _fit(self) -> None:
         """Fit a line through the samples; if they lie close together, with the prior's slope."""

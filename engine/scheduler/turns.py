@@ -46,6 +46,8 @@ class Parties:
         self._given: set[int] = set()
         self._saving: set[int] = set()
         """Parties with sequences that are held: what is left is for the next of these."""
+        self._mixing: set[int] = set()
+        """Parties that have prompt tokens in this step: what any cost is taken from them."""
         self._planned = 0.0
         self._ready: Collection[int] = ()
 
@@ -55,6 +57,7 @@ class Parties:
         self._given.clear()
         self._credit.clear()
         self._saving.clear()
+        self._mixing.clear()
 
     def hold(
         self, ready: Sequence[Request], weights: dict[int, float], turn: int, *, alone: bool = False
@@ -98,12 +101,27 @@ class Parties:
         return held
 
     def tokens(self, request: Request) -> int:
-        """Return how many prompt tokens may be computed now for the party of a sequence."""
+        """Return how many prompt tokens may be computed now for the party of a sequence.
+
+        A party that would spend most of its part on having any of them at all saves up.
+        """
         if not self._limits(request):
             return sys.maxsize
-        if self._key(request) in self._saving:
+        party = self._key(request)
+        if party in self._saving:
             return 0
-        return max(0, int((self._has(self._key(request)) - 1) / self._costs.prefill))
+        mixed = self._mixed(party)
+        credit = self._has(party) - 1 - mixed
+        if mixed and credit < mixed:
+            self._saving.add(party)
+            return 0
+        return max(0, int(credit / self._costs.prefill))
+
+    def prefill(self, request: Request, tokens: int) -> None:
+        """Count prompt tokens of a sequence that are computed."""
+        party = self._key(request)
+        self.take(request, 1 + self._mixed(party) + tokens * self._costs.prefill)
+        self._mixing.add(party)
 
     def rows(self, request: Request) -> int:
         """Return how many rows the party of a sequence may have beside its decodes."""
@@ -131,6 +149,11 @@ class Parties:
         self._planned = 0.0
         self._given.clear()
         self._saving.clear()
+        self._mixing.clear()
+
+    def _mixed(self, party: int) -> float:
+        """Return what prompt tokens of a party cost for being the first ones of it in a step."""
+        return 0.0 if party in self._mixing else self._costs.mixed
 
     def _has(self, party: int, least: float = 0.0) -> float:
         """Return what a party may have; once a step it is given its part, or so many rows."""
@@ -242,7 +265,7 @@ class Turns:
     def prefill(self, request: Request, tokens: int) -> None:
         """This many prompt tokens of a sequence are computed."""
         if not request.leads:
-            self._groups.take(request, 1 + tokens * self._costs.prefill)
+            self._groups.prefill(request, tokens)
 
     def drafts(self, request: Request, wanted: int) -> int:
         """Take up to so many rows for drafts of a sequence that is decoded; return how many."""

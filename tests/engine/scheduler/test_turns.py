@@ -8,7 +8,7 @@ import pytest
 
 from engine.scheduler.fairness import Shares
 from engine.scheduler.request import Request, request_from_message
-from engine.scheduler.step_costs import PRIOR_BASE, StepCosts
+from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL, StepCosts
 from engine.scheduler.turns import Turns
 from engine.shared.messages import AddRequest, SamplingParams
 
@@ -207,6 +207,63 @@ def test_costs_of_steps_are_learned() -> None:
         costs.observe(4, 100, 5e-3 + 4 * 2e-5 + 100 * 4e-5)
     assert costs.prefill == pytest.approx(2, rel=0.3)
     assert costs.of_masks(200) == pytest.approx(10, rel=0.15)
+
+
+def with_dear_prompts(mixed: int) -> StepCosts:
+    """Return costs of an engine whose steps take so many rows more for a few prompt tokens."""
+    costs = StepCosts()
+    for rows in (1, 64):
+        for _ in range(50):
+            costs.observe(rows, 0, (32 + rows) * 1e-4)
+    for _ in range(100):
+        costs.observe(4, 8, (32 + 4 + mixed + 8 * PRIOR_PREFILL) * 1e-4)
+    return costs
+
+
+def test_what_the_first_prompt_tokens_of_a_step_cost_is_learned_from_steps_with_few() -> None:
+    costs = with_dear_prompts(mixed=10)
+    assert costs.mixed == pytest.approx(10, rel=0.15)
+    assert costs.prefill == PRIOR_PREFILL
+    for _ in range(100):
+        costs.observe(4, 100, (32 + 4 + 10 + 100 * 2) * 1e-4)
+    assert costs.prefill == pytest.approx(2, rel=0.15)
+
+
+def test_steps_with_few_prompt_tokens_that_waited_count_as_twice_as_long_at_most() -> None:
+    costs = with_dear_prompts(mixed=0)
+    for _ in range(100):
+        costs.observe(4, 1, 5.0)
+    assert costs.mixed <= 1.15 * (32 + 4)
+
+
+@pytest.mark.parametrize("length", [3, 8, 64])
+def test_beams_that_come_anew_have_no_more_than_the_part_of_their_request(length: int) -> None:
+    costs = with_dear_prompts(mixed=10)
+    turns = Turns(Shares(), costs, SLOWDOWN)
+    streams = [running(id) for id in range(4)]
+    beam = running(91, group=90)
+    turns.come(beam)
+    computed, spent, steps = 0, 0.0, 400
+    left: list[int] = []
+    for _ in range(steps):
+        turns.begin(streams)
+        left = left or [length] * 32
+        mixes = False
+        while left:
+            count = min(left[0], turns.tokens(beam))
+            if not count:
+                break
+            turns.prefill(beam, count)
+            spent += 1 + count * costs.prefill + (0 if mixes else costs.mixed)
+            mixes = True
+            left[0] -= count
+            if not left[0]:
+                del left[0]
+                computed += 1
+    part = (SLOWDOWN - 1) * (costs.base + len(streams))
+    assert spent / steps <= 1.05 * part
+    # A good part of that goes into prompt tokens themselves.
+    assert computed > steps * part / (3 * (1 + length * costs.prefill)) - 32
 
 
 def test_a_step_that_waited_for_a_processor_teaches_little() -> None:
