@@ -4,11 +4,14 @@ Works on any device. The KV cache of a layer is one tensor [num_blocks, block_si
 head_dim] with keys in the first part and values in the second, or one part that is both.
 """
 
+import logging
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.attention.plan import (
+    TOKENS_AT_ONCE,
     AttentionPlan,
     AttentionPlanner,
     AttentionRows,
@@ -19,9 +22,13 @@ from engine.models.attention.plan import (
 from engine.models.layers import sigmoid, softcap
 from engine.models.products.processor import has_matrix_unit
 
+logger = logging.getLogger(__name__)
+
 _GATHERED_BYTES = 1 << 20
 """Keys and values that each thread of a CPU gathers at once: half of a core's second-level cache,
 so that they are still there when they are attended to."""
+_PROBED_KEYS = (64, 192, 576)
+"""Keys for which ways to attend are compared: torch's operator takes 512 of them at a time."""
 _MAX_PLAIN_SCORES = 1 << 24
 """Scores that are held at once where no fused operator computes them."""
 
@@ -65,6 +72,7 @@ class PagedAttention:
             long_dtype=self._long_dtype,
             device=device,
             token_by_token=token_by_token,
+            one_product=token_by_token and self._one_product_agrees(dtype),
         )
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
@@ -169,15 +177,50 @@ class PagedAttention:
     def _attend_tokens(
         self, queries: Tensor, flat: Tensor, part: TokensOfRow, sinks: Tensor | None
     ) -> Tensor:
+        kv = flat.index_select(0, part.blocks).view(-1, self._parts, self._kv_heads, self._head_dim)
+        attend = self._by_token if part.mask.dim() == 4 else self._in_one_product
+        return attend(queries[part.first : part.end], kv, part.mask, sinks)
+
+    def _by_token(self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         """The products of `_attend_padded` for decodes, with keys that all tokens share."""
-        count, kv_heads, dim = part.end - part.first, self._kv_heads, self._head_dim
-        kv = flat.index_select(0, part.blocks).view(1, -1, self._parts, kv_heads, dim)
-        shape = (count, kv_heads, kv.shape[1], dim)
-        keys, values = (kv[:, :, i].transpose(1, 2).expand(shape) for i in (0, -1))
-        folded = queries[part.first : part.end].view(count, kv_heads, self._group, dim)
+        count = len(queries)
+        keys, values = (
+            kv[:, i].transpose(0, 1).expand(count, self._kv_heads, len(kv), -1) for i in (0, -1)
+        )
+        folded = queries.view(count, self._kv_heads, self._group, -1)
         sinks = None if sinks is None else sinks.squeeze(2)
-        out = self._products(folded, keys, values, sinks=sinks, attn_mask=part.mask)
+        out = self._products(folded, keys, values, sinks=sinks, attn_mask=mask)
         return out.reshape(count, -1)
+
+    def _in_one_product(
+        self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """The same, with the queries of each head in one product: there are as many as in `mask`
+        for any number of tokens, as the number may decide in which order a product adds up."""
+        count, shape = len(queries), (self._kv_heads, self._group, len(kv), self._head_dim)
+        keys, values = (kv[:, i].transpose(0, 1).unsqueeze(1).expand(shape) for i in (0, -1))
+        padded = F.pad(queries, (0, 0, 0, 0, 0, len(mask) - count))
+        spread = padded.view(len(mask), self._kv_heads, self._group, -1).permute(1, 2, 0, 3)
+        out = self._products(spread, keys, values, sinks=sinks, attn_mask=mask)
+        return out[:, :, :count].permute(2, 0, 1, 3).reshape(count, -1)
+
+    def _one_product_agrees(self, dtype: torch.dtype) -> bool:
+        """Whether `_in_one_product` gives the bits of `_by_token` on this processor."""
+        generator = torch.Generator().manual_seed(0)
+        for num_keys in _PROBED_KEYS:
+            shapes = (TOKENS_AT_ONCE, self._heads), (num_keys, self._parts, self._kv_heads)
+            queries, kv = (
+                torch.randn(*shape, self._head_dim, generator=generator).to(dtype)
+                for shape in shapes
+            )
+            position = torch.arange(num_keys - TOKENS_AT_ONCE, num_keys).unsqueeze(1)
+            mask = torch.zeros(TOKENS_AT_ONCE, num_keys, dtype=dtype)
+            mask.masked_fill_(torch.arange(num_keys) > position, float("-inf"))
+            one = self._in_one_product(queries, kv, mask, None)
+            if not torch.equal(one, self._by_token(queries, kv, mask[:, None, None], None)):
+                logger.debug("attention: tokens of a prompt are not computed in one product")
+                return False
+        return True
 
     def _attend_long(
         self, queries: Tensor, flat: Tensor, row: LongRow, sinks: Tensor | None

@@ -20,8 +20,10 @@ _FREE_PADDING = 4096
 """Padded key positions below which splitting a group costs more than it saves."""
 _TOKEN_KEYS = 64
 """Keys by which the products of single tokens grow, where each token attends by itself."""
-_TOKENS_AT_ONCE = 64
+TOKENS_AT_ONCE = 64
 """Maximum tokens of one such call, which bounds its memory."""
+_ONE_PRODUCT = 32
+"""Tokens of a row from which on one product, padded to `TOKENS_AT_ONCE`, is faster than many."""
 _MAX_SCORES = 1 << 22
 """Maximum padded scores per head group, which bounds the mask of a group of short rows."""
 
@@ -57,13 +59,13 @@ class PaddedGroup(msgspec.Struct, frozen=True):
 
 
 class TokensOfRow(msgspec.Struct, frozen=True):
-    """Tokens of one row, each of which attends by itself to as many keys as its position has."""
+    """Tokens of one row, each of which attends to as many keys as its position has."""
 
     first: int
     end: int
     blocks: Tensor
     mask: Tensor
-    """[tokens, 1, 1, keys], added to the scores."""
+    """[tokens, 1, 1, keys], added to the scores; [TOKENS_AT_ONCE, keys] for one product of all."""
 
 
 class LongRow(msgspec.Struct, frozen=True):
@@ -91,13 +93,16 @@ class AttentionPlanner:
         long_dtype: torch.dtype,
         device: torch.device,
         token_by_token: bool = False,
+        one_product: bool = False,
     ) -> None:
         """Prepare; masks come in `dtype`, those of long rows in `long_dtype`.
 
         `token_by_token` makes each token's result a function of its own position, keys and values
-        alone, whatever else is in the step.
+        alone, whatever else is in the step. `one_product` says that one product of
+        `TOKENS_AT_ONCE` tokens keeps that.
         """
         self._token_by_token = token_by_token
+        self._one_product = one_product
         self._group = heads_per_kv
         self._dtype = dtype
         self._long_dtype = long_dtype
@@ -138,16 +143,16 @@ class AttentionPlanner:
         for blocks in np.unique(width):
             where = width == blocks
             members = single[where]
-            for at in range(0, len(members), _TOKENS_AT_ONCE):
-                part = members[at : at + _TOKENS_AT_ONCE]
+            for at in range(0, len(members), TOKENS_AT_ONCE):
+                part = members[at : at + TOKENS_AT_ONCE]
                 yield self._decodes(rows, part, first[where][at : at + len(part)], blocks, window)
         for row in np.flatnonzero(rows.counts > 1).tolist():
             positions = rows.starts[row] + np.arange(rows.counts[row])
             first, width = _key_blocks(positions, size, step, window)
             ends = np.flatnonzero(np.diff(width * (rows.block_tables.shape[1] + step) + first)) + 1
             for tokens in np.split(np.arange(len(positions)), ends):
-                for at in range(0, len(tokens), _TOKENS_AT_ONCE):
-                    part = tokens[at : at + _TOKENS_AT_ONCE]
+                for at in range(0, len(tokens), TOKENS_AT_ONCE):
+                    part = tokens[at : at + TOKENS_AT_ONCE]
                     yield self._tokens(rows, row, part, first[part[0]], width[part[0]], window)
 
     def _decodes(
@@ -183,13 +188,17 @@ class AttentionPlanner:
         logical = np.minimum(first + np.arange(width), rows.block_tables.shape[1] - 1)
         keys = first * rows.block_size + np.arange(width * rows.block_size)
         positions = rows.starts[row] + tokens
-        mask = self._mask(positions[:, None], keys[None], window, self._dtype)
+        if self._one_product and len(tokens) >= _ONE_PRODUCT:
+            padded = np.minimum(np.arange(TOKENS_AT_ONCE), len(tokens) - 1)
+            mask = self._mask(positions[None, padded], keys[None], window, self._dtype).squeeze(0)
+        else:
+            mask = self._mask(positions[:, None], keys[None], window, self._dtype).unsqueeze(1)
         at = int(rows.first_token[row])
         return TokensOfRow(
             first=at + int(tokens[0]),
             end=at + int(tokens[-1]) + 1,
             blocks=self._tensor(rows.block_tables[row, logical]),
-            mask=mask.unsqueeze(1),
+            mask=mask,
         )
 
     def _padded_group(

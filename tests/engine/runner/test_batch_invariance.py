@@ -1,9 +1,12 @@
 """With --batch-invariant a token's logits do not depend on what else is computed with it: bit for
 bit, whatever the batch, the chunks of the prompt, and whether it is decoded or computed again."""
 
+import numpy as np
 import pytest
 import torch
 
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.plan import AttentionRows
 from engine.models.products.row_blocks import SIZES, RowBlocks, probe_rows
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import BUNDLED_MODEL
@@ -115,3 +118,39 @@ def test_sizes_that_agree_are_all_used() -> None:
     assert torch.equal(blocks(x), x * 2)
     assert seen == [64, 16, 4, 4]
     assert set(seen) <= set(SIZES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 1), (14, 2), (4, 4)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_tokens_attend_in_one_product_with_the_bits_of_each_by_itself(
+    dtype: torch.dtype, heads: tuple[int, int], has_sinks: bool
+) -> None:
+    num_heads, kv_heads = heads
+    generator = torch.Generator().manual_seed(0)
+    attention = PagedAttention(
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        token_by_token=True,
+    )
+    cache = torch.randn(16, 16, 2, kv_heads, 64, generator=generator).to(dtype)
+    queries = torch.randn(200, num_heads, 64, generator=generator).to(dtype)
+    sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
+
+    def attend(start: int, count: int) -> torch.Tensor:
+        rows = AttentionRows(
+            starts=np.array([start]),
+            counts=np.array([count]),
+            first_token=np.array([0]),
+            block_tables=np.arange(16, dtype=np.int32)[None],
+            block_size=16,
+        )
+        plan = attention.plan(rows, None)
+        return attention.attend(queries[start : start + count], cache, plan, sinks)
+
+    whole = attend(0, 200)
+    for start, count in ((0, 1), (5, 40), (60, 70), (199, 1), (128, 64), (150, 33)):
+        assert torch.equal(attend(start, count), whole[start : start + count]), (start, count)
