@@ -4,11 +4,14 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from socket import socket
 
 import msgspec
 import torch
 
+from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
+from engine.distributed.spec import GroupSpec
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.leader import Leader
 from engine.executor.loading import device_for, load_model, max_head_threads, set_threads
@@ -83,7 +86,8 @@ class InProcessExecutor:
         if config.parallel.enable_expert_parallel:
             size = config.parallel.data_parallel_size
             self._place = GroupPlace(rank % size, size)
-        self._group: Group | None = None
+        self._experts: Group | None = None
+        """All processes that hold experts."""
         model, fingerprint = self._load()
         spec = model.spec
         self._max_head_threads = max_head_threads(spec, config, engines_on_node)
@@ -122,8 +126,8 @@ class InProcessExecutor:
         self._steps = StepThread(own=in_thread)
         self._pipelined = self._pipeline(self._runner)
         self._was_shut_down = False
-        if self._place == (0, 1):
-            self.join_group(Group.alone())
+        if config.parallel.data_parallel_size == 1:
+            self._share_experts(Group.alone() if self._shard is None else self._shard.group)
         keep_freed_memory()
 
     @property
@@ -141,11 +145,6 @@ class InProcessExecutor:
         """The adapters that plans may name; None if the model is served without."""
         return self._adapters
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._device
-
     def prepare_group(self, position: int, size: int) -> None:
         """Hold the experts of this place in a group of `size`, and no others.
 
@@ -162,12 +161,18 @@ class InProcessExecutor:
         if self._model is not None and place != before:
             self._steps.call(partial(self._spread_experts, self._model, place))
 
-    def join_group(self, group: Group) -> None:
-        """Take steps with this group from now on; its place has been prepared."""
-        assert self._place == GroupPlace(group.rank, group.size), "another place was prepared"
-        self._group = group
-        if self._model is not None and self._model.expert_group is not None:
-            self._model.expert_group.join(group)
+    def join_group(self, spec: GroupSpec, listener: socket | None) -> EngineGroup:
+        """Meet the other engines and take steps with them from now on.
+
+        Its place has been prepared. At rank 0 they meet at the listener.
+
+        Raises:
+            GroupBroken: not everybody came.
+        """
+        assert self._place == GroupPlace(spec.rank, spec.size), "another place was prepared"
+        group = join_engines(spec, self._device, listener, shards=self._num_shards)
+        self._share_experts(group.processes)
+        return group
 
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Run a step, or have the worker thread run it after those before it.
@@ -209,8 +214,8 @@ class InProcessExecutor:
             if fingerprint != self._info.model_fingerprint:
                 raise CannotDo("the model's weights have changed: the engine has to be restarted")
             self._model = model
-            if self._group is not None and model.expert_group is not None:
-                model.expert_group.join(self._group)
+            if self._experts is not None:
+                self._share_experts(self._experts)
         self._runner = self._new_runner(self._model)
         self._pipelined = self._pipeline(self._runner)
 
@@ -254,6 +259,16 @@ class InProcessExecutor:
         self._loader = loaded.loader
         self._pooling = loaded.pooling
         return loaded.model, loaded.fingerprint
+
+    @property
+    def _num_shards(self) -> int:
+        return 1 if self._shard is None else self._shard.group.size
+
+    def _share_experts(self, group: Group) -> None:
+        """Have the experts' tokens go to these processes, if the model has spread experts."""
+        self._experts = group
+        if self._model is not None and self._model.expert_group is not None:
+            self._model.expert_group.join(group)
 
     def _spread_experts(self, model: Decoder, place: GroupPlace) -> None:
         """Load from the files that the model came from, which the loader holds open."""
@@ -311,7 +326,7 @@ class InProcessExecutor:
         leader, experts = self._leader, model.expert_group
         if experts is not None:
             assert self._place is not None
-            experts.join(MirrorGroup(self._place.size))
+            experts.join(MirrorGroup(self._place.size * self._num_shards))
         try:
             left = profiled_memory(
                 model,

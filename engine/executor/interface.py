@@ -9,9 +9,10 @@ from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.scheduler.grammars import Grammars
 
 if TYPE_CHECKING:
-    import torch
+    from socket import socket
 
-    from engine.distributed.group import Group
+    from engine.distributed.engines import EngineGroup
+    from engine.distributed.spec import GroupSpec
     from engine.lora.store import AdapterStore
 
 
@@ -111,15 +112,16 @@ class GroupExecutor(Executor, Protocol):
     moved to another; steps need a group, and raise `GroupBroken` when that fails.
     """
 
-    @property
-    def device(self) -> "torch.device":
-        """Where the tensors are that the group exchanges."""
-        ...
-
     def prepare_group(self, position: int, size: int) -> None:
         """Load what an engine at this place of a group of `size` holds, and free the rest."""
         ...
 
-    def join_group(self, group: "Group") -> None:
-        """Take steps with this group from now on; its place has been prepared."""
+    def join_group(self, spec: "GroupSpec", listener: "socket | None") -> "EngineGroup":
+        """Meet the other engines and take steps with them from now on.
+
+        The place among the engines has been prepared. At rank 0 they meet at the listener.
+
+        Raises:
+            GroupBroken: not everybody came.
+        """
         ...

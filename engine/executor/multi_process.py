@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from socket import socket
 
 import msgspec
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.distributed.engines import EngineGroup
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import Transfer
 from engine.distributed.spec import GroupBroken, GroupSpec
@@ -21,10 +23,13 @@ from engine.executor.team_messages import (
     Allocate,
     BeginTrial,
     Command,
+    DummyStep,
     EndTrial,
     Forward,
+    JoinGroup,
     LoadAdapter,
     Logits,
+    PrepareGroup,
     Sleep,
     StartProfile,
     StopProfile,
@@ -36,6 +41,7 @@ from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
 from engine.models.attention.plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.hf_config import read_spec
+from engine.models.parallel.experts import ExpertsLost
 from engine.models.parallel.stages import Stage, divide_layers
 from engine.runner.inputs import BatchRows
 from engine.runner.model_runner import EarlierStages
@@ -75,6 +81,10 @@ class TeamLeader:
         token_ids, positions, slots = map(_array, (step.token_ids, step.positions, step.slots))
         command = _forward(token_ids, positions, slots, step.rows, _slots(step.adapters))
         self._team.tell(command, self._layout.mates)
+
+    def dummy_step(self) -> None:
+        """Have them run the experts that they hold for other engines."""
+        self._team.tell(DummyStep(), self._layout.mates)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
         """Have those of this stage compute their part of the logits of these states."""
@@ -118,6 +128,10 @@ class TeamLeader:
             WorkerFailed: one of them has died.
         """
         self._team.tell(command)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until all have answered what they were told; raises as `call` does."""
         refused = [answer for answer in self._team.collect() if answer.error]
         if refused:
             raise CannotDo(refused[0].error)
@@ -166,9 +180,16 @@ class _TeamStep:
         self._team = team
 
     def result(self) -> BatchResult:
-        """Return the result; raises WorkerFailed with what a worker has died of."""
+        """Return the result.
+
+        Raises:
+            ExpertsLost: another engine has failed; this one can take the step again.
+            WorkerFailed: a worker has died, of the reason given.
+        """
         try:
             return self._pending.result()
+        except ExpertsLost:
+            raise
         except GroupBroken as error:
             raise self._team.failure() from error
 
@@ -236,6 +257,36 @@ class MultiProcessExecutor:
             RuntimeError: the executor sleeps or was shut down.
         """
         return _TeamStep(self._inner.submit(plan), self._team)
+
+    def prepare_group(self, position: int, size: int) -> None:
+        """Hold the experts of this place in a group of `size` engines, in all processes.
+
+        Raises:
+            CannotDo: the model was loaded whole, or has no experts.
+        """
+        self._team.tell(PrepareGroup(position, size))
+        self._inner.prepare_group(position, size)
+        self._leader.wait()
+
+    def join_group(self, spec: GroupSpec, listener: socket | None) -> EngineGroup:
+        """Meet the processes of the other engines and take steps with them from now on.
+
+        Raises:
+            GroupBroken: not everybody came.
+            WorkerFailed: a worker has died.
+        """
+        self._team.tell(JoinGroup(spec))
+        try:
+            group = self._inner.join_group(spec, listener)
+        except GroupBroken:
+            self._team.collect()
+            raise
+        try:
+            self._leader.wait()
+        except CannotDo as error:
+            group.close()
+            raise GroupBroken(str(error)) from error
+        return group
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, at level 2 and on accelerators the weights too, in all processes."""

@@ -21,9 +21,11 @@ from engine.shared.messages import SamplingParams, TokenLogprob
 from engine.shared.pooling import PoolingSpec
 
 if TYPE_CHECKING:  # torch is for groups and numpy for grammars only
-    import torch
+    from socket import socket
 
+    from engine.distributed.engines import EngineGroup
     from engine.distributed.group import Group
+    from engine.distributed.spec import GroupSpec
     from engine.grammar.masks import GrammarTable
     from engine.lora.store import AdapterStore
 
@@ -268,19 +270,21 @@ class SimulatedExecutor:
         """Raise CannotDo."""
         raise CannotDo("a simulated executor has nothing to profile")
 
-    @property
-    def device(self) -> "torch.device":
-        """The processor."""
-        import torch  # slow to load, and needed in groups only
-
-        return torch.device("cpu")
-
     def prepare_group(self, position: int, size: int) -> None:
-        """Nothing has to be loaded."""
+        """Load torch, which only groups need."""
+        import engine.distributed.engines  # noqa: F401
 
-    def join_group(self, group: "Group") -> None:
-        """Exchange the size of every step with this group."""
-        self._group = group
+    def join_group(self, spec: "GroupSpec", listener: "socket | None") -> "EngineGroup":
+        """Meet the other engines, and exchange the size of every step with them.
+
+        Raises:
+            GroupBroken: not everybody came.
+        """
+        from engine.distributed.engines import join_engines
+
+        group = join_engines(spec, listener=listener)
+        self._group = group.processes
+        return group
 
     def shutdown(self) -> None:
         """Forget all sequences."""

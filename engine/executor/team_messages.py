@@ -6,6 +6,7 @@ tokens: it tells the others before each part of a step what to compute, as plain
 
 import msgspec
 
+from engine.distributed.spec import GroupSpec
 from engine.shared.config import EngineConfig
 
 
@@ -38,6 +39,24 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     block_size: int
     adapters: bytes = b""
     """Slot of each token's adapter; empty if none has one."""
+
+
+class DummyStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Run the experts that are here for the other engines of the group."""
+
+
+class PrepareGroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Hold the experts of this place of the engine in a group of engines; answered."""
+
+    position: int
+    size: int
+
+
+class JoinGroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Meet the other engines' processes; answered."""
+
+    spec: GroupSpec
+    """The engine's place among the engines."""
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -95,6 +114,9 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 Command = (
     Forward
+    | DummyStep
+    | PrepareGroup
+    | JoinGroup
     | Logits
     | LoadAdapter
     | Allocate

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import Transfer
 from engine.distributed.spec import GroupBroken, GroupSpec
@@ -29,10 +30,13 @@ from engine.executor.team_messages import (
     Answer,
     BeginTrial,
     Command,
+    DummyStep,
     EndTrial,
     Forward,
+    JoinGroup,
     LoadAdapter,
     Logits,
+    PrepareGroup,
     Sleep,
     StartProfile,
     StopProfile,
@@ -41,7 +45,9 @@ from engine.executor.team_messages import (
 from engine.models.adapters import AdapterRows, LowRank
 from engine.models.attention.plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
-from engine.models.loading.decoder import Shard
+from engine.models.loading.decoder import DecoderLoader, Shard
+from engine.models.loading.mlps import GroupPlace
+from engine.models.parallel.experts import ExpertsLost, MirrorGroup
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
 from engine.runner.memory_profile import MemoryTrial
@@ -70,7 +76,15 @@ class Worker:
         self._is_last = self._stage == layout.stages - 1
         self._grid = grid
         self._device = device
-        self._model: Decoder | None = self._load()
+        self._place: GroupPlace | None = None
+        """The engine's among those that share the experts."""
+        if launch.config.parallel.enable_expert_parallel:
+            size = launch.config.parallel.data_parallel_size
+            self._place = GroupPlace(launch.engine % size, size)
+        self._engines: EngineGroup | None = None
+        self._loader: DecoderLoader | None = None
+        self._model: Decoder | None = None
+        self._load()
         self._cache: list[Tensor] = []
         self._profiler: StepProfiler | None = None
         self._trial: MemoryTrial | None = None
@@ -102,8 +116,15 @@ class Worker:
             CannotDo: nothing has changed.
         """
         match command:
-            case Forward():
-                self._forward(command)
+            case Forward() | DummyStep():
+                try:
+                    self._step(command)
+                except ExpertsLost as error:  # which the leader has been told too
+                    logger.info("%s", error)
+            case PrepareGroup(position, size):
+                self._prepare_group(GroupPlace(position, size))
+            case JoinGroup(spec):
+                self._join_group(spec)
             case LoadAdapter():
                 self._load_adapter(command)
             case Logits(num_rows, adapters):
@@ -125,26 +146,62 @@ class Worker:
                 self._profiler.start()
             case StopProfile(path):
                 self._stop_profile(Path(path))
-        return not isinstance(command, Forward | Logits | LoadAdapter)
+        return not isinstance(command, Forward | DummyStep | Logits | LoadAdapter)
 
     @property
     def _loaded(self) -> Decoder:
         assert self._model is not None, "the worker sleeps"
         return self._model
 
-    def _load(self) -> Decoder:
+    def _load(self) -> None:
         is_cut = self._config.parallel.tensor_parallel_size > 1
-        return load_model(
+        loaded = load_model(
             self._config,
             self._device,
             logger.debug,
+            place=self._place,
             shard=Shard(self._grid.shards) if is_cut else None,
             stage=self._stage,
-        ).model
+        )
+        self._model, self._loader = loaded.model, loaded.loader
+        self._share_experts()
 
-    def _forward(self, command: Forward) -> None:
+    def _prepare_group(self, place: GroupPlace) -> None:
+        if self._engines is not None:
+            self._engines.close()
+            self._engines = None
+        before, self._place = self._place, place
+        if self._model is not None and self._loader is not None and place != before:
+            self._loader.spread_experts(self._model, place)
+            give_back_freed_memory()
+
+    def _join_group(self, spec: GroupSpec) -> None:
+        shards = self._grid.shards
+        try:
+            self._engines = join_engines(spec, self._device, shard=shards.rank, shards=shards.size)
+        except GroupBroken as error:
+            raise CannotDo(str(error)) from error
+        self._share_experts()
+
+    def _share_experts(self) -> None:
+        """Have the experts' tokens go to all processes that hold some, as far as these are known.
+
+        An engine alone has all experts in its own processes.
+        """
+        experts = None if self._model is None else self._model.expert_group
+        if experts is None:
+            return
+        if self._engines is not None:
+            experts.join(self._engines.processes)
+        elif self._config.parallel.data_parallel_size == 1:
+            experts.join(self._grid.shards)
+
+    def _step(self, command: Forward | DummyStep) -> None:
+        if isinstance(command, DummyStep):
+            self._loaded.dummy_step()
+            return
         incoming = self._arriving.popleft().wait() if self._stage > 0 else None
-        states = self._loaded.hidden_states(self._step(command), self._cache, incoming)
+        states = self._loaded.hidden_states(self._tokens(command), self._cache, incoming)
         if self._is_last:
             return
         self._leaving.append(self._grid.begin_send(states))
@@ -153,13 +210,14 @@ class Worker:
 
     def _allocate(self, num_blocks: int) -> None:
         if self._model is None:
-            self._model = self._load()
+            self._load()
+        model = self._loaded
         self._cache = allocate_cache(
-            self._model.spec,
+            model.spec,
             num_blocks,
             self._config.cache.block_size,
-            self._model.cache_dtype,
-            self._model.device,
+            model.cache_dtype,
+            model.device,
         )
 
     @property
@@ -170,6 +228,9 @@ class Worker:
     def _begin_trial(self, num_blocks: int) -> None:
         self._trial = MemoryTrial(self._device, self._processes)
         self._allocate(num_blocks)
+        experts = self._loaded.expert_group
+        if experts is not None and self._place is not None:
+            experts.join(MirrorGroup(self._place.size * self._grid.shards.size))
 
     def _end_trial(self) -> None:
         trial, self._trial = self._trial, None
@@ -178,11 +239,12 @@ class Worker:
         self._cache = []
         left = trial.left(peak, self._config.cache.gpu_memory_utilization)
         self.free_blocks = left // self._block_bytes
+        self._share_experts()
 
     def _sleep(self, level: int) -> None:
         self._cache = []
         if level > 1 or self._device.type != "cpu":
-            self._model = None
+            self._model = self._loader = None
         give_back_freed_memory()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -195,7 +257,7 @@ class Worker:
         name = f"{path.name.removesuffix(suffixes)}-rank-{self._rank}{suffixes}"
         profiler.stop(path.with_name(name))
 
-    def _step(self, command: Forward) -> StepTokens:
+    def _tokens(self, command: Forward) -> StepTokens:
         model = self._loaded
         starts = _integers(command.starts)
         tables = np.frombuffer(command.block_tables, np.int32).reshape(len(starts), -1)

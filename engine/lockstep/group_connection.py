@@ -4,7 +4,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.distributed.group import Group  # imports torch, which not every engine needs
+    from engine.distributed.engines import EngineGroup  # imports torch: not every engine needs it
 
 
 class GroupConnection:
@@ -16,7 +16,7 @@ class GroupConnection:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._group: Group | None = None
+        self._group: EngineGroup | None = None
         self._newest = 0
 
     @property
@@ -25,7 +25,7 @@ class GroupConnection:
         with self._lock:
             return self._group is not None and self._group.topology < self._newest
 
-    def attach(self, group: "Group") -> None:
+    def attach(self, group: "EngineGroup") -> None:
         """Note that the engine is in this group from now on."""
         with self._lock:
             self._group = group

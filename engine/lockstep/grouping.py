@@ -11,7 +11,7 @@ from engine.lockstep.group_membership import GroupMembership, Place
 from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 if TYPE_CHECKING:
-    from engine.distributed.group import Group
+    from engine.distributed.engines import EngineGroup
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,6 @@ class Grouping:
         timeout: float,
         report: Callable[[GroupStatus], None],
     ) -> None:
-        from engine.distributed.group import join_group  # imports torch
-
-        self._join_group = join_group
         self._executor = executor
         self._connection = connection
         self._host = host
@@ -55,7 +52,7 @@ class Grouping:
         """Tell the coordinator that this engine could take part."""
         self._report(self._membership.status)
 
-    def ordered(self, order: FormGroup) -> "Group | None":
+    def ordered(self, order: FormGroup) -> "EngineGroup | None":
         """Carry an order out; return the group that the engine has joined, if so."""
         before = self._membership.status
         place = self._membership.ordered(order)
@@ -91,16 +88,15 @@ class Grouping:
         self._membership.prepared(listener_address(self._listener))
         self._report(self._membership.status)
 
-    def _join(self, place: Place) -> "Group | None":
+    def _join(self, place: Place) -> "EngineGroup | None":
         spec = GroupSpec(place.address, place.position, place.size, place.topology, self._timeout)
         leads = place.position == 0
         try:
-            group = self._join_group(spec, self._executor.device, self._listener if leads else None)
+            group = self._executor.join_group(spec, self._listener if leads else None)
         except GroupBroken as error:
             self.lose(error)
             return None
         self._connection.attach(group)
-        self._executor.join_group(group)
         self._membership.joined()
         self._report(self._membership.status)
         return group

@@ -31,7 +31,7 @@ from engine.scheduler.admission import RankState
 from engine.shared.messages import FormGroup, UtilityCall
 
 if TYPE_CHECKING:
-    from engine.distributed.group import Group
+    from engine.distributed.engines import EngineGroup
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class LockstepLoop:
         self._on_wave = on_wave
         self._on_joined = on_joined
         self._held_calls = HeldCalls(core, wave)
-        self._group: Group | None = None
+        self._group: EngineGroup | None = None
         self._load: RankState | None = None
         self._last_step_us = 0
 

@@ -82,6 +82,10 @@ class Followers(Protocol):
         """Have them run all layers on these tokens."""
         ...
 
+    def dummy_step(self) -> None:
+        """Have them run the experts that they hold for other engines."""
+        ...
+
     def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
         """Have them compute logits of these states [rows, hidden]."""
         ...
@@ -161,10 +165,10 @@ class Decoder:
         Raises:
             GroupBroken: an engine that holds some of the experts has failed.
         """
-        if self.expert_group is not None:
-            self.expert_group.begin_step(len(step.token_ids))
         if self._followers is not None:
             self._followers.forward(step)
+        if self.expert_group is not None:
+            self.expert_group.begin_step(len(step.token_ids))
         if self.adapters is not None:
             self.adapters.current = step.adapters
         if self._weights.embed is not None:
@@ -194,6 +198,8 @@ class Decoder:
                 if not layer.is_parallel:
                     normed = x if layer.mlp_norm is None else layer.mlp_norm(x)
                 x += layer.mlp(normed)
+        if self.expert_group is not None:
+            self.expert_group.end_step()
         return x if self._weights.norm is None else self._weights.norm(x)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
@@ -209,11 +215,15 @@ class Decoder:
         Raises:
             GroupBroken: one of them has failed.
         """
-        if self.expert_group is None or not self.expert_group.begin_step(0):
+        if self.expert_group is None:
             return
-        nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
-        for mlp in self.sparse_layers.values():
-            mlp(nothing)
+        if self._followers is not None:
+            self._followers.dummy_step()
+        if self.expert_group.begin_step(0):
+            nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+            for mlp in self.sparse_layers.values():
+                mlp(nothing)
+        self.expert_group.end_step()
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Return [rows, vocab] for normalized states [rows, hidden], with the rows' adapters."""

@@ -1,6 +1,6 @@
 """Mixture-of-experts layers: a router and the experts that its choices are sent to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -213,14 +213,25 @@ class SparseMlp:
     """The sparse block of a layer: every token goes through its chosen experts."""
 
     def __init__(
-        self, router: Router | GroupRouter, experts: Experts, shared: Rows | None = None
+        self,
+        router: Router | GroupRouter,
+        experts: Experts,
+        shared: Rows | None = None,
+        own: Callable[[Rows, Tensor], Tensor] | None = None,
     ) -> None:
-        """Take the parts; `shared` is an MLP that every token goes through besides."""
+        """Take the parts; `shared` is an MLP that every token goes through besides.
+
+        `own` applies a function to those tokens that are routed in this process, if not all are.
+        """
         self._router = router
+        self._own = own
         self.experts = experts
         self._shared = shared
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [tokens, hidden] to the same shape."""
-        out = self.experts(x, *self._router(x))
+        out = self._routed(x) if self._own is None else self._own(self._routed, x)
         return out if self._shared is None or not len(x) else out + self._shared(x)
+
+    def _routed(self, x: Tensor) -> Tensor:
+        return self.experts(x, *self._router(x))

@@ -84,10 +84,10 @@ def build_executor(
     None of them is left, whenever the engine is asked to stop.
     """
     processes = config.parallel.processes
-    if config.parallel.enable_expert_parallel and processes > 1:
+    if config.parallel.enable_expert_parallel and config.parallel.pipeline_parallel_size > 1:
         raise CannotStart(
-            "--enable-expert-parallel needs --tensor-parallel-size 1 and "
-            "--pipeline-parallel-size 1: give each engine one process, or leave it out"
+            "--enable-expert-parallel needs --pipeline-parallel-size 1: use "
+            "--tensor-parallel-size, or leave one of them out"
         )
     directory = model_directory(config.model, weights=False)
     pooling = read_pooling(directory, config.model)

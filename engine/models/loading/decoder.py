@@ -79,7 +79,7 @@ class DecoderLoader:
         batch_invariant: bool = False,
         adapters: AdapterRoom | None = None,
     ) -> None:
-        """Prepare to load all, or only the experts of a place, or only the part of a shard.
+        """Prepare to load all, or only the experts of a place, or the part of a shard, or both.
 
         Of all these, a pipeline stage has its own layers only.
 
@@ -109,7 +109,10 @@ class DecoderLoader:
         self._batch_invariant = batch_invariant
         self._place = place
         self._shard = shard
-        self._cut = None if shard is None else Cut(spec, shard.group.rank, shard.group.size)
+        self._cut = None
+        if shard is not None:
+            ranks = shard.group.rank, shard.group.size
+            self._cut = Cut(spec, *ranks, whole_experts=place is not None)
         self._stage = stage or Stage(range(spec.num_layers), spec.num_layers)
         self._spec = self._stage.spec(spec if self._cut is None else self._cut.spec)
         self._types = types
@@ -160,7 +163,8 @@ class DecoderLoader:
     def _new_group(self) -> ExpertGroup:
         moe = self._spec.moe
         assert moe is not None, "only experts are spread"
-        return ExpertGroup(moe.num_experts, moe.experts_per_token, self._device)
+        shards = None if self._shard is None else self._shard.group
+        return ExpertGroup(moe.num_experts, moe.experts_per_token, self._device, shards)
 
     def _new_bank(self, room: AdapterRoom) -> AdapterBank:
         return AdapterBank(

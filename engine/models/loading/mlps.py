@@ -15,7 +15,7 @@ from engine.models.moe import (
     SparseMlp,
     StackedExperts,
 )
-from engine.models.parallel.experts import ExpertGroup, SpreadExperts, expert_share
+from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.products.dense import Linear, prepare_linear
 from engine.models.spec import ModelSpec, MoeSpec
 
@@ -64,12 +64,12 @@ class MlpLoader:
         assert place is not None
         spread = SpreadExperts(self._group)
         self.hold_share(spread, prefix, place)
-        return SparseMlp(router, spread, shared)
+        return SparseMlp(router, spread, shared, self._group.own_tokens(self._products.bank))
 
     def hold_share(self, spread: SpreadExperts, prefix: str, place: GroupPlace) -> None:
         """Keep the experts of a place, drop all others and load those that are missing."""
-        assert self._spec.moe is not None
-        share = expert_share(self._spec.moe.num_experts, place.position, place.size)
+        assert self._group is not None
+        share = self._group.share(*place)
         spread.hold(share, lambda number: self._expert(prefix, number))
 
     def _router(self, moe: MoeSpec, prefix: str) -> Router | GroupRouter:

@@ -4,18 +4,29 @@ Each engine routes its own tokens. They travel to the engines that hold their ex
 each expert makes of them travels back, to be weighted and added at home in the order of the
 token's choices: as on one engine that holds all experts, whatever the size of the group.
 
-In each layer all engines take part, whether they have tokens or not.
+In each layer all engines take part, whether they have tokens or not. Where engines are cut over
+several processes each of these has its own part of the experts, and sends a part of the tokens that
+all of them have.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
+from engine.models.adapters import AdapterBank
+from engine.models.layers import Rows
 from engine.models.moe import run_experts, weighted_sum
+from engine.models.parallel.tensors import part_of
 from engine.models.products.dense import Linear
+
+
+class ExpertsLost(GroupBroken):
+    """Other engines have failed or left; the processes of this one are at the same point."""
 
 
 class SendingRule(NamedTuple):
@@ -90,8 +101,18 @@ class MirrorGroup:
 class ExpertGroup:
     """What the sparse layers of one engine share: the group, and how the step is laid out."""
 
-    def __init__(self, num_experts: int, experts_per_token: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        experts_per_token: int,
+        device: torch.device,
+        shards: Group | None = None,
+    ) -> None:
+        """Prepare; `shards` are the processes of this engine, if there are several."""
         self._num_experts = num_experts
+        self._shards = shards
+        self._loss: GroupBroken | None = None
+        """Why this step has no group any more, where it is gone through to its end all the same."""
         self._device = device
         self._per_token = experts_per_token
         self._group: Exchange | None = None
@@ -100,7 +121,18 @@ class ExpertGroup:
         self.rank_of = torch.empty(0, dtype=torch.int64)
         """[experts] int64: who holds each."""
         self.counts: list[int] = []
-        """Tokens of each rank in this step."""
+        """Tokens that each rank sends in this step."""
+
+    def share(self, position: int, size: int) -> range:
+        """Return the experts of this process of the engine at a place among `size` engines."""
+        shard, shards = 0, 1
+        if self._shards is not None:
+            shard, shards = self._shards.rank, self._shards.size
+        return expert_share(self._num_experts, position * shards + shard, size * shards)
+
+    def own_tokens(self, bank: AdapterBank | None) -> "OwnTokens | None":
+        """Return what has this process compute its part of the tokens; None if it has all."""
+        return None if self._shards is None else OwnTokens(self, bank)
 
     def join(self, group: Exchange) -> None:
         """Hold all further collectives with this group."""
@@ -127,13 +159,55 @@ class ExpertGroup:
         return self._group
 
     def begin_step(self, num_tokens: int) -> bool:
-        """Exchange how many tokens each rank has; return whether any has some.
+        """Exchange how many tokens each rank sends; return whether any has some.
 
         Raises:
-            GroupBroken: not all ranks came.
+            GroupBroken: not all ranks came. With shards that is for `end_step` to say.
         """
-        self.counts = self.group.all_gather_counts(num_tokens)
+        own = self.part(num_tokens)
+        self.counts = []
+        with self.going_on():
+            self.counts = self.group.all_gather_counts(own.stop - own.start)
         return any(self.counts)
+
+    def part(self, num_tokens: int) -> slice:
+        """Return which of the engine's tokens this process sends."""
+        if self._shards is None:
+            return slice(0, num_tokens)
+        return part_of(num_tokens, self._shards.rank, self._shards.size)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the group has failed in this step, which is gone through to its end."""
+        return self._loss is not None
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Note that the group has failed, instead of leaving this engine's shards alone.
+
+        They wait for this process in the sums of the layers that follow: some may have come past
+        the collective that failed here.
+        """
+        try:
+            yield
+        except GroupBroken as error:
+            if self._shards is None:
+                raise
+            self._loss = error
+
+    def end_step(self) -> None:
+        """Bring the shards to the same end of a step.
+
+        Raises:
+            ExpertsLost: the group failed at one of them; what was computed means nothing.
+            GroupBroken: one of the shards has failed.
+        """
+        loss, self._loss = self._loss, None
+        if self._shards is None or (self._group is self._shards and loss is None):
+            return
+        lost = self._shards.all_gather_counts(loss is not None)
+        if any(lost):
+            raise ExpertsLost(str(loss or f"process {lost.index(1)} of the engine lost the group"))
 
     @property
     def sends_everything(self) -> bool:
@@ -141,6 +215,33 @@ class ExpertGroup:
         if max(self.counts) <= self.rule.few_tokens:
             return True
         return 1 - (1 - 1 / self.group.size) ** self._per_token >= self.rule.max_needed
+
+
+class OwnTokens:
+    """What a shard computes of a sparse layer: that of its part of the tokens.
+
+    It gives zeros for the others, so that the sum over the shards has all.
+    """
+
+    def __init__(self, group: ExpertGroup, bank: AdapterBank | None) -> None:
+        """Take the group; the bank is told which rows are computed."""
+        self._group = group
+        self._bank = bank
+
+    def __call__(self, function: Rows, x: Tensor) -> Tensor:
+        """Return what a function makes of this shard's rows of x [tokens, hidden]."""
+        out = torch.zeros_like(x)
+        if self._group.is_lost:
+            return out
+        part, bank = self._group.part(len(x)), self._bank
+        adapted = None if bank is None else bank.current
+        if bank is not None and adapted is not None:
+            bank.current = adapted.select(torch.arange(part.start, part.stop, device=x.device))
+        with self._group.going_on():
+            out[part] = function(x[part])
+        if bank is not None:
+            bank.current = adapted
+        return out
 
 
 class _Arrived(NamedTuple):

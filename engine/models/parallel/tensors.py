@@ -26,8 +26,10 @@ def part_of(width: int, rank: int, size: int) -> slice:
 class Cut:
     """One rank's part of a model; the first of `size` ranks is the one that draws tokens."""
 
-    def __init__(self, spec: ModelSpec, rank: int, size: int) -> None:
-        """Cut the model of this spec.
+    def __init__(
+        self, spec: ModelSpec, rank: int, size: int, *, whole_experts: bool = False
+    ) -> None:
+        """Cut the model of this spec, or, if experts are spread, all of it but these.
 
         Raises:
             UnsupportedModel: its heads cannot be dealt out evenly.
@@ -44,15 +46,17 @@ class Cut:
                 f"and {kv_heads} key-value heads: it has to divide the former, and to divide or be "
                 "a multiple of the latter"
             )
-        if spec.moe is not None and spec.moe.is_mxfp4 and spec.moe.intermediate_size < BLOCK * size:
+        packed = None if whole_experts or spec.moe is None or not spec.moe.is_mxfp4 else spec.moe
+        if packed is not None and packed.intermediate_size < BLOCK * size:
             raise UnsupportedModel(
                 f"--tensor-parallel-size {size} is more than the experts of this model can be cut "
-                f"into: they have {spec.moe.intermediate_size} inner outputs in blocks of {BLOCK}"
+                f"into: they have {packed.intermediate_size} inner outputs in blocks of {BLOCK}"
             )
         self.rank = rank
         self.size = size
         self._spec = spec
-        self._unit = BLOCK if spec.moe is not None and spec.moe.is_mxfp4 else 1
+        self._whole_experts = whole_experts
+        self._unit = BLOCK if packed is not None else 1
         """Inner widths are cut at multiples of it."""
         # With fewer key-value heads than ranks each is held by several, next to its query heads.
         local_kv = max(1, kv_heads // size)
@@ -66,8 +70,14 @@ class Cut:
         """Tokens whose embeddings and output weights are here."""
         return part_of(self._spec.vocab_size, self.rank, self.size)
 
+    def has_whole(self, name: str) -> bool:
+        """Whether a tensor is of an expert that is one rank's as a whole."""
+        return self._whole_experts and ".experts." in name
+
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the checkpoint, as a view where possible."""
+        if self.has_whole(name):
+            return tensor
         parent, kind = name.split(".")[-2:]
         if parent in ("o_proj", "down_proj"):
             if kind == "bias":  # is added once
@@ -80,6 +90,8 @@ class Cut:
 
     def mxfp4_part(self, name: str, weights: Mxfp4Weights) -> Mxfp4Weights:
         """Return this rank's part of a packed weight, as views."""
+        if self.has_whole(name):
+            return weights
         parent = name.split(".")[-2]
         if parent == "down_proj":
             inner = self._inner(weights.scales.shape[1] * BLOCK)
@@ -127,7 +139,9 @@ class Cut:
         if moe is not None:
             moe = msgspec.structs.replace(
                 moe,
-                intermediate_size=local(moe.intermediate_size),
+                intermediate_size=(
+                    moe.intermediate_size if self._whole_experts else local(moe.intermediate_size)
+                ),
                 shared_size=local(moe.shared_size),
             )
         return msgspec.structs.replace(
@@ -156,8 +170,8 @@ class CutCheckpoint:
         return self._cut.part(name, self._checkpoint.tensor(name))
 
     def int4(self, name: str) -> Int4Weights | None:
-        """None: a part is rounded again."""
-        return None
+        """Return a weight that is here as a whole; None: a part is rounded again."""
+        return self._checkpoint.int4(name) if self._cut.has_whole(name) else None
 
     def mxfp4(self, name: str) -> Mxfp4Weights | None:
         """Return this rank's part of a weight that is stored in blocks of 4-bit floats."""

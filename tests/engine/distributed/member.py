@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
+from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import CPU, Group, PendingRows, join_group
 from engine.distributed.spec import GroupBroken, GroupSpec
-from engine.models.parallel.experts import ExpertGroup, SendingRule, SpreadExperts, expert_share
-from engine.models.parallel.tensors import CutEmbedding, CutHead, part_of
+from engine.models.parallel.experts import (
+    ExpertGroup,
+    OwnTokens,
+    SendingRule,
+    SpreadExperts,
+    expert_share,
+)
+from engine.models.parallel.tensors import CutEmbedding, CutHead, SummedOver, part_of
 from tests.engine.distributed import strict_device
 
 
@@ -28,6 +35,7 @@ class Member:
         self.device = device
         self.group: Group | None = None
         self.grid: Grid | None = None
+        self.engines: EngineGroup
         self.pending: PendingRows | None = None
 
     def join(self, address: str, rank: int, size: int, topology: int, timeout: float) -> str:
@@ -92,6 +100,48 @@ class Member:
         shared.begin_step(num_tokens)
         expected = x * chosen.sum(1, keepdim=True) * 0.5
         return bool(torch.equal(layer(x, chosen, weights), expected))
+
+    def join_engines(self, addresses: list[str], rank: int, engines: int, shards: int) -> None:
+        """Be one process of an engine, connected to its own and to those of the others."""
+        engine, shard = divmod(rank, shards)
+        self.join_grid(addresses[0], rank, engines, shards)
+        spec = GroupSpec(addresses[1], engine, engines, 4, 20.0)
+        self.engines = join_engines(spec, self.device, shard=shard, shards=shards)
+
+    def gather_leaders(self, row: list[int]) -> list[list[int]]:
+        return self.engines.all_gather_rows(row).wait()
+
+    def sharded_experts(self, num_tokens: int, base: int) -> bool:
+        """Run a layer of 6 experts as `experts` does, in a step of engines of several processes.
+
+        What each makes of its part of the tokens is summed over its engine.
+        """
+        assert self.grid is not None
+        group, own = self.engines.processes, self.grid.shards
+        shared = ExpertGroup(6, 2, self.device, own)
+        shared.join(group)
+        layer = SpreadExperts(shared)
+        layer.hold(expert_share(6, group.rank, group.size), lambda expert: lambda x: x * expert)
+        x = self._tensor([[float(base + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
+
+        def routed(tokens: torch.Tensor) -> torch.Tensor:
+            first = tokens[:, 0].to(torch.int64)
+            chosen = torch.stack((first % 6, (first + 3) % 6), dim=1)
+            return layer(tokens, chosen, torch.full((len(tokens), 2), 0.5, device=self.device))
+
+        shared.begin_step(num_tokens)
+        total = SummedOver(own, lambda x: OwnTokens(shared, None)(routed, x))(x)
+        shared.end_step()
+        first = x[:, :1]
+        return bool(torch.equal(total, x * (first % 6 + (first + 3) % 6) * 0.5))
+
+    def sum_of_shards(self) -> list[float]:
+        assert self.grid is not None
+        return self.grid.shards.all_reduce(self._tensor([1.0])).tolist()
+
+    def close_engines(self) -> None:
+        self.engines.close()
+        self.close_grid()
 
     def vocabulary(self) -> list[list[float]]:
         """Embed tokens with a table that is cut, and score the states with it."""

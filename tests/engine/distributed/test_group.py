@@ -86,6 +86,44 @@ def test_states_pass_through_the_stages_of_a_grid_while_others_follow(world: Wor
         process.ask("close_grid")
 
 
+def engines(world: World) -> list[Process]:
+    """Return two engines of two processes each."""
+    members, addresses = world.take(4), [free_address(), free_address()]
+    for rank, process in enumerate(members):
+        process.tell("join_engines", addresses, rank, 2, 2)
+    for process in members:
+        process.result()
+    return members
+
+
+def test_engines_of_several_processes_exchange_rows_by_leaders_and_tokens_by_all(
+    world: World,
+) -> None:
+    members = engines(world)
+    for rank in (0, 2):
+        members[rank].tell("gather_leaders", [rank, 7])
+    assert [members[rank].result() for rank in (0, 2)] == [[[0, 7], [2, 7]]] * 2
+    for counts in ((3, 8), (1, 0), (0, 5)):
+        for rank, process in enumerate(members):
+            engine = rank // 2
+            process.tell("sharded_experts", counts[engine], 10 * engine)
+        assert [process.result() for process in members] == [True] * 4
+    world.all(members, "close_engines")
+
+
+def test_a_process_that_is_lost_leaves_the_other_engine_s_processes_at_the_same_point(
+    world: World,
+) -> None:
+    members = engines(world)
+    for process in members[:3]:
+        process.tell("sharded_experts", 5, 0)
+    world.kill(members[3])
+    assert ["lost the group" in each.answer()["broken"] for each in members[:3]] == [True] * 3
+    assert world.all(members[:2], "sum_of_shards") == [[2.0]] * 2, "they have not lost each other"
+    assert "has ended" in _refusal(members[2], "sum_of_shards")
+    world.all(members[:3], "close_engines")
+
+
 def test_a_killed_member_breaks_the_group_at_once_for_all_others(world: World) -> None:
     members = world.take(4)
     world.join(members, timeout=LONG)

@@ -4,11 +4,15 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 import torch
 
-from engine.distributed.group import Group, join_group
+from engine.distributed.engines import EngineGroup
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.in_process import InProcessExecutor
+from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team, WorkerFailed
+from engine.models.decoder import Decoder
 from engine.models.parallel.experts import SendingRule, SpreadExperts
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import (
@@ -20,27 +24,48 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+from tests.engine.executor.many_kinds import requests, serve
 
 
 class Member:
     """What can be asked of it; answers are JSON too."""
 
     def __init__(self) -> None:
-        self.group: Group | None = None
+        self.group: EngineGroup | None = None
         self.failed: BatchPlan | None = None
+        self.team: Team | None = None
 
-    def load(self, directory: str, position: int, size: int) -> None:
-        self.executor = InProcessExecutor(
-            EngineConfig(
-                model=ModelConfig(model=directory, device="cpu"),
-                cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
-                scheduler=SchedulerConfig(max_num_seqs=8),
-                executor=ExecutorConfig(threads=1),
-                parallel=ParallelConfig(data_parallel_size=size, enable_expert_parallel=True),
+    def load(
+        self,
+        directory: str,
+        position: int,
+        size: int,
+        shards: int = 1,
+        num_blocks: int = NUM_BLOCKS,
+    ) -> None:
+        if self.team is not None:
+            self.executor.shutdown()
+            self.team = None
+        self.config = EngineConfig(
+            model=ModelConfig(model=directory, device="cpu", dtype="float32", max_model_len=160),
+            cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=num_blocks),
+            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40),
+            executor=ExecutorConfig(threads=1),
+            parallel=ParallelConfig(
+                data_parallel_size=size, tensor_parallel_size=shards, enable_expert_parallel=True
             ),
-            rank=position,
         )
+        self.executor: InProcessExecutor | MultiProcessExecutor
+        if shards == 1:
+            self.executor = InProcessExecutor(self.config, position)
+        else:
+            self.team = Team(self.config, position, 1)
+            self.executor = MultiProcessExecutor(self.config, self.team, position)
         self.driver = Driver(self)
+
+    def workers(self) -> list[int]:
+        """Return the process ids of its workers."""
+        return [] if self.team is None else self.team.pids
 
     def run(self, plan: BatchPlan) -> BatchResult:
         """Run a step as an engine would; a plan that fails is kept, to be run again."""
@@ -55,15 +80,28 @@ class Member:
         self.executor.prepare_group(position, size)
         return self.shares()
 
+    def serve(self, first: int, scheduling: dict[str, Any]) -> list[Any]:
+        """Serve half of the requests of all kinds, in steps with the others' engines."""
+        scheduler = msgspec.structs.replace(self.config.scheduler, **scheduling)
+        config = msgspec.structs.replace(self.config, scheduler=scheduler)
+        vocab = self.executor.info.vocab_size
+        made = requests(vocab, grammars=self.executor.grammars is not None)[first::2]
+        served, counters = serve(self.executor, config, made, self.group)
+        return [
+            *([sorted(each.items()) for each in served]),
+            counters.preemptions,
+            counters.prefix_cache_hits,
+            counters.spec_accepted_tokens,
+        ]
+
     def shares(self) -> list[list[int]]:
-        model = self.executor._model
-        assert model is not None
+        model = self._model
         experts = [mlp.experts for mlp in model.sparse_layers.values()]
         return [list(e.share) for e in experts if isinstance(e, SpreadExperts)]
 
     def join(self, address: str, rank: int, size: int, topology: int, timeout: float) -> None:
-        self.group = join_group(GroupSpec(address, rank, size, topology, timeout))
-        self.executor.join_group(self.group)
+        spec = GroupSpec(address, rank, size, topology, timeout)
+        self.group = self.executor.join_group(spec, None)
 
     def retry(self) -> None:
         """Run the step again that failed with the group before."""
@@ -86,9 +124,17 @@ class Member:
 
     def always_send(self, on: bool) -> None:
         """Never send all tokens to all ranks, or do as usual."""
-        group = self.executor._model.expert_group if self.executor._model else None
+        group = self._model.expert_group
         assert group is not None
         group.rule = SendingRule(0, 2.0) if on else SendingRule()
+
+    @property
+    def _model(self) -> Decoder:
+        inner = self.executor
+        if isinstance(inner, MultiProcessExecutor):
+            inner = inner._inner
+        assert inner._model is not None
+        return inner._model
 
     def sleep_and_wake(self) -> None:
         self.executor.sleep(2)
@@ -105,6 +151,8 @@ def main() -> None:
             answer = {"ok": getattr(member, name)(*arguments)}
         except GroupBroken as error:
             answer = {"broken": str(error)}
+        except WorkerFailed as error:
+            answer = {"failed": str(error)}
         print(json.dumps(answer), flush=True)
 
 

@@ -1,7 +1,6 @@
 """Pipeline stages in processes of their own give the tokens of one, whatever is in flight."""
 
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +11,11 @@ import psutil
 import pytest
 import torch
 
-from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.interface import CannotDo, Executor
+from engine.executor.interface import CannotDo
 from engine.executor.layout import Layout, Place
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, WorkerFailed
-from engine.grammar.masks import GrammarTable
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import DecoderLoader
@@ -38,20 +35,14 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.lifeline import Lifeline
-from engine.shared.messages import (
-    AbortRequests,
-    AddRequest,
-    EngineCounters,
-    RegexGrammar,
-    SamplingParams,
-)
+from engine.shared.messages import AddRequest
 from tests.engine.driver import Driver
+from tests.engine.executor.many_kinds import Served, requests, serve
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.support.waiting import PATIENCE
 
 NUM_BLOCKS = 30
 """Too few for all slots, so that some sequences are preempted."""
-WORDS = RegexGrammar("[a-z]{2,9}( [a-z]{2,9}){2,5}")
 
 
 def settings(
@@ -91,10 +82,6 @@ class Stages:
 
 
 StartStages: TypeAlias = Callable[..., Stages]
-Served: TypeAlias = tuple[
-    dict[int, list[int]], dict[int, str], dict[int, list[tuple[int, list[int]]]]
-]
-"""Tokens, ends and logprobs, as ranks and the most likely tokens, of each request."""
 ServeAlone: TypeAlias = Callable[..., Served]
 
 
@@ -114,63 +101,6 @@ def stages() -> Iterator[StartStages]:
         pids = each.team.pids
         each.executor.shutdown()
         assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def requests(vocab: int, *, grammars: bool = False) -> list[AddRequest]:
-    """Return requests of all kinds; some begin alike, and together they do not fit the KV cache."""
-    rng = random.Random(5)
-    beginning = [rng.randrange(vocab) for _ in range(33)]
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
-        {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
-        {"temperature": 1.0, "prompt_logprobs": 1, "min_tokens": 5},
-        {"temperature": 0.7, "top_k": 20, "presence_penalty": 0.3},
-        {"temperature": 0.0, "grammar": WORDS if grammars else None},
-    ]
-    made = []
-    for id in range(12):
-        prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
-        sampling = SamplingParams(max_tokens=rng.randint(4, 30), seed=id, **kinds[id % len(kinds)])
-        made.append(
-            AddRequest(id, f"request-{id}", 0, 0, beginning * (id % 3 == 0) + prompt, sampling)
-        )
-    return made
-
-
-def serve(
-    executor: Executor, config: EngineConfig, made: list[AddRequest]
-) -> tuple[Served, EngineCounters]:
-    """Serve all, two more with each step; return their tokens, ends, logprobs, and preemptions."""
-    core = EngineCore(config, executor, rank=0, incarnation=1)
-    core.front_end_joined(0, 1)
-    made = list(made)
-    tokens: dict[int, list[int]] = {}
-    ends: dict[int, str] = {}
-    logprobs: dict[int, list[tuple[int, list[int]]]] = {}
-    while made or core.has_requests:
-        for message in made[:2]:
-            if message.sampling.grammar is not None:
-                assert isinstance(executor.grammars, GrammarTable)
-                executor.grammars.ask(message.sampling.grammar).wait()
-            core.handle(message)
-        del made[:2]
-        for output in core.step().outputs.get(0, []):
-            if output.id in ends:
-                continue
-            tokens.setdefault(output.id, []).extend(output.token_ids)
-            for entry in [*(output.prompt_logprobs or []), *(output.logprobs or [])]:
-                logprobs.setdefault(output.id, []).append((entry.rank, entry.top_ids))
-            if output.finish_reason is not None:
-                ends[output.id] = output.finish_reason
-            elif output.id == 7 and len(tokens[7]) >= 3:
-                tokens[7] = tokens[7][:3]
-                core.handle(AbortRequests([7]))
-                ends[7] = "abort"
-    logprobs.pop(7, None)
-    stats = core.stats()
-    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
-    return (tokens, ends, logprobs), stats.counters
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +293,7 @@ def test_experts_in_several_engines_and_stages_are_refused_together_at_the_start
     config = EngineConfig(
         parallel=ParallelConfig(pipeline_parallel_size=2, enable_expert_parallel=True)
     )
-    with pytest.raises(CannotStart, match="--enable-expert-parallel needs --tensor"):
+    with pytest.raises(CannotStart, match="--enable-expert-parallel needs --pipeline"):
         build_executor(config, 0, Lifeline(None), EarlyStop())
 
 

@@ -75,8 +75,9 @@ def test_a_model_in_several_processes_computes_each_row_with_its_adapter(
         assert engine.tokens[row][30 - row :] == reference.greedy(prompt(30 - row), 21)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 def test_engines_that_share_experts_have_adapters_of_attention(
-    checkpoint: Any, trained: Any, prompt: Any
+    checkpoint: Any, trained: Any, prompt: Any, shards: int
 ) -> None:
     adapter = trained("mixtral", 7, target_modules=["q_proj", "v_proj", "o_proj", "gate"], r=3)
     config = EngineConfig(
@@ -84,10 +85,16 @@ def test_engines_that_share_experts_have_adapters_of_attention(
         cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=8),
         executor=ExecutorConfig(threads=1),
-        parallel=ParallelConfig(enable_expert_parallel=True, data_parallel_size=1),
+        parallel=ParallelConfig(
+            enable_expert_parallel=True, data_parallel_size=1, tensor_parallel_size=shards
+        ),
         lora=LORA,
     )
-    executor = InProcessExecutor(config)
+    executor: InProcessExecutor | MultiProcessExecutor
+    if shards == 1:
+        executor = InProcessExecutor(config)
+    else:
+        executor = MultiProcessExecutor(config, Team(config, 0, 1))
     store: Any = executor.adapters
     loading = store.load(str(adapter.directory), None)
     experts = trained("mixtral", 8, target_parameters=["experts.down_proj"])

@@ -1,0 +1,98 @@
+"""The group of a lockstep group's engines, of which each may be several processes.
+
+The engines' leaders exchange rows of integers before steps. Within steps all processes of all
+engines exchange tensors.
+"""
+
+import socket
+from collections.abc import Sequence
+
+import torch
+
+from engine.distributed.backend import open_store
+from engine.distributed.group import CPU, Group, PendingRows, connect, could_not_join, join_group
+from engine.distributed.spec import GroupBroken, GroupSpec
+
+
+class EngineGroup:
+    """One process's end of a group of engines; made by `join_engines`."""
+
+    def __init__(self, spec: GroupSpec, leaders: Group | None, processes: Group) -> None:
+        """Take the groups, the first of which only leaders have."""
+        self.rank = spec.rank
+        """This engine's."""
+        self.size = spec.size
+        """How many engines there are."""
+        self.topology = spec.topology
+        self.processes = processes
+        """Of all engines: those of one follow each other."""
+        self._leaders = leaders
+
+    def all_gather_rows(self, row: Sequence[int]) -> PendingRows:
+        """Begin to exchange a row of integers between the engines.
+
+        Raises:
+            GroupBroken: the group has ended.
+        """
+        assert self._leaders is not None, "a worker"
+        return self._leaders.all_gather_rows(row)
+
+    def abort(self) -> None:
+        """End it at once, from any thread: whoever waits in it, at any engine, is freed."""
+        for group in self._groups:
+            group.abort()
+
+    def close(self) -> None:
+        """Free sockets and threads; what is in flight has to be aborted first. Idempotent."""
+        for group in self._groups:
+            group.close()
+
+    @property
+    def _groups(self) -> list[Group]:
+        return [self.processes] if self._leaders is None else [self._leaders, self.processes]
+
+
+def join_engines(
+    spec: GroupSpec,
+    device: torch.device = CPU,
+    listener: socket.socket | None = None,
+    *,
+    shard: int = 0,
+    shards: int = 1,
+) -> EngineGroup:
+    """Meet all processes of all engines and connect to them.
+
+    Args:
+        spec: this engine's place among the engines; rank 0's leader is where all meet.
+        device: where the tensors are that are exchanged.
+        listener: at the leader of rank 0, as for `join_group`; taken over.
+        shard: which of its engine's processes this is; 0 leads.
+        shards: how many each engine has.
+
+    Raises:
+        GroupBroken: not everybody came within the timeout, or the network fails.
+    """
+    if shards == 1:
+        group = join_group(spec, device, listener)
+        return EngineGroup(spec, group, group)
+    everybody = GroupSpec(
+        spec.address,
+        spec.rank * shards + shard,
+        spec.size * shards,
+        spec.topology,
+        spec.timeout_s,
+    )
+    processes: Group | None = None
+    try:
+        store = open_store(everybody, listener)
+        processes = connect(store, everybody, "processes/", device)
+        if shard:
+            return EngineGroup(spec, None, processes)
+        leaders = Group(spec, None, None)
+        if spec.size > 1:
+            leaders = connect(store, spec, "leaders/", CPU)
+    except (RuntimeError, OSError, GroupBroken) as error:
+        if processes is not None:
+            processes.close()
+        raise could_not_join(everybody, error) from error
+    return EngineGroup(spec, leaders, processes)

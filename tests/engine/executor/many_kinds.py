@@ -1,0 +1,96 @@
+"""Requests of all kinds, served at once by one engine, alone or in a group."""
+
+import random
+from typing import Any, TypeAlias
+
+from engine.core.engine_core import EngineCore
+from engine.distributed.engines import EngineGroup
+from engine.executor.interface import Executor
+from engine.grammar.masks import GrammarTable
+from engine.shared.config import EngineConfig
+from engine.shared.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineCounters,
+    RegexGrammar,
+    SamplingParams,
+)
+
+WORDS = RegexGrammar("[a-z]{2,9}( [a-z]{2,9}){2,5}")
+Served: TypeAlias = tuple[
+    dict[int, list[int]], dict[int, str], dict[int, list[tuple[int, list[int]]]]
+]
+"""Tokens, ends and logprobs, as ranks and the most likely tokens, of each request."""
+
+
+def requests(vocab: int, *, grammars: bool = False) -> list[AddRequest]:
+    """Return requests of all kinds; some begin alike, and together they do not fit the KV cache."""
+    rng = random.Random(5)
+    beginning = [rng.randrange(vocab) for _ in range(33)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "prompt_logprobs": 1, "min_tokens": 5},
+        {"temperature": 0.7, "top_k": 20, "presence_penalty": 0.3},
+        {"temperature": 0.0, "grammar": WORDS if grammars else None},
+    ]
+    made = []
+    for id in range(12):
+        prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
+        sampling = SamplingParams(max_tokens=rng.randint(4, 30), seed=id, **kinds[id % len(kinds)])
+        made.append(
+            AddRequest(id, f"request-{id}", 0, 0, beginning * (id % 3 == 0) + prompt, sampling)
+        )
+    return made
+
+
+def serve(
+    executor: Executor,
+    config: EngineConfig,
+    made: list[AddRequest],
+    group: EngineGroup | None = None,
+) -> tuple[Served, EngineCounters]:
+    """Serve all, two more with each step; return their tokens, ends, logprobs, and preemptions.
+
+    With a group its engines step together, until none has anything left.
+    """
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    made = list(made)
+    tokens: dict[int, list[int]] = {}
+    ends: dict[int, str] = {}
+    logprobs: dict[int, list[tuple[int, list[int]]]] = {}
+    number = 0
+    while goes_on(bool(made) or core.has_requests, group):
+        for message in made[:2]:
+            if message.sampling.grammar is not None:
+                assert isinstance(executor.grammars, GrammarTable)
+                executor.grammars.ask(message.sampling.grammar).wait()
+            core.handle(message)
+        del made[:2]
+        step = core.step() if group is None else core.step_together(number, ())
+        number += 1
+        for output in step.outputs.get(0, []):
+            if output.id in ends:
+                continue
+            tokens.setdefault(output.id, []).extend(output.token_ids)
+            for entry in [*(output.prompt_logprobs or []), *(output.logprobs or [])]:
+                logprobs.setdefault(output.id, []).append((entry.rank, entry.top_ids))
+            if output.finish_reason is not None:
+                ends[output.id] = output.finish_reason
+            elif output.id == 7 and len(tokens[7]) >= 3:
+                tokens[7] = tokens[7][:3]
+                core.handle(AbortRequests([7]))
+                ends[7] = "abort"
+    logprobs.pop(7, None)
+    stats = core.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+    return (tokens, ends, logprobs), stats.counters
+
+
+def goes_on(has_work: bool, group: EngineGroup | None) -> bool:
+    """Whether a step is to be taken."""
+    if group is None:
+        return has_work
+    return any(rank[0] for rank in group.all_gather_rows([has_work]).wait())

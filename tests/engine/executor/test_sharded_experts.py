@@ -1,0 +1,201 @@
+"""Engines of several processes each that share the experts of a model, over gloo."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msgspec.structs import replace
+
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.interface import GroupExecutor
+from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team
+from engine.models.hf_config import read_spec
+from engine.models.parallel.tensors import Cut
+from engine.models.spec import UnsupportedModel
+from engine.shared.config import (
+    BUNDLED_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from tests.engine.driver import BLOCK_SIZE
+from tests.engine.executor.many_kinds import requests, serve
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.engine.processes import Process, World
+
+FEW_BLOCKS = 22
+"""Too few for all requests that an engine serves, so that some are preempted."""
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    made = World(Path(__file__).parent / "expert_member.py")
+    yield made
+    made.end()
+
+
+def engines(world: World, directory: Path, size: int, shards: int, **more: Any) -> list[Process]:
+    """Return a group of engines that have loaded their parts."""
+    members = world.take(size)
+    for rank, member in enumerate(members):
+        member.tell("load", str(directory), rank, size, shards, *more.values())
+    for member in members:
+        member.result()
+    world.join(members)
+    return members
+
+
+def settings(directory: Path, num_blocks: int, **parallel: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), device="cpu", dtype="float32", max_model_len=160),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=num_blocks),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40),
+        executor=ExecutorConfig(threads=1),
+        parallel=ParallelConfig(data_parallel_size=1, **parallel),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduling"),
+    [
+        ("qwen3-moe-deep", {}),
+        ("glm4-moe-normed", {}),  # an MLP beside the experts, and dense layers
+        ("gpt-oss-mxfp4", {}),  # experts with biases
+        ("", {"speculative_ngram": 3}),  # the bundled model, with grammars
+    ],
+)
+def test_two_engines_of_two_processes_give_the_tokens_of_one_process(
+    world: World, checkpoint: SaveModel, name: str, scheduling: dict[str, Any]
+) -> None:
+    directory = checkpoint(name).directory if name else BUNDLED_MODEL
+    config = settings(directory, num_blocks=60)
+    alone = InProcessExecutor(config)
+    made = requests(alone.info.vocab_size, grammars=alone.grammars is not None)
+    expected: tuple[dict[int, Any], ...] = serve(alone, config, made)[0]
+    alone.shutdown()
+
+    members = engines(world, directory, 2, 2, num_blocks=FEW_BLOCKS)
+    for rank, member in enumerate(members):
+        member.tell("serve", rank, scheduling)
+    results = [member.result() for member in members]
+    for which, whole in enumerate(expected):
+        parts: dict[int, Any] = {}
+        for result in results:
+            parts.update(result[which])
+        assert parts == {id: plain(value) for id, value in whole.items()}
+    preemptions, hits, accepted = (sum(each) for each in list(zip(*results, strict=True))[3:])
+    assert preemptions > 0
+    assert hits > 0
+    assert (accepted > 0) == bool(scheduling)
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON makes of it."""
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def test_one_engine_of_two_processes_has_the_experts_in_both(checkpoint: SaveModel) -> None:
+    directory = checkpoint("mixtral").directory
+    results = []
+    layouts: list[dict[str, Any]] = [
+        {},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ]
+    for parallel in layouts:
+        config = settings(directory, FEW_BLOCKS, **parallel)
+        executor: InProcessExecutor | MultiProcessExecutor
+        if parallel:
+            executor = MultiProcessExecutor(config, Team(config, 0, 1))
+            assert isinstance(executor, GroupExecutor)
+        else:
+            executor = InProcessExecutor(config)
+        for overlaps in (False, True):
+            scheduler = replace(config.scheduler, async_scheduling=overlaps)
+            scheduled = replace(config, scheduler=scheduler)
+            results.append(serve(executor, scheduled, requests(256))[0])
+        executor.sleep(2)
+        executor.wake_up()
+        results.append(serve(executor, config, requests(256))[0])
+        executor.shutdown()
+    assert all(each == results[0] for each in results)
+
+
+@pytest.mark.parametrize("victim", ["the engine", "its worker"])
+def test_a_dead_process_is_a_dead_engine_and_the_others_regroup_and_keep_the_tokens(
+    world: World, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, victim: str
+) -> None:
+    model = checkpoint("qwen3-moe-many")
+    members = engines(world, model.directory, 3, 2)
+    shares = [member.ask("shares")[0] for member in members]
+    assert [share[0] for share in shares] == [0, 5, 10], "the leaders' experts"
+    for rank, member in enumerate(members):
+        member.ask("start", 1, prompt(10 + rank))
+    world.all(members, "steps", 5, 1)
+
+    # One process dies in the middle of a step: the other engines end it in a smaller group.
+    staying, dying = members[:2], members[2]
+    workers = [psutil.Process(pid) for member in members for pid in member.ask("workers")]
+    for member in staying:
+        member.tell("steps", 1, 1)
+    if victim == "the engine":
+        world.kill(dying)
+        assert not psutil.wait_procs(workers[2:], timeout=60)[1]
+    else:
+        os.kill(workers[2].pid, signal.SIGKILL)
+        dying.tell("steps", 1, 1)
+        assert dying.answer() == {"failed": "worker 1 has died"}
+        world.kill(dying)
+    for member in staying:
+        assert "lost the group" in member.answer()["broken"]
+    assert all(worker.is_running() for worker in workers[:2])
+    for rank, member in enumerate(staying):
+        member.tell("prepare", rank, 2)
+    assert [member.result()[0][0] for member in staying] == [0, 8]
+    world.join(staying)
+    world.all(staying, "retry")
+    world.all(staying, "steps", 5, 1)
+    alone = driver(model.directory)
+    for rank, member in enumerate(staying):
+        alone.start(1, prompt(10 + rank))
+        alone.prefill(1)
+        alone.decode(10, 1)
+        assert member.ask("tokens", 1) == alone.tokens[1]
+
+    # Another comes in its place, and they have slept before they step together.
+    members = world.take(3)
+    members[2].ask("load", str(model.directory), 2, 3, 2)
+    for rank, member in enumerate(staying):
+        member.tell("prepare", rank, 3)
+    for member in staying:
+        member.result()
+    world.join(members)
+    world.all(members, "sleep_and_wake")
+    for rank, member in enumerate(members):
+        member.ask("start", 1, prompt(20 + rank))
+    world.all(members, "steps", 5, 1)
+    for rank in range(3):
+        alone.start(1, prompt(20 + rank))
+        alone.prefill(1)
+        alone.decode(4, 1)
+        assert members[rank].ask("tokens", 1) == alone.tokens[1]
+
+
+def test_experts_are_whole_where_all_else_is_cut(checkpoint: SaveModel) -> None:
+    spec = read_spec(checkpoint("gpt-oss-mxfp4").directory)
+    assert spec.moe is not None
+    with pytest.raises(UnsupportedModel, match="more than the experts of this model"):
+        Cut(spec, 1, 4)
+    whole, cut = Cut(spec, 1, 4, whole_experts=True), Cut(spec, 1, 2)
+    assert whole.spec.num_heads == spec.num_heads // 4
+    assert whole.spec.moe == spec.moe
+    assert whole.has_whole("model.layers.0.mlp.experts.1.down_proj.weight")
+    assert not whole.has_whole("model.layers.0.mlp.shared_experts.down_proj.weight")
+    assert not cut.has_whole("model.layers.0.mlp.experts.1.down_proj.weight")

@@ -1,0 +1,68 @@
+"""A process that is one engine of a lockstep group, told what to do line by line."""
+
+import json
+import sys
+import threading
+from typing import Any
+
+from engine.distributed.engines import EngineGroup
+from engine.distributed.spec import GroupBroken
+from engine.executor.simulated import SimulatedExecutor
+from engine.lockstep.group_connection import GroupConnection
+from engine.lockstep.grouping import Grouping
+from engine.shared.config import BUNDLED_MODEL, EngineConfig, ModelConfig
+from engine.shared.messages import FormGroup, GroupMember, GroupStatus
+
+
+class Member:
+    """What can be asked of it; answers are JSON too."""
+
+    def begin(self, rank: int) -> None:
+        self.connection = GroupConnection()
+        self.reports: list[GroupStatus] = []
+        config = EngineConfig(model=ModelConfig(model=str(BUNDLED_MODEL)))
+        self.grouping = Grouping(
+            GroupMember(rank, rank),
+            SimulatedExecutor(config, vocab_size=100),
+            self.connection,
+            host="127.0.0.1",
+            timeout=200.0,
+            report=self.reports.append,
+        )
+
+    def ordered(self, topology: int, ranks: list[int], address: str) -> list[Any]:
+        """Carry an order out; return the engine's state, and its place if it has joined."""
+        members = [GroupMember(rank, rank) for rank in ranks]
+        group = self.grouping.ordered(FormGroup(topology, members, address))
+        place: list[int] = []
+        if group is not None:
+            self.group: EngineGroup = group
+            place = [group.rank, group.size, group.topology]
+        return [self.reports[-1].state, self.reports[-1].address, place]
+
+    def rows(self, row: list[int]) -> list[list[int]]:
+        return self.group.all_gather_rows(row).wait()
+
+    def hears_of(self, topology: int, seconds: float) -> None:
+        """Hear of a newer group after a while, as the receiver's thread does."""
+        threading.Timer(seconds, self.connection.ordered, [topology]).start()
+
+    def lose(self) -> str:
+        self.grouping.lose(GroupBroken("lost"))
+        return self.reports[-1].state
+
+
+def main() -> None:
+    member = Member()
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            answer = {"ok": getattr(member, name)(*arguments)}
+        except GroupBroken as error:
+            answer = {"broken": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
