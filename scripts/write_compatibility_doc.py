@@ -20,8 +20,10 @@ reference and of vLLM's servers.
   nothing and are taken.
 - **ignored**: taken, and changes nothing. No field is ignored that would change the answer.
 
-Fields that are in no table are ignored, as OpenAI clients expect of a server that is older than
-they are. `/invocations` takes the bodies of the endpoint whose fields a request has.
+Fields that are nowhere on this page are ignored, as OpenAI clients expect of a server that is older
+than they are. Where texts are written, fields of other endpoints are refused unless they have the
+value that they have anyway or are empty. `/invocations` takes the bodies of the endpoint whose
+fields a request has.
 """
 
 
@@ -38,11 +40,12 @@ def _section(path: str, rows: Rows) -> str:
         text += "\n| Field | State | Why |\n|---|---|---|\n"
     for state in ("different", "refused", "ignored"):
         for name, row in sorted(rows.items()):
-            if row.state == state:
+            if row.state == state and not row.foreign:
                 taken = " or ".join(f"`{_json(value)}`" for value in row.neutral)
                 but = f"; but {taken}" if taken else ""
                 text += f"| `{name}` | {state} | {row.why}{but} |\n"
-    return text
+    foreign = ", ".join(f"`{name}`" for name, row in sorted(rows.items()) if row.foreign)
+    return text + (f"\nRefused as fields of other endpoints: {foreign}.\n" if foreign else "")
 
 
 def _json(value: object) -> str:

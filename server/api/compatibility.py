@@ -22,6 +22,8 @@ class Row(msgspec.Struct, frozen=True):
     """Values that ask for nothing, besides null: they are taken of a refused field."""
     example: Any = True
     """A value that is refused."""
+    foreign: bool = False
+    """Only other endpoints are known to have it."""
 
 
 Rows = dict[str, Row]
@@ -289,6 +291,45 @@ MESSAGES: Rows = {
 COUNT_TOKENS: Rows = _CONVERSATION
 
 CONVERSATIONS: Rows = _same("items metadata")
+
+_LABELS_OF_OTHERS = {"user"}
+_ON_BY_ITSELF = {
+    "add_generation_prompt", "include_reasoning", "parallel_tool_calls", "skip_special_tokens"
+}  # fmt: skip
+_NUMBERS_BY_THEMSELVES = {
+    "n": 1, "best_of": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+    "min_p": 0, "min_tokens": 0,
+}  # fmt: skip
+
+
+def _foreign(rows: Rows, others: dict[str, Rows]) -> Rows:
+    """Return rows for fields that other endpoints have: whoever sends them here wants something."""
+    found: Rows = {}
+    for path, theirs in others.items():
+        for name, row in theirs.items():
+            if row.state == "ignored" or name in rows or name in _LABELS_OF_OTHERS:
+                continue
+            served = row.state in ("same", "different")
+            if name in found and not (served and found[name].why == _UNKNOWN_HERE):
+                continue
+            why = f"{_UNKNOWN_HERE}; {path} has it" if served else _UNKNOWN_HERE
+            on = name in _ON_BY_ITSELF
+            neutral: tuple[Any, ...] = (True,) if on else (False, "", [], {})
+            if name in _NUMBERS_BY_THEMSELVES:
+                neutral = (_NUMBERS_BY_THEMSELVES[name],)
+            found[name] = Row("refused", why, neutral, not on, foreign=True)
+    return found
+
+
+_UNKNOWN_HERE = "no field of this endpoint"
+_WRITING: dict[str, Rows] = {
+    "/v1/chat/completions": dict(CHAT),
+    "/v1/completions": dict(COMPLETIONS),
+    "/v1/responses": dict(RESPONSES),
+    "/v1/messages": dict(MESSAGES),
+}
+for _rows in (CHAT, CHATS, COMPLETIONS, RESPONSES, MESSAGES):
+    _rows |= _foreign(_rows, _WRITING)
 
 TABLE: dict[str, Rows] = {
     "/v1/chat/completions": CHAT,

@@ -142,6 +142,23 @@ def test_one_is_not_true(http: Any) -> None:
     assert http.post("/v1/completions", body).status_code == 400
 
 
+WRITING = [
+    "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses",
+    "/v1/messages",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WRITING)
+def test_what_another_endpoint_honours_is_not_ignored(path: str) -> None:
+    honoured = {name for each in WRITING for state in HONOURED for name, _ in rows(each, state)}
+    listed = {*TABLE[path], "user"}  # which names who asks, and changes no answer
+    assert honoured <= listed
+    assert {name for name, row in TABLE[path].items() if row.foreign}
+
+
+HONOURED = ("same", "different")
+
+
 def test_fields_that_nobody_has_heard_of_are_ignored(request: pytest.FixtureRequest) -> None:
     for path, body in BODIES.items():
         assert at(request, path).post(path, {**body, "unheard_of": {"of": [1]}}).status_code == 200
