@@ -44,6 +44,7 @@ class Context(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     max_logprobs: int
     force_usage: bool
+    shows_timing: bool
     """Whether every stream ends with its usage."""
     created: int
     """Unix time at which this process began to serve."""
@@ -134,6 +135,7 @@ def make_context(
         names=served_names(config.model),
         max_logprobs=config.http.max_logprobs,
         force_usage=config.http.enable_force_include_usage,
+        shows_timing=config.http.enable_per_request_metrics,
         created=created,
         store=store,
         forwarder=forwarder,

@@ -15,7 +15,7 @@ from server.access.tenants import Wishes
 from server.api.context import Context
 from server.api.purpose import check_generates
 from server.api.shared.answer import Usage
-from server.api.shared.rendering import Answering, Renderer
+from server.api.shared.rendering import Answering, Renderer, TimedLater
 from server.generate.beam_run import BeamRun
 from server.generate.best_of import BestOf
 from server.generate.fold import Delta
@@ -103,10 +103,12 @@ async def _generate(
         if request.blame is None:
             raise
         raise request.blame(error) from error
+    alone = spec.beams is None and len(spec.prompts) * spec.best_of == 1
+    timed = TimedLater() if context.shows_timing and alone else None
     answering = Answering(
-        call.request_id, model, int(time.time()), spec, context.table, context.force_usage
+        call.request_id, model, int(time.time()), spec, context.table, context.force_usage, timed
     )
-    answer = AnswerOutput(call, renderer(body, answering), before_end)
+    answer = AnswerOutput(call, renderer(body, answering), before_end, timed)
     await _run(call, context, spec, cache_root, adapter, answer)
 
 
@@ -160,6 +162,8 @@ async def _run(
             if spec.beams is None
             else BeamRun(spec, spec.beams, sender, *engines)
         )
+        if answer.timed is not None and isinstance(run, Run):
+            answer.timed.by = run
         try:
             await _in_time(run, output, call, context.request_timeout)
         except Exception as error:
@@ -202,7 +206,15 @@ class AnswerOutput:
     what goes wrong later an error event.
     """
 
-    def __init__(self, call: Call, renderer: Renderer, before_end: BeforeEnd | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        renderer: Renderer,
+        before_end: BeforeEnd | None,
+        timed: TimedLater | None = None,
+    ) -> None:
+        self.timed = timed
+        """Whose times are shown, if any are."""
         self._call = call
         self._renderer = renderer
         self._before_end = before_end

@@ -39,6 +39,11 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     enable_force_include_usage: Annotated[
         bool, "End every stream with its token usage, even if the request did not ask for it."
     ] = False
+    enable_per_request_metrics: Annotated[
+        bool,
+        "Show in answers of one sequence, and where a stream ends with its usage, how long they "
+        "took (`metrics`; completions and chat completions).",
+    ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, "Serve /tokenizer_info, which shows the chat template and the special tokens."
     ] = False

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET
 
-from engine.shared.messages import RequestOutput
+from engine.shared.messages import RequestOutput, RequestTiming
 from server.access.admission import Reservation
 from server.access.limits import INT64_MAX
 from server.api.shared.answer import PromptTokensDetails, Usage
@@ -255,6 +255,11 @@ class Run:
         return self._sender.usage(
             self._spec.num_prompt_tokens, completion_tokens, self.cached_tokens
         )
+
+    @property
+    def timing(self) -> RequestTiming | None:
+        """How long the first sequence took in engines; None as long as it has not ended in one."""
+        return self._timers[0].timing if self._timers else None
 
     @property
     def first_token(self) -> float | None:

@@ -2,6 +2,7 @@
 
 import time
 
+from engine.shared.messages import RequestTiming
 from server.observe.engine_series import EndedSequence, EngineSeries, SequenceFamilies
 from server.observe.metric_factory import MetricFactory
 from server.router.engine_times import EngineTimes
@@ -75,7 +76,7 @@ class SequenceTimer:
 
     __slots__ = (
         "_arrived", "_cached", "_engine", "_first", "_last", "_metrics", "_num_tokens", "_params",
-        "_series", "_times",
+        "_series", "_times", "timing",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +92,8 @@ class SequenceTimer:
         self._last = 0.0
         self._num_tokens = 0
         self._cached = 0
+        self.timing: RequestTiming | None = None
+        """How long it took in engines, once it has ended in one."""
         metrics.began()
 
     def _current(self) -> EngineSeries:
@@ -133,6 +136,7 @@ class SequenceTimer:
     def finished(self, reason: str) -> None:
         """The sequence ended, for whatever reason."""
         series, params, now = self._current(), self._params, time.monotonic()
+        self.timing = self._times.ended(now)
         ended = EndedSequence(
             reason,
             now - self._arrived,
@@ -140,7 +144,7 @@ class SequenceTimer:
             self._num_tokens,
             params.max_tokens,
             self._last - self._first,
-            self._times.ended(now),
+            self.timing,
         )
         series.ended(ended, self._cached)
         if params.ended(self._num_tokens):

@@ -75,6 +75,7 @@ class ChatBody:
         made = ChatCompletionResponse(
             _id(answering), answering.created, answering.model, choices, usage
         )
+        made.metrics = answering.metrics(usage)
         if scores is not None:
             made.prompt_logprobs = prompt_scores(prompt, scores, answering.table)
         if self._show_ids and len(answering.spec.prompts) == 1:

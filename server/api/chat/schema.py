@@ -14,7 +14,13 @@ from server.access.limits import (
     MAX_TOKENS,
     MAX_TOOLS,
 )
-from server.api.shared.answer import OptionalTokenIds, PromptLogprobs, StopReasonField, Usage
+from server.api.shared.answer import (
+    OptionalTokenIds,
+    PromptLogprobs,
+    RequestMetrics,
+    StopReasonField,
+    Usage,
+)
 from server.api.shared.body import JsonObject
 from server.api.shared.fields import ReasoningEffort, SamplingFields, Verbosity
 from server.api.shared.messages import ChatMessage
@@ -161,6 +167,8 @@ class ChatCompletionResponse(msgspec.Struct):
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: OptionalTokenIds = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
+    """With --enable-per-request-metrics."""
 
 
 class ChatDelta(msgspec.Struct):

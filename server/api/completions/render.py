@@ -84,6 +84,7 @@ class CompletionBody:
                 answering.model,
                 encoded_each(answers, self._shown),
                 usage,
+                metrics=answering.metrics(usage),
             )
         )
 

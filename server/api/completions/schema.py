@@ -11,6 +11,7 @@ from server.api.shared.answer import (
     FinishReasonField,
     OptionalTokenIds,
     PromptLogprobs,
+    RequestMetrics,
     StopReasonField,
     Usage,
 )
@@ -83,3 +84,5 @@ class CompletionResponse(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: Usage | None
     object: Literal["text_completion"] = "text_completion"
+    metrics: RequestMetrics | UnsetType = UNSET
+    """With --enable-per-request-metrics."""

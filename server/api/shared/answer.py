@@ -29,6 +29,20 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
+class RequestMetrics(msgspec.Struct):
+    """How long the engines took for an answer of one sequence."""
+
+    time_to_first_token_ms: float
+    """From the first step that it was planned for; it had waited before."""
+    generation_time_ms: float
+    """From its first token to its last."""
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    """From one token to the next; null for a single one."""
+    tokens_per_second: float | None
+    """Since it was first planned."""
+
+
 class PromptLogprob(msgspec.Struct):
     """How likely a token is at a position of the prompt; rank 1 is the most likely."""
 

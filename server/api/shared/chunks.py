@@ -65,6 +65,7 @@ class ChunkFrames:
             self.so_far = UsageSoFar(lengths, spec.n)
         head = ChunkHead(id_, kind, answering.created, answering.model)
         self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._metrics = answering.metrics
         self._suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
     def chunk(self, choice: ShownChoice) -> bytes:
@@ -94,7 +95,9 @@ class ChunkFrames:
         """Return the last frames; a chunk without choices has the usage if that is wanted."""
         if not self._include_usage:
             return DONE
-        return self._prefix + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
+        metrics = self._metrics(usage)
+        timed = b"" if metrics is UNSET else b',"metrics":' + _encode(metrics)
+        return self._prefix + b'],"usage":' + _encode(usage) + timed + b"}\n\n" + DONE
 
 
 def error_frames(error: ApiError) -> bytes:

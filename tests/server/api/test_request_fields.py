@@ -4,9 +4,11 @@ import asyncio
 import string
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.shared.config import ModelConfig
+from engine.shared.messages import RequestTiming
 from server.access.limits import MAX_ECHO
 from server.answer.config import AnswerConfig
 from server.api.shared.messages import ChatMessage
@@ -283,3 +285,40 @@ def test_the_first_chunk_tells_the_prompt(http: Any, engines: Any, options: Any)
     assert all(c["prompt_token_ids"] == engines.streams[-1].prompt_token_ids for c in told)
     assert all(chunk["choices"][0]["delta"].get("role") for chunk in told)
     assert all(("usage" in chunk) == (options is not None) for chunk in chunks)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_answers_show_how_long_they_took_where_the_operator_wants_it(
+    http_of: Any, engines: Any, timed: bool
+) -> None:
+    answer = engines.answer("hello world")
+
+    def script(stream: Any) -> Any:
+        timing = RequestTiming(queue=0.5, prefill=0.25, decode=0.75)
+        return [msgspec.structs.replace(output, timing=timing) for output in answer(stream)]
+
+    engines.script = script
+    settings = HttpConfig(enable_per_request_metrics=timed)
+    http = http_of(FrontEndConfig(model=ModelConfig(model="tiny"), http=settings))
+    options = {"include_usage": True}
+    for path, body in (
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": [USER]}),
+    ):
+        whole = http.post(path, body).json()
+        streamed = http.stream(path, {**body, "stream_options": options})[-1]
+        for shown in (whole, streamed):
+            tokens = shown["usage"]["completion_tokens"]
+            assert tokens > 1
+            assert shown.get("metrics") == (
+                {
+                    "time_to_first_token_ms": 250,
+                    "generation_time_ms": 750,
+                    "queue_time_ms": 500,
+                    "mean_itl_ms": 750 / (tokens - 1),
+                    "tokens_per_second": tokens,
+                }
+                if timed
+                else None
+            )
+        assert "metrics" not in http.post(path, {**body, "n": 2}).json(), "whose would they be?"
