@@ -292,7 +292,8 @@ COUNT_TOKENS: Rows = _CONVERSATION
 
 CONVERSATIONS: Rows = _same("items metadata")
 
-_LABELS_OF_OTHERS = {"user"}
+_HARMLESS = {"user", "stream_options"}
+"""Fields of others that change no answer: who asks, and usage where it is told in any case."""
 _ON_BY_ITSELF = {
     "add_generation_prompt", "include_reasoning", "parallel_tool_calls", "skip_special_tokens"
 }  # fmt: skip
@@ -307,7 +308,7 @@ def _foreign(rows: Rows, others: dict[str, Rows]) -> Rows:
     found: Rows = {}
     for path, theirs in others.items():
         for name, row in theirs.items():
-            if row.state == "ignored" or name in rows or name in _LABELS_OF_OTHERS:
+            if row.state == "ignored" or name in rows or name in _HARMLESS:
                 continue
             served = row.state in ("same", "different")
             if name in found and not (served and found[name].why == _UNKNOWN_HERE):
