@@ -15,7 +15,7 @@ BASH = script(COMMANDS, "bash")
     [
         ("swell ser", {"serve"}),
         ("swell serve --max-num-", {"--max-num-seqs", "--max-num-batched-tokens"}),
-        ("swell serve --no-enable-p", {"--no-enable-prefix-caching"}),
+        ("swell serve --no-enable-pre", {"--no-enable-prefix-caching"}),
         ("swell serve --dtype f", {"float16", "float32"}),
         ("swell engine --api-server-c", set()),
         ("swell bench --backend ", {"openai", "openai-chat"}),

@@ -174,12 +174,17 @@ def test_failures_before_the_first_token_are_ordinary_answers(
     assert all(stream.closed.is_set() for stream in engines.streams)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
 def test_failures_in_a_stream_are_an_event_before_the_end(
-    http: Any, engines: Any, path: str
+    http: Any, engines: Any, path: str, body: Any
 ) -> None:
     engines.script = lambda stream: [RequestOutput(1, [70]), NoEngineAvailable("gone")]
-    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
     *chunks, failure = http.stream(path, body)
     assert chunks
     assert failure["error"]["type"] == "server_error"

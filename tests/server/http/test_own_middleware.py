@@ -74,9 +74,14 @@ def stats(rank: int, waiting: int, running: int, usage: float) -> EngineEntry:
     return EngineEntry(rank, 1, True, "node", 0, None, of_engine)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_answers_tell_the_load_to_who_asks(http: Any, engines: Any, path: str) -> None:
-    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_answers_tell_the_load_to_who_asks(http: Any, engines: Any, path: str, body: Any) -> None:
     headers = {"endpoint-load-metrics-format": "JSON"}
     told = http.post(path, body, headers=headers).headers["endpoint-load-metrics"]
     assert msgspec.json.decode(told.removeprefix("JSON "))["named_metrics"] == {
