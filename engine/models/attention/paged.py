@@ -206,6 +206,9 @@ class PagedAttention:
 
     def _one_product_agrees(self, dtype: torch.dtype) -> bool:
         """Whether `_in_one_product` gives the bits of `_by_token` on this processor."""
+        if dtype != torch.float32 and not has_matrix_unit():
+            # 16 bits hide most differences of sums: with AVX2 there were some that no probe showed.
+            return False
         generator = torch.Generator().manual_seed(0)
         for num_keys in _PROBED_KEYS:
             shapes = (TOKENS_AT_ONCE, self._heads), (num_keys, self._parts, self._kv_heads)
