@@ -171,7 +171,7 @@ def test_https_and_keys(tmp_path: Path) -> None:
     trusting = ssl.create_default_context(cafile=str(certificate))
     with RunningStack(*FLAGS, *tls, *access) as stack:
         assert stack.url.startswith("https://")
-        with httpx.Client(base_url=stack.url, verify=trusting) as client:
+        with httpx.Client(base_url=stack.url, verify=trusting, timeout=PATIENCE) as client:
             assert client.get("/v1/models").status_code == 401
             headers = {"Authorization": "Bearer from-the-file"}
             assert client.get("/v1/models", headers=headers).status_code == 200
