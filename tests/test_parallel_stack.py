@@ -97,6 +97,28 @@ def test_streams_outlive_either_stage_of_an_engine_and_no_process_is_left() -> N
         assert not any(each.is_running() for each in everything)
 
 
+def test_streams_outlive_a_shard_of_engines_that_share_experts() -> None:
+    flags = ("--data-parallel-size", "2", *FLAGS[2:], "--enable-expert-parallel")
+    with RunningStack(*flags) as stack:
+        undisturbed = complete(stack.url, "Once", TOKENS)
+        processes, before = stack.processes(), incarnations(stack.url)
+        with ThreadPoolExecutor(4) as clients:
+            answers = [clients.submit(complete, stack.url, "Once", TOKENS) for _ in range(4)]
+            until(partial(run_there, stack.url, answers), "engine 0 runs")
+            processes["engine 0 worker 1"].kill()
+            assert [answer.result(2 * PATIENCE) for answer in answers] == [undisturbed] * 4
+        assert not psutil.wait_procs([processes["engine 0"]], timeout=PATIENCE)[1]
+        assert processes["engine 1 worker 1"].is_running(), "the other engine goes on"
+        until(partial(are_there, stack, set(processes)), "others start")
+        until(partial(are_replaced, stack.url, before, [0]), "it is replaced")
+        assert [complete(stack.url, "Once", 20, rank) for rank in (0, 1)] == [
+            complete(stack.url, "Once", 20)
+        ] * 2
+        everything = list(stack.processes().values())
+        stack.stop()
+        assert not any(each.is_running() for each in everything)
+
+
 def test_a_stack_stopped_while_its_workers_start_leaves_none() -> None:
     process = subprocess.Popen([SWELL, "serve", "--port", "0", *FLAGS], stdout=subprocess.DEVNULL)
     supervisor = psutil.Process(process.pid)
