@@ -405,13 +405,12 @@ def _post_for_model(
 ) -> APIRoute:
     """Return a route as `_post` does; another server answers what is for its models."""
     forwarder = context.forwarder
-    if forwarder is None:
-        return _post(path, handler, body, responses, context)
 
     @functools.wraps(handler)
     async def here_or_elsewhere(call: Call, context: Context) -> None:
-        model = forwarder.elsewhere(call, context.own_models)
-        if model is None:
+        await context.client.acquainted()
+        model = None if forwarder is None else forwarder.elsewhere(call, context.own_models)
+        if forwarder is None or model is None:
             await handler(call, context)
         else:
             await forwarder.forward(call, model)

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 UTILITY_TIMEOUT = 120.0
 """Seconds that an engine may take for a utility; waking up may mean loading a model."""
 
+ACQUAINTANCE_TIME = 5.0
+"""Seconds that the first requests of a front end may wait for it to reach the engines."""
+
 TICK_INTERVAL = 1.0
 """Seconds between checks for members and requests that have waited for too long."""
 
@@ -91,11 +94,13 @@ class EngineClient:
         requests.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._min_ready_engines = min_ready_engines
         self._became_ready = asyncio.Event()
+        self._acquainted = asyncio.Event()
         self._draining = False
         self._loop = asyncio.get_running_loop()
         self._requests.attach(self._loop, lambda sender, hello: self._handle(Heard(sender, hello)))
         self._outputs.attach(self._loop, lambda _sender, message: self._handle(message))
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
+        self._acquaintance = self._loop.call_later(ACQUAINTANCE_TIME, self._acquainted.set)
 
     # -- GenerationClient ------------------------------------------------------------------------
 
@@ -229,11 +234,20 @@ class EngineClient:
         Returns how many had not ended after `within` seconds.
         """
         self._draining = True
+        self._acquainted.set()
         self._idle.clear()
         if self._router.delivery.in_flight:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), within)
         return len(self._router.delivery.in_flight)
+
+    async def acquainted(self) -> None:
+        """Wait until this front end has reached the engines that serve, or could have.
+
+        It listens on the same socket as others of its node, and gets requests as soon as it does.
+        """
+        if not self._acquainted.is_set():
+            await self._acquainted.wait()
 
     async def wait_until_ready(self) -> None:
         """Wait until as many engines can serve as there have to be at the start."""
@@ -258,9 +272,12 @@ class EngineClient:
 
     def _handle(self, event: Event) -> None:
         self._shell.handle(event)
-        if self._became_ready.is_set():
+        if self._became_ready.is_set() and self._acquainted.is_set():
             return
-        if self._router.members.num_usable >= self._min_ready_engines:
+        members = self._router.members
+        if members.is_acquainted:
+            self._acquainted.set()
+        if members.num_usable >= self._min_ready_engines:
             self._became_ready.set()
 
     def _send(self, to: bytes, message: EngineInput) -> bool:
@@ -274,5 +291,6 @@ class EngineClient:
     def close(self) -> None:
         """Stop receiving and close the sockets."""
         self._timer.cancel()
+        self._acquaintance.cancel()
         for inbox in (self._requests, self._outputs):
             inbox.close()

@@ -69,6 +69,10 @@ class GenerationClient(Protocol):
         """Whether at least one engine can serve now."""
         ...
 
+    async def acquainted(self) -> None:
+        """Wait until it is known who can serve, which in a new process takes a moment."""
+        ...
+
     @property
     def takes_requests(self) -> bool:
         """Whether requests are taken; they wait while all engines are halted."""

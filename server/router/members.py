@@ -222,6 +222,12 @@ class Members:
         return any(route.is_open for route in self.routes.values())
 
     @property
+    def is_acquainted(self) -> bool:
+        """Whether the coordinator has told of the engines, and all that serve can be reached."""
+        routes = self.routes.values()
+        return self.view is not None and all(each.is_open for each in routes if each.entry.ready)
+
+    @property
     def wave(self) -> int:
         return self.view.wave if self.view is not None else 0
 

@@ -135,6 +135,8 @@ class FakeGenerationClient:
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         self.tokenizer = tokenizer
         self.ready = True
+        self.is_acquainted = asyncio.Event()
+        self.is_acquainted.set()
         self.context = 512
         self.view: ClusterView | None = None
         self.stats_age: dict[int, float] = {}
@@ -169,6 +171,9 @@ class FakeGenerationClient:
         if name == "unknown":
             return [UtilityResult(1, each, error="engines have no utility") for each in ranks]
         return [UtilityResult(1, each, {"blocks_forgotten": 7}) for each in reversed(ranks)]
+
+    async def acquainted(self) -> None:
+        await self.is_acquainted.wait()
 
     @property
     def takes_requests(self) -> bool:

@@ -152,8 +152,13 @@ class World:
         return engine
 
     def publish(self, *engines: PlayedEngine, running: bool = False) -> None:
+        self.publish_processes(
+            *[(each.rank, each.incarnation) for each in engines], running=running
+        )
+
+    def publish_processes(self, *engines: tuple[int, int], running: bool = False) -> None:
         self._version += 1
-        entries = [EngineEntry(e.rank, e.incarnation, True, "h", 0, SETUP, None) for e in engines]
+        entries = [EngineEntry(*engine, True, "h", 0, SETUP, None) for engine in engines]
         self.client.view_changed(
             ClusterView(
                 epoch=1, version=self._version, wave=3, running=running, engines=entries,
@@ -199,6 +204,43 @@ def test_the_first_time_it_is_ready_when_enough_engines_are_later_with_one(tmp_p
             assert w.client.ready
             w.publish()
             assert not w.client.ready
+
+    asyncio.run(scenario())
+
+
+def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            waiting = asyncio.create_task(w.client.acquainted())
+            w.engine(0, 10)
+            w.publish_processes((0, 10), (1, 11))
+            await until_async(lambda: w.num_open == 1, "one is open")
+            assert not waiting.done()
+            w.engine(1, 11)
+            async with asyncio.timeout(GUARD):
+                await waiting
+                assert w.num_open == 2
+                w.publish()
+                await w.client.acquainted()  # who comes later finds no engine, and is told so
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("tell", ["no engine serves", "it drains"])
+def test_the_first_requests_do_not_wait_for_engines_that_are_not_there(
+    tmp_path: Path, tell: str
+) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            waiting = asyncio.create_task(w.client.acquainted())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            if tell == "it drains":
+                await w.client.drain(0.0)
+            else:
+                w.publish()
+            async with asyncio.timeout(GUARD):
+                await waiting
 
     asyncio.run(scenario())
 

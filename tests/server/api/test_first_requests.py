@@ -1,0 +1,39 @@
+"""A front end that has just started answers no request before it knows which engines there are."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.server.conftest import FakeGenerationClient
+
+USER = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {"model": "tiny", "messages": [USER], "max_tokens": 5}),
+    ],
+)
+def test_a_request_that_comes_before_engines_are_known_is_answered_when_they_are(
+    app: FastAPI, engines: FakeGenerationClient, path: str, body: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        engines.is_acquainted = asyncio.Event()
+        engines.ready = False
+        serving = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=serving, base_url="http://test") as client:
+            answer = asyncio.create_task(client.post(path, json=body))
+            told = await client.get("/ready")
+            assert (told.status_code, answer.done()) == (503, False)
+            engines.ready = True
+            engines.is_acquainted.set()
+            assert (await answer).status_code == 200
+
+    asyncio.run(scenario())
