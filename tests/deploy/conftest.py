@@ -86,7 +86,7 @@ class Compose:
         return {engine for engine, value in values.items() if value > 0}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def docker() -> Iterator[Docker]:
     """A Docker engine with the base images; skips, saying why, where there can be none."""
     with tempfile.TemporaryDirectory(prefix="swell-docker-") as directory:
@@ -105,7 +105,7 @@ def docker() -> Iterator[Docker]:
             engine.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkout() -> Iterator[Path]:
     """A clean copy of the project, with a cluster key, as people have who follow the docs."""
     with tempfile.TemporaryDirectory(prefix="swell-checkout-") as directory:
@@ -115,14 +115,22 @@ def checkout() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.fixture(scope="module")
-def compose(docker: Docker, checkout: Path) -> Iterator[Compose]:
-    """The running project: a coordinator, two engines, the API and Prometheus."""
+@pytest.fixture(scope="session")
+def project(docker: Docker, checkout: Path) -> Iterator[Compose]:
+    """The project with its images, of which nothing runs."""
     fill_wheelhouse(checkout)
-    project = Compose(docker, checkout, ("docker-compose",))
+    made = Compose(docker, checkout, ("docker-compose",))
     began = time.monotonic()
-    project("build", "coordinator", "engine", "api", timeout=900)
-    project.timings["build"] = time.monotonic() - began
+    made("build", "coordinator", "engine", "api", timeout=900)
+    made.timings["build"] = time.monotonic() - began
+    yield made
+    images = [f"{PROJECT}-{kind}:test" for kind in ("coordinator", "server", "engine")]
+    docker.run("docker", "image", "rm", "-f", *images)
+
+
+@pytest.fixture(scope="module")
+def compose(project: Compose) -> Iterator[Compose]:
+    """The running project: a coordinator, two engines, the API and Prometheus."""
     began = time.monotonic()
     try:
         project("up", "-d", *SERVICES, timeout=200)
@@ -133,10 +141,8 @@ def compose(docker: Docker, checkout: Path) -> Iterator[Compose]:
         project.timings["both engines"] = time.monotonic() - began
         yield project
     except BaseException:
-        print(docker.run("docker-compose", "-p", PROJECT, "-f", str(project.file), "logs",
-                         "--tail", "40").stdout)  # fmt: skip
+        print(project.docker.run("docker-compose", "-p", PROJECT, "-f", str(project.file), "logs",
+                                 "--tail", "40").stdout)  # fmt: skip
         raise
     finally:
         project("down", "-v", "--remove-orphans", timeout=200)
-        images = [f"{PROJECT}-{kind}:test" for kind in ("coordinator", "server", "engine")]
-        docker.run("docker", "image", "rm", "-f", *images)

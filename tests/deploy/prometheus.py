@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.check_dashboard import Query, ask
+from tests.support.http import fetch
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 
@@ -49,6 +50,8 @@ class Prometheus:
             ],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
+        # Before that it answers questions with 503.
+        until(lambda: fetch(f"{self.url}/-/ready").status == 200, "Prometheus runs", interval=0.1)
 
     def value(self, expression: str) -> float:
         """Return the only value of an expression; nan if it has none."""
@@ -63,7 +66,7 @@ class Prometheus:
             try:
                 return self.value(expression) > 0
             except OSError:
-                return False  # it starts
+                return False  # too busy to answer in time
 
         until(is_positive, expression, within, interval=0.2)
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tests.support.http import call, completion, fetch, ready_ranks
+from tests.support.http import ADMIN_KEY, call, completion, fetch, ready_ranks
 from tests.support.waiting import PATIENCE, until
 
 
@@ -27,18 +27,21 @@ ENOUGH = 50
 class Load:
     """Clients that send requests one after the other and keep what they were told."""
 
-    def __init__(self, url: str, clients: int) -> None:
+    def __init__(self, url: str, clients: int, key: str = ADMIN_KEY) -> None:
         self.answers: dict[int, set[str]] = {}
         self.errors: list[str] = []
         self.count = 0
-        self._url = url
+        self._target = (url, key)
+        self._asked: dict[int, tuple[str, str]] = {}
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(clients)]
 
     def _run(self, seed: int) -> None:
         body = completion(f"Act {seed}", 60, seed=seed)
         while not self._over.is_set():
-            answer = fetch(f"{self._url}/v1/completions", body)
+            url, key = target = self._target
+            answer = fetch(f"{url}/v1/completions", body, key=key)
+            self._asked[seed] = target
             if answer.status != 200:
                 self.errors.append(repr(answer))
                 continue
@@ -58,6 +61,14 @@ class Load:
             self._over.set()
             for thread in self._threads:
                 thread.join(PATIENCE)
+
+    def turn_to(self, url: str, key: str = ADMIN_KEY) -> None:
+        """Have all clients ask there, with this key, from now on: none comes back to the other."""
+        self._target = (url, key)
+        until(
+            lambda: self.errors or list(self._asked.values()) == [(url, key)] * len(self._threads),
+            "all clients have been answered there",
+        )
 
     def goes_on(self, requests: int = 30) -> None:
         """Wait until so many more requests are answered."""
