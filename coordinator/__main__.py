@@ -1,10 +1,11 @@
-"""`python -m coordinator`: the coordinator below a supervisor, which sends its settings."""
+"""`python -m coordinator`: the coordinator below a supervisor, which sends what it has to know."""
 
 import sys
 
-from coordinator.config import CoordinatorConfig
+from coordinator.config import CoordinatorLaunch
 from coordinator.process import run
 from engine.shared.lifeline import Lifeline
 
 lifeline = Lifeline.from_environment()
-sys.exit(run(lifeline.read_launch(CoordinatorConfig), lifeline))
+launch = lifeline.read_launch(CoordinatorLaunch)
+sys.exit(run(launch.config, lifeline, has_predecessors=launch.has_predecessors))

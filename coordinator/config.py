@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from engine.shared.config import ClusterConfig, HealthConfig, LogConfig, PositiveFloat, Section
@@ -37,3 +38,11 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
     publish: PublishConfig = PublishConfig()
     health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
+
+
+class CoordinatorLaunch(msgspec.Struct, frozen=True):
+    """What a supervisor tells the coordinator that it starts."""
+
+    config: CoordinatorConfig
+    has_predecessors: bool = True
+    """Whether members of a coordinator before it may be alive."""

@@ -4,7 +4,8 @@ Engines are told apart by their ranks, front ends by their indices. Whoever come
 keeps it; whoever asks for one gets the lowest that is free. A coordinator that has just started
 does not know yet which are: members of one before it may be alive, and register again within the
 time after which a silent member is gone. If one of them lost its number to a newcomer, engines
-would drop its requests, or front ends would move them. So nobody is given a number before.
+would drop its requests, or front ends would move them. So nobody is given a number before, unless
+the coordinator was told that there are no such members.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ class Numbers:
     """Gives out the numbers of one coordinator's members.
 
     Args:
-        grace: seconds after which members that do not register again are gone.
+        grace: seconds after which members that do not register again are gone; 0 if there are none.
     """
 
     def __init__(self, grace: float) -> None:

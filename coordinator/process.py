@@ -62,7 +62,9 @@ def socket_addresses(registration: str) -> tuple[str, str, str]:
 class Coordinator:
     """Owns the four sockets; everything that decides is in `EngineGroups`."""
 
-    def __init__(self, config: CoordinatorConfig, transport: Transport) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, transport: Transport, *, has_predecessors: bool
+    ) -> None:
         self._transport = transport
         registration = config.cluster.coordinator_address
         front, output, back = socket_addresses(registration)
@@ -84,6 +86,7 @@ class Coordinator:
                 publish_interval=config.publish.publish_interval,
                 publish_idle_interval=config.publish.publish_idle_interval,
                 member_timeout=config.cluster.engine_timeout,
+                has_predecessors=has_predecessors,
             ),
             config.publish.expected,
         )
@@ -168,8 +171,12 @@ class Coordinator:
             socket.close(linger=200)
 
 
-def run(config: CoordinatorConfig, lifeline: Lifeline) -> int:
-    """Run a coordinator until SIGTERM or SIGINT and return the exit code."""
+def run(config: CoordinatorConfig, lifeline: Lifeline, *, has_predecessors: bool = True) -> int:
+    """Run a coordinator until SIGTERM or SIGINT and return the exit code.
+
+    Args:
+        has_predecessors: whether members of a coordinator before this one may be alive.
+    """
     name_process("coordinator", config.log.log_level, config.log.log_format)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(0))
@@ -178,7 +185,8 @@ def run(config: CoordinatorConfig, lifeline: Lifeline) -> int:
     health = Health(config.health.stall_timeout)
     try:
         serve_health(config.health, health)
-        coordinator = Coordinator(config, Transport(config.cluster, context))
+        transport = Transport(config.cluster, context)
+        coordinator = Coordinator(config, transport, has_predecessors=has_predecessors)
     except (InsecureCluster, OSError, ValueError, zmq.ZMQError) as error:
         lifeline.failed(f"cannot listen on {config.cluster.coordinator_address}: {error}")
         return CANNOT_START

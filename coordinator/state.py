@@ -72,6 +72,8 @@ class CoordinatorParameters:
     publish_interval: float
     publish_idle_interval: float
     member_timeout: float
+    has_predecessors: bool = True
+    """Whether members of a coordinator before this one may be alive."""
     expected_engines: int | None = None
     """How many engines are expected; None: as many as the supervisors of nodes run."""
 
@@ -94,7 +96,8 @@ class CoordinatorState:
             parameters.publish_interval, parameters.publish_idle_interval
         )
         self._order_due = float("-inf")
-        self._numbers = Numbers(parameters.member_timeout)
+        grace = parameters.member_timeout if parameters.has_predecessors else 0.0
+        self._numbers = Numbers(grace)
         self._adapters = AdapterRegistry()
         self._ordered_sheet: AdapterSheet | None = None
 

@@ -10,6 +10,7 @@ import pytest
 from engine.shared.version import SWELL_VERSION
 from scripts import build_site
 from scripts.write_settings_doc import TARGET, render
+from tests.support.syntax import tree_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -117,7 +118,7 @@ def test_state_machines_that_the_page_names_are_there() -> None:
 def test_functions_that_the_architecture_names_are_there() -> None:
     classes: dict[str, set[str]] = {}
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 functions = ast.FunctionDef | ast.AsyncFunctionDef
                 names = {each.name for each in node.body if isinstance(each, functions)}

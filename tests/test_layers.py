@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import tree_of
+
 ROOT = Path(__file__).parent.parent
 
 COMMAND_LINE = ROOT / "server" / "cli.py"
@@ -19,7 +21,7 @@ def sources(package: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -21,6 +21,8 @@ class Joining(NamedTuple):
     """Whether the node hosts the coordinator."""
     is_alone: bool
     """Whether no other node can join."""
+    is_new: bool = False
+    """Whether nobody can be left of an earlier run: the cluster's key was made for this one."""
 
 
 def joining(config: ServeConfig, local_address: str) -> Joining:

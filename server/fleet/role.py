@@ -1,6 +1,7 @@
 """The places that a supervisor fills: the program and parameters of each."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from coordinator.config import CoordinatorLaunch
 from engine.shared.config import EngineLaunch
 from engine.shared.messages import MemberKind
 from server.access.admission_table import create_admission_table
@@ -44,12 +46,15 @@ class Role:
     restarts: Restarts = field(default_factory=Restarts)
 
 
-def coordinator_role(config: ServeConfig) -> Role:
-    """Return the coordinator's place."""
+def coordinator_role(config: ServeConfig, *, is_new: bool) -> Role:
+    """Return the coordinator's place; in a new cluster the first one has no predecessors."""
+    starts = itertools.count()
     return Role(
         name="coordinator",
         module="coordinator",
-        launch=lambda _: config.coordinator(),
+        launch=lambda _: CoordinatorLaunch(
+            config.coordinator(), has_predecessors=next(starts) > 0 or not is_new
+        ),
     )
 
 

@@ -66,14 +66,14 @@ class Supervisor:
         self._console = console
         self._node = node
         self._directory = node.path
-        config, leads, self._is_alone = backend.joined
+        config, leads, self._is_alone, is_new = backend.joined
         cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._directory))
         self._config = msgspec.structs.replace(config, cluster=cluster)
         self._listener: socket.socket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         self._registration: zmq.Socket[bytes] | None = None
         self._keeper = Keeper(console, config.log.log_format, self._report_death, node.keep)
-        self._coordinator = [coordinator_role(self._config)] if leads else []
+        self._coordinator = [coordinator_role(self._config, is_new=is_new)] if leads else []
         self._front_ends: list[Role] = []
         self._engines = {
             place: backend.engine_role(self._config, place, numbered=True)

@@ -39,3 +39,9 @@ def test_nobody_waits_longer_than_it_looks_for_a_coordinator() -> None:
     numbers = Numbers(3600.0)
     numbers.begin(0.0)
     assert numbers.number_for(hello(-1, 9), {}, LONGEST_WAIT) == 0
+
+
+def test_the_first_coordinator_of_a_cluster_gives_out_numbers_at_once() -> None:
+    numbers = Numbers(0.0)
+    numbers.begin(100.0)
+    assert numbers.number_for(hello(-1, 9), {}, 100.0) == 0

@@ -73,8 +73,9 @@ class RayBackend:
         except BaseException:
             self._cluster.close()
             raise
-        self.joined = Joining(joined, leads=True, is_alone=False)
         key_file = joined.cluster.cluster_key_file
+        has_own_key = key_file != config.cluster.cluster_key_file
+        self.joined = Joining(joined, leads=True, is_alone=False, is_new=has_own_key)
         self._ranks = Ranks(
             self._cluster,
             packing,

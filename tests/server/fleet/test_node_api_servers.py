@@ -23,10 +23,18 @@ class MadeUpKeeper:
         self.retired: list[str] = []
         self.may_retire = asyncio.Event()
         self.refuses: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
 
     def fill(self, role: Role) -> None:
         self.filled.append(role.name)
         role.keeping = asyncio.create_task(self._keep(role))
+        self._tasks.append(role.keeping)
+
+    async def close(self) -> None:
+        """End all that is kept; how a task failed has to be asked for."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, role: Role) -> None:
         if role.name in self.refuses:
@@ -67,7 +75,9 @@ def place(name: str) -> Role:
 
 def run(body: Callable[[Scene], Awaitable[None]]) -> None:
     async def main() -> None:
-        await body(Scene())
+        scene = Scene()
+        await body(scene)
+        await scene.keeper.close()
 
     asyncio.run(main())
 

@@ -4,7 +4,7 @@ import msgspec
 
 from engine.shared.config import ParallelConfig
 from server.config import ServeConfig
-from server.fleet.role import engine_role
+from server.fleet.role import coordinator_role, engine_role
 
 
 def test_an_engine_is_told_its_number_on_the_node_whatever_its_rank() -> None:
@@ -14,3 +14,9 @@ def test_an_engine_is_told_its_number_on_the_node_whatever_its_rank() -> None:
         node = msgspec.structs.replace(config, parallel=parallel)
         launches = [engine_role(node, place).launch(1) for place in range(2)]
         assert [launch.config.parallel.number_on_node for launch in launches] == [0, 1]
+
+
+def test_only_the_first_coordinator_of_a_new_cluster_is_told_that_none_was_before() -> None:
+    for is_new, told in (True, [False, True, True]), (False, [True, True, True]):
+        role = coordinator_role(ServeConfig(), is_new=is_new)
+        assert [role.launch(each).has_predecessors for each in range(3)] == told
