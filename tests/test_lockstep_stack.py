@@ -30,7 +30,9 @@ def dummy_steps(url: str) -> dict[int, int]:
 
     def is_reported() -> bool:
         done = {rank: info["step"] for rank, info in utility(url, "info").items()}
-        engines = {each["rank"]: each["counts"] for each in call(f"{url}/status.json")["engines"]}
+        nothing = {"step": 0, "dummy_steps_total": 0}  # an engine that has not reported yet
+        shown = call(f"{url}/status.json")["engines"]
+        engines = {each["rank"]: each["counts"] or nothing for each in shown}
         told.update({rank: counts["dummy_steps_total"] for rank, counts in engines.items()})
         return {rank: counts["step"] for rank, counts in engines.items()} == done
 
