@@ -35,7 +35,7 @@ def test_requests_outlive_a_killed_worker_and_nothing_outlives_the_stack() -> No
         processes = stack.processes()
         engine, worker = processes["engine 0"], processes["engine 0 worker 1"]
         undisturbed = complete(stack.url, "Once", TOKENS)
-        before = incarnations(stack.url)
+        before = incarnations(stack.url, [0])
         with ThreadPoolExecutor(1) as clients:
             answer = clients.submit(complete, stack.url, "Once", TOKENS)
             until(lambda: num_running(stack.url) == 1 or answer.done(), "it runs")
@@ -48,7 +48,7 @@ def test_requests_outlive_a_killed_worker_and_nothing_outlives_the_stack() -> No
         until(partial(are_replaced, stack.url, before, [0]), "it is replaced")
 
         # An idle engine notices as well, before the next request has to.
-        before = incarnations(stack.url)
+        before = incarnations(stack.url, [0])
         engine, worker = (stack.processes()[name] for name in ("engine 0", "engine 0 worker 1"))
         worker.kill()
         until(lambda: not engine.is_running(), "the engine ends")
@@ -81,7 +81,7 @@ def test_streams_outlive_either_stage_of_an_engine_and_no_process_is_left() -> N
         undisturbed = complete(stack.url, "Once", TOKENS)
         for name in ("engine 0 worker 1", "engine 0"):  # the first stage, then the last
             processes = stack.processes()
-            before = incarnations(stack.url)
+            before = incarnations(stack.url, range(2))
             with ThreadPoolExecutor(6) as clients:
                 answers = [clients.submit(complete, stack.url, "Once", TOKENS) for _ in range(6)]
                 until(partial(run_there, stack.url, answers), "engine 0 runs")
@@ -101,7 +101,7 @@ def test_streams_outlive_a_shard_of_engines_that_share_experts() -> None:
     flags = ("--data-parallel-size", "2", *FLAGS[2:], "--enable-expert-parallel")
     with RunningStack(*flags) as stack:
         undisturbed = complete(stack.url, "Once", TOKENS)
-        processes, before = stack.processes(), incarnations(stack.url)
+        processes, before = stack.processes(), incarnations(stack.url, range(2))
         with ThreadPoolExecutor(4) as clients:
             answers = [clients.submit(complete, stack.url, "Once", TOKENS) for _ in range(4)]
             until(partial(run_there, stack.url, answers), "engine 0 runs")

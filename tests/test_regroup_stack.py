@@ -45,7 +45,7 @@ def test_requests_survive_the_death_of_a_member(trio: Trio, dead: int) -> None:
     stack = trio.stack
     wave = wave_when_paused(stack.url)
     (before,) = topologies(stack.url)
-    processes = incarnations(stack.url)
+    processes = incarnations(stack.url, range(3))
     generated = total(stack.url, "engine_generation_tokens_total")
 
     def tokens() -> float:
@@ -87,7 +87,7 @@ def test_a_group_grows_shrinks_and_is_replaced_under_load() -> None:
             call(f"{stack.url}/admin/scale", {"data_parallel_size": size})
             assert settle(stack.url, size)["error"] is None
             until(lambda: len(topologies(stack.url)) == 1, "one group")
-        old = incarnations(stack.url)
+        old = incarnations(stack.url, range(2))
         call(f"{stack.url}/admin/restart", {})
         settle(stack.url, 2)
         until(lambda: are_replaced(stack.url, old, range(2)), "both are other processes")

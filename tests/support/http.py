@@ -107,10 +107,21 @@ def ready_ranks(url: str) -> set[int]:
     return set(incarnations(url))
 
 
-def incarnations(url: str) -> dict[int, int]:
-    """Return which process each engine is that is ready, as the front end that answers sees it."""
-    engines = call(f"{url}/status.json")["engines"]
-    return {engine["rank"]: engine["incarnation"] for engine in engines if engine["ready"]}
+def incarnations(url: str, ranks: Iterable[int] = ()) -> dict[int, int]:
+    """Return which process each engine is that is ready, as the front end that answers sees it.
+
+    It may be behind: wait until those of these ranks are among them.
+    """
+    found: dict[int, int] = {}
+
+    def all_are_ready() -> bool:
+        engines = call(f"{url}/status.json")["engines"]
+        found.clear()
+        found.update({each["rank"]: each["incarnation"] for each in engines if each["ready"]})
+        return set(ranks) <= found.keys()
+
+    until(all_are_ready, "the engines are ready")
+    return found
 
 
 def are_replaced(url: str, before: dict[int, int], ranks: Iterable[int]) -> bool:
