@@ -44,8 +44,9 @@ class Context(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     max_logprobs: int
     force_usage: bool
-    shows_timing: bool
     """Whether every stream ends with its usage."""
+    shows_timing: bool
+    """Whether answers of one sequence show how long they took."""
     created: int
     """Unix time at which this process began to serve."""
     store: ResponseStore | None
