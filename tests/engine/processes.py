@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,27 @@ def free_address() -> str:
     """Return an address on which nobody listens."""
     with open_listener("127.0.0.1") as listener:
         return listener_address(listener)
+
+
+def answer_lines(
+    member: object, refusals: Mapping[type[Exception], str], *, timed: bool = False
+) -> None:
+    """Be such a process: answer each line of standard input by calling what it names.
+
+    Args:
+        member: its methods are what can be asked for, with arguments and results of JSON.
+        refusals: errors that are answers too, by the word that the answer has for them.
+        timed: whether answers say how many seconds they took.
+    """
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        began = time.monotonic()
+        answer: dict[str, Any]
+        try:
+            answer = {"ok": getattr(member, name)(*arguments)}
+        except tuple(refusals) as error:
+            word = next(word for kind, word in refusals.items() if isinstance(error, kind))
+            answer = {word: str(error)}
+        if timed:
+            answer["seconds"] = time.monotonic() - began
+        print(json.dumps(answer), flush=True)

@@ -3,11 +3,9 @@
 With the argument `device` its tensors count as being on a device (`strict_device`).
 """
 
-import json
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from engine.models.parallel.experts import (
 )
 from engine.models.parallel.tensors import CutEmbedding, CutHead, SummedOver, part_of
 from tests.engine.distributed import strict_device
+from tests.engine.processes import answer_lines
 
 
 class Member:
@@ -224,16 +223,7 @@ def main() -> None:
     if sys.argv[1:] == ["device"]:
         device = strict_device.DEVICE
         strict_device.install()
-    member = Member(device)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        began = time.monotonic()
-        answer: Any
-        try:
-            answer = {"ok": getattr(member, name)(*arguments)}
-        except GroupBroken as error:
-            answer = {"broken": str(error)}
-        print(json.dumps({**answer, "seconds": time.monotonic() - began}), flush=True)
+    answer_lines(Member(device), {GroupBroken: "broken"}, timed=True)
 
 
 if __name__ == "__main__":

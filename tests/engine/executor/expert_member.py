@@ -1,7 +1,5 @@
 """A process that is one engine of an expert-parallel group, told what to do line by line."""
 
-import json
-import sys
 from typing import Any
 
 import msgspec
@@ -25,6 +23,7 @@ from engine.shared.config import (
 )
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.executor.many_kinds import requests, serve
+from tests.engine.processes import answer_lines
 
 
 class Member:
@@ -143,17 +142,7 @@ class Member:
 
 def main() -> None:
     torch.set_num_threads(1)
-    member = Member()
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        answer: dict[str, Any]
-        try:
-            answer = {"ok": getattr(member, name)(*arguments)}
-        except GroupBroken as error:
-            answer = {"broken": str(error)}
-        except WorkerFailed as error:
-            answer = {"failed": str(error)}
-        print(json.dumps(answer), flush=True)
+    answer_lines(Member(), {GroupBroken: "broken", WorkerFailed: "failed"})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """A process that is one engine of a lockstep group, told what to do line by line."""
 
-import json
-import sys
 import threading
 from typing import Any
 
@@ -12,6 +10,7 @@ from engine.lockstep.group_connection import GroupConnection
 from engine.lockstep.grouping import Grouping
 from engine.shared.config import BUNDLED_MODEL, EngineConfig, ModelConfig
 from engine.shared.messages import FormGroup, GroupMember, GroupStatus
+from tests.engine.processes import answer_lines
 
 
 class Member:
@@ -53,15 +52,7 @@ class Member:
 
 
 def main() -> None:
-    member = Member()
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        answer: dict[str, Any]
-        try:
-            answer = {"ok": getattr(member, name)(*arguments)}
-        except GroupBroken as error:
-            answer = {"broken": str(error)}
-        print(json.dumps(answer), flush=True)
+    answer_lines(Member(), {GroupBroken: "broken"})
 
 
 if __name__ == "__main__":
