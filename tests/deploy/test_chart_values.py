@@ -311,6 +311,19 @@ def test_a_pool_has_an_api_server_beside_each_engine_for_the_endpoint_picker() -
     assert len(ports[-1][1]) == 2
 
 
+@pytest.mark.parametrize("mode", ["FailOpen", "FailClose"])
+def test_the_inference_extension_takes_the_pool(mode: str) -> None:
+    import jsonschema
+
+    file = Path(__file__).with_name("inferencepool.schema.json")
+    example = CHART / "examples" / "inference-pool.yaml"
+    for sets in ((), ("inferencePool.name=p",), ("model.group=next", "engine.gpus=1")):
+        picker = f"inferencePool.endpointPicker.failureMode={mode}"
+        pools = [m for m in render(example, picker, *sets) if m["kind"] == "InferencePool"]
+        assert len(pools) == 1
+        jsonschema.validate(pools[0], json.loads(file.read_text(encoding="utf-8")))
+
+
 def test_a_pool_that_cannot_work_is_refused_with_the_reason() -> None:
     assert "endpointPicker.name" in refused("inferencePool.enabled=true")
     assert "previous.model" not in refused("inferencePool.enabled=true")
