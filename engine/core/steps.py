@@ -195,6 +195,6 @@ class Steps:
 def _steps_in_flight(scheduling: SchedulerConfig, stages: int) -> int:
     if scheduling.async_scheduling and not scheduling.steps_overlap:
         logger.info(
-            "steps run one after the other: --speculative-ngram needs the tokens of the last one"
+            "steps run one after the other: draft tokens follow those that the last one drew"
         )
     return stages + 1 if scheduling.steps_overlap else stages

@@ -14,7 +14,13 @@ from engine.distributed.group import Group
 from engine.distributed.spec import GroupSpec
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.leader import Leader
-from engine.executor.loading import device_for, load_model, max_head_threads, set_threads
+from engine.executor.loading import (
+    device_for,
+    load_draft_model,
+    load_model,
+    max_head_threads,
+    set_threads,
+)
 from engine.executor.pipelining import PipelinedSteps
 from engine.executor.step_thread import StepThread
 from engine.grammar.masks import GrammarTable, grammar_table
@@ -34,7 +40,7 @@ from engine.runner.memory_profile import profiled_memory
 from engine.runner.model_runner import EarlierStages, ModelRunner
 from engine.runner.pooler import Pooler
 from engine.scheduler.batch import BatchPlan
-from engine.shared.config import CacheConfig, EngineConfig
+from engine.shared.config import EngineConfig
 from engine.shared.model_files import model_directory
 
 logger = logging.getLogger(__name__)
@@ -88,6 +94,8 @@ class InProcessExecutor:
             self._place = GroupPlace(rank % size, size)
         self._experts: Group | None = None
         """All processes that hold experts."""
+        self._draft: Decoder | None = None
+        """Proposes tokens that the model verifies, where the settings name such a model."""
         model, fingerprint = self._load()
         spec = model.spec
         self._max_head_threads = max_head_threads(spec, config, engines_on_node)
@@ -96,7 +104,7 @@ class InProcessExecutor:
             max_model_len = min(max_model_len, self._pooling.max_length or max_model_len)
         self._report("allocating the KV cache")
         free = self._free_blocks(model, max_model_len, engines_on_node * processes)
-        num_blocks = _num_blocks(config, model, max_model_len, free)
+        num_blocks = self._num_blocks(model, max_model_len, free)
         self._info = ExecutorInfo(
             num_kv_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -196,7 +204,7 @@ class InProcessExecutor:
         """
         self._runner = self._pipelined = None
         if level > 1 or self._device.type != "cpu":
-            self._model = None
+            self._model = self._draft = None
         give_back_freed_memory()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -244,10 +252,10 @@ class InProcessExecutor:
             self._grammars.shutdown()
         if self._adapters is not None:
             self._adapters.shutdown()
-        self._runner = self._pipelined = self._model = None
+        self._runner = self._pipelined = self._model = self._draft = None
 
     def _load(self) -> tuple[Decoder, str]:
-        """Load the weights; return them with their fingerprint."""
+        """Load the weights, and a draft model's; return the first with their fingerprint."""
         loaded = load_model(
             self._config,
             self._device,
@@ -258,6 +266,9 @@ class InProcessExecutor:
         )
         self._loader = loaded.loader
         self._pooling = loaded.pooling
+        spec = loaded.model.spec
+        longest = model_length(spec, self._config.model)
+        self._draft = load_draft_model(self._config, spec, longest, self._device, self._report)
         return loaded.model, loaded.fingerprint
 
     @property
@@ -292,6 +303,7 @@ class InProcessExecutor:
             pooler=None if self._pooling is None else Pooler(self._pooling, model.classify),
             adapters=self._adapters,
             earlier=self._earlier(model),
+            draft=self._draft,
         )
 
     def _earlier(self, model: Decoder) -> EarlierStages | None:
@@ -309,7 +321,7 @@ class InProcessExecutor:
         """
         cache = self._config.cache
         budget = cache.kv_cache_memory_bytes or available_memory(self._device, processes)
-        free = budget // _block_bytes(cache, model)
+        free = budget // self._block_bytes(model)
         if self._leader is not None:
             free = self._leader.min_blocks(free)
         is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
@@ -340,29 +352,28 @@ class InProcessExecutor:
         finally:
             if experts is not None:
                 experts.leave()
-        free = left // _block_bytes(self._config.cache, model)
+        free = left // self._block_bytes(model)
         if leader is None:
             return free
         leader.end_trial()
         return leader.min_blocks(free)
 
-
-def _num_blocks(
-    config: EngineConfig, model: Decoder, max_model_len: int, available_blocks: int
-) -> int:
-    block_bytes, cache = _block_bytes(config.cache, model), config.cache
-    if cache.kv_cache_memory_bytes is not None:  # a stage with more layers has fewer blocks of it
-        cache = msgspec.structs.replace(
-            cache, kv_cache_memory_bytes=max(1, available_blocks * block_bytes)
+    def _num_blocks(self, model: Decoder, max_model_len: int, available_blocks: int) -> int:
+        block_bytes, cache = self._block_bytes(model), self._config.cache
+        if cache.kv_cache_memory_bytes is not None:  # a stage with more layers has fewer blocks
+            cache = msgspec.structs.replace(
+                cache, kv_cache_memory_bytes=max(1, available_blocks * block_bytes)
+            )
+        return count_blocks(
+            cache,
+            block_bytes=block_bytes,
+            max_model_len=max_model_len,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            available_bytes=available_blocks * block_bytes,
         )
-    return count_blocks(
-        cache,
-        block_bytes=block_bytes,
-        max_model_len=max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        available_bytes=available_blocks * block_bytes,
-    )
 
-
-def _block_bytes(cache: CacheConfig, model: Decoder) -> int:
-    return bytes_per_block(model.spec, cache.block_size, model.cache_dtype)
+    def _block_bytes(self, model: Decoder) -> int:
+        """Return the memory of one block, in the KV caches of both models if there are two."""
+        models = (model,) if self._draft is None else (model, self._draft)
+        size = self._config.cache.block_size
+        return sum(bytes_per_block(each.spec, size, each.cache_dtype) for each in models)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from engine.executor.draft_rules import check_draft_model
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
 from engine.models.decoder import Decoder
@@ -88,6 +89,44 @@ def load_model(
         model = loader.load()
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
         return LoadedModel(model, fingerprint, loader, pooling)
+
+
+def load_draft_model(
+    config: EngineConfig,
+    target: ModelSpec,
+    max_model_len: int,
+    device: torch.device,
+    report: Callable[[str], None],
+) -> Decoder | None:
+    """Load the draft model that the settings name; None if they name none.
+
+    Args:
+        config: all settings; those of the served model's types and weights hold for both.
+        target: of the model that is served.
+        max_model_len: longest sequence, which the draft model has to take too.
+        device: where it computes.
+        report: is told what happens now, in words for people.
+
+    Raises:
+        BadDraftModel: it has other tokens than the model that is served, or fewer positions.
+        ModelNotFound: there is no such model.
+        UnsupportedModel: the model's config asks for something that is not implemented.
+        CheckpointError: the weights do not fit the config.
+    """
+    name = config.scheduler.speculative_model
+    if name is None:
+        return None
+    settings = msgspec.structs.replace(
+        config.model, model=name, revision=None, max_model_len=max_model_len, runner="generate"
+    )
+    check_draft_model(settings, config.model, target, max_model_len)
+    alone = msgspec.structs.replace(
+        config,
+        model=settings,
+        lora=LoraConfig(),
+        executor=msgspec.structs.replace(config.executor, batch_invariant=False),
+    )
+    return load_model(alone, device, report).model
 
 
 def adapter_room(config: LoraConfig) -> AdapterRoom | None:

@@ -18,6 +18,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import AdaptersSettled, GrammarsSettled
 from engine.core.steps import StepFailed
 from engine.core.wave_clock import OwnClock
+from engine.executor.draft_rules import check_draft_settings
 from engine.executor.environment import settle_environment
 from engine.executor.interface import Executor, GroupExecutor
 from engine.executor.pooling_rules import check_pooling
@@ -93,6 +94,7 @@ def build_executor(
     pooling = read_pooling(directory, config.model)
     if pooling is not None:
         check_pooling(config, pooling)
+    check_draft_settings(config)
     if config.executor.executor == "simulated":
         from engine.executor.simulated import SimulatedExecutor
         from engine.grammar.masks import grammar_table

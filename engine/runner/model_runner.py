@@ -12,8 +12,9 @@ from engine.grammar.masks import Ends, GrammarTable
 from engine.models.adapters import AdapterRows, AdapterWeights
 from engine.models.attention.plan import AttentionRows
 from engine.models.attention.varlen import to_device
-from engine.models.decoder import Decoder, FinalTokens, StepTokens
+from engine.models.decoder import Decoder
 from engine.runner.cuda_graphs import DecodeGraphs, can_record
+from engine.runner.draft_model import DraftModel
 from engine.runner.head_threads import head_threads
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
@@ -21,9 +22,9 @@ from engine.runner.logprobs import token_logprobs
 from engine.runner.pooler import Pooler
 from engine.runner.sampler import sample
 from engine.runner.slots import NO_LOGPROBS, SlotTable
+from engine.runner.step_input import step_tokens
 from engine.runner.verification import (
     Draws,
-    draw_rows,
     draws_of,
     verified,
     write_proposed,
@@ -89,12 +90,14 @@ class ModelRunner:
         pooler: Pooler | None = None,
         adapters: Mapping[str, AdapterWeights] | None = None,
         earlier: EarlierStages | None = None,
+        draft: Decoder | None = None,
     ) -> None:
         """Allocate the KV cache; on CUDA, record decode steps as graphs unless told not to.
 
         `max_head_threads` is how many the LM head of a large batch may have, should that be more
         than the layers have. A `pooler` makes vectors of sequences in place of tokens. `adapters`
-        has those that plans may name, by their versions.
+        has those that plans may name, by their versions. `draft` chooses tokens that plans leave
+        to it.
         """
         self.model = model
         self._pooler = pooler
@@ -117,6 +120,7 @@ class ModelRunner:
             vocab_size=model.spec.vocab_size,
             eos_token_ids=model.spec.eos_token_ids,
         )
+        self._draft = None if draft is None else DraftModel(draft, self._table, num_kv_blocks)
         self._graphs: DecodeGraphs | None = None
         if on_cuda and record_decodes and can_record(model, block_size):
             self._graphs = DecodeGraphs(
@@ -145,7 +149,7 @@ class ModelRunner:
         Raises:
             ValueError: a starting sequence does not fit the model.
         """
-        self._update(plan)
+        plan = self._update(plan)
         if not plan.slots:
             return None
         rows = batch_rows(plan, self._table)
@@ -234,14 +238,18 @@ class ModelRunner:
             return None
         return adapters.select(self._tensor(tokens))
 
-    def _update(self, plan: BatchPlan) -> None:
+    def _update(self, plan: BatchPlan) -> BatchPlan:
+        """Apply the changes of a plan; return it with all proposed tokens."""
         for adapter_slot, version in plan.adapters.items():
             self._placed[adapter_slot] = self._adapters[version]
         for start in plan.starting:
             self._table.start(start)
         for blocks in plan.blocks:
             self._table.append_blocks(blocks)
+        if self._draft is not None:
+            return self._draft.propose(plan)
         write_proposed(plan, self._table)
+        return plan
 
     def _states(self, begun: BegunStep) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
         """Return the final states [draws, hidden], and what is to be reported of prompts."""
@@ -263,20 +271,7 @@ class ModelRunner:
         recorded = self._graphs if begun.adapters is None else None
         if recorded is not None and (hidden := recorded.run(rows, shape)) is not None:
             return hidden
-        final = None
-        if draws is not None:
-            ends = draw_rows(draws, self._table)
-            plan = model.attention.plan(ends, model.last_window) if len(draws.tokens) else None
-            final = FinalTokens(self._tensor(draws.tokens), plan)
-        step = StepTokens(
-            token_ids=self._tensor(rows.token_ids),
-            positions=self._tensor(rows.positions),
-            slots=self._tensor(rows.cache_slots),
-            rows=shape,
-            plans={window: model.attention.plan(shape, window) for window in model.windows},
-            final=final,
-            adapters=begun.adapters,
-        )
+        step = step_tokens(model, self._table, rows, shape, draws=draws, adapters=begun.adapters)
         incoming = None if begun.incoming is None else begun.incoming.wait()
         return model.hidden_states(step, self._cache, incoming)
 

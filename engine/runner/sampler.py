@@ -59,20 +59,44 @@ def sample(
     params = table.sampling
     if masks is None and bool(params.plain_greedy[slots].all()):
         return Sampled(most_likely(logits), None)
-    num_output = positions - table.num_prompt_tokens[slots]
-    rows = adjusted_rows(params, slots, num_output)
-    adjusted = logits
-    if len(rows) or masks is not None:
-        adjusted = logits.to(torch.float32, copy=True)
-    if len(rows):
-        adjust(adjusted, table, slots, positions, rows, masks)
-    if masks is not None:
-        forbid_others(adjusted, masks)
+    adjusted = _adjusted(logits, table, slots, positions, masks)
     reported = np.flatnonzero(params.logprobs[slots] != NO_LOGPROBS)
     if adjusted is logits and len(reported):
         adjusted = logits.clone()
     token_ids = _choose(adjusted, params, slots, positions)
     return Sampled(token_ids, _logprobs(logits, params, slots, token_ids, reported))
+
+
+def draft(logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray) -> IntArray:
+    """Draw one token per row as `sample` does, without grammars, and report nothing of it.
+
+    With the same number from (seed, position) as the draw that it foretells, it comes to the same
+    token as far as the distributions are alike. The arguments are those of `sample`.
+    """
+    if bool(table.sampling.plain_greedy[slots].all()):
+        return most_likely(logits)
+    adjusted = _adjusted(logits, table, slots, positions, None)
+    return _choose(adjusted, table.sampling, slots, positions)
+
+
+def _adjusted(
+    logits: Tensor,
+    table: SlotTable,
+    slots: IntArray,
+    positions: IntArray,
+    masks: TokenMasks | None,
+) -> Tensor:
+    """Return the logits with all changes that parameters and grammars ask for; a copy if any."""
+    num_output = positions - table.num_prompt_tokens[slots]
+    rows = adjusted_rows(table.sampling, slots, num_output)
+    if not len(rows) and masks is None:
+        return logits
+    adjusted = logits.to(torch.float32, copy=True)
+    if len(rows):
+        adjust(adjusted, table, slots, positions, rows, masks)
+    if masks is not None:
+        forbid_others(adjusted, masks)
+    return adjusted
 
 
 def most_likely(logits: Tensor) -> IntArray:

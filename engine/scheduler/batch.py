@@ -15,6 +15,10 @@ RULED_OUT = "the output cannot follow its grammar: the request rules out every t
 """The reason given for an output whose request contradicts itself."""
 
 
+TO_BE_DRAFTED = -1
+"""Stands in a plan for a proposed token that the executor's draft model chooses."""
+
+
 class SlotStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes (or, after a preemption, takes again) a slot; all state there is replaced.
 
@@ -49,6 +53,7 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
     belongs to row i, which then has `counts[i] == 1 + len(proposed[i])`. They are computed as if
     they were the sequence's, and a token is drawn after each of them. The executor keeps these
     draws up to and including the first that differs from what was proposed at its position.
+    An executor with a draft model finds `TO_BE_DRAFTED` in place of the tokens, and chooses them.
 
     `adapters` says which versions are put into which slots of adapters before anything else.
     """

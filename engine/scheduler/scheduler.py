@@ -73,9 +73,7 @@ class Scheduler:
         shares = Shares(scheduling.max_tenant_prefill)
         self._costs = StepCosts()
         self._turns = turns = Turns(shares, self._costs, scheduling.max_slowdown or None)
-        self._speculator = (
-            Speculator(scheduling, counters) if scheduling.speculative_ngram else None
-        )
+        self._speculator = Speculator(scheduling, counters) if scheduling.max_draft_tokens else None
         self._isolation = isolation = Isolation()
         self._books = books = RequestBooks(
             shares, turns, slots, isolation, self._speculator, counters

@@ -1,9 +1,9 @@
 """Which draft tokens are proposed for which request, and how many are accepted."""
 
-from dataclasses import dataclass
+from typing import Protocol
 
 from engine.scheduler.admission import StepBudget
-from engine.scheduler.batch import SlotBlocks
+from engine.scheduler.batch import TO_BE_DRAFTED, SlotBlocks
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.ngram import NgramIndex
 from engine.scheduler.plan_builder import PlanBuilder
@@ -16,13 +16,54 @@ DEFAULT_LOOKUP_MIN = 2
 DEFAULT_LOOKUP_MAX = 4
 
 
-@dataclass(slots=True)
-class _Drafts:
-    """What is known about one running request."""
+class Proposer(Protocol):
+    """Where draft tokens come from."""
 
-    index: NgramIndex
-    length: int
-    """Tokens to propose next: as many as asked for while all are accepted, fewer while none is."""
+    def propose(self, request: Request, count: int) -> list[int]:
+        """Return at most `count` tokens, 1 or more, that may follow the request's known ones."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request does not run any more."""
+        ...
+
+
+class NgramProposer:
+    """Proposes what followed the request's last tokens where they occurred before."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        """Compare at least `shortest` and at most `longest` tokens."""
+        self._lengths = shortest, longest
+        self._indexes: dict[int, NgramIndex] = {}
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """Return at most `count` tokens, none after one that would end the request."""
+        index = self._indexes.get(request.id)
+        if index is None:
+            index = self._indexes[request.id] = NgramIndex(*self._lengths)
+        proposed = index.propose(request.token_ids, count)
+        for position, token_id in enumerate(proposed):
+            if token_id in request.stop_ids:
+                return proposed[: position + 1]
+        return proposed
+
+    def forget(self, request: Request) -> None:
+        """Drop what is known of its tokens."""
+        self._indexes.pop(request.id, None)
+
+
+class ModelProposer:
+    """Leaves it to a draft model beside the executor's, when the step is computed.
+
+    There it finds the request's blocks and its newest token.
+    """
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """Return `count` placeholders."""
+        return [TO_BE_DRAFTED] * count
+
+    def forget(self, request: Request) -> None:
+        """Nothing is remembered here."""
 
 
 class Speculator:
@@ -33,10 +74,13 @@ class Speculator:
     """
 
     def __init__(self, scheduling: SchedulerConfig, counters: EngineCounters) -> None:
-        self._max = scheduling.speculative_ngram
-        self._shortest, self._longest = lookup_lengths(scheduling)
+        self._max = scheduling.max_draft_tokens
+        self._proposer: Proposer = ModelProposer()
+        if scheduling.speculative_model is None:
+            self._proposer = NgramProposer(*lookup_lengths(scheduling))
         self._counters = counters
-        self._drafts: dict[int, _Drafts] = {}
+        self._lengths: dict[int, int] = {}
+        """Tokens to propose next: as many as may be while all are accepted, fewer while none is."""
 
     def propose(
         self,
@@ -75,22 +119,9 @@ class Speculator:
                 plan.propose(request, proposed)
 
     def _propose(self, request: Request, most: int) -> list[int]:
-        """Return at most `most` tokens that may follow the request's known ones.
-
-        None come after a token that would end the request.
-        """
-        drafts = self._drafts.get(request.id)
-        if drafts is None:
-            drafts = _Drafts(NgramIndex(self._shortest, self._longest), self._max)
-            self._drafts[request.id] = drafts
-        count = min(most, drafts.length)
-        if count < 1:
-            return []
-        proposed = drafts.index.propose(request.token_ids, count)
-        for position, token_id in enumerate(proposed):
-            if token_id in request.stop_ids:
-                return proposed[: position + 1]
-        return proposed
+        """Return at most `most` tokens that may follow the request's known ones."""
+        count = min(most, self._lengths.setdefault(request.id, self._max))
+        return self._proposer.propose(request, count) if count > 0 else []
 
     def verified(self, request: Request, proposed: int, accepted: int) -> None:
         """This many of the tokens proposed last were accepted."""
@@ -98,22 +129,23 @@ class Speculator:
         counters.spec_drafts += 1
         counters.spec_draft_tokens += proposed
         counters.count_accepted(accepted)
-        drafts = self._drafts.get(request.id)
-        if drafts is None:
+        length = self._lengths.get(request.id)
+        if length is None:
             return
         if accepted == proposed:
-            drafts.length = min(self._max, 2 * drafts.length)
+            self._lengths[request.id] = min(self._max, 2 * length)
         elif accepted == 0:
-            drafts.length = max(1, drafts.length // 2)
+            self._lengths[request.id] = max(1, length // 2)
 
     def forget(self, request: Request) -> None:
         """The request does not run any more."""
-        self._drafts.pop(request.id, None)
+        self._lengths.pop(request.id, None)
+        self._proposer.forget(request)
 
     @property
     def num_tracked(self) -> int:
         """Number of requests with drafts that are remembered."""
-        return len(self._drafts)
+        return len(self._lengths)
 
 
 def lookup_lengths(scheduling: SchedulerConfig) -> tuple[int, int]:

@@ -20,6 +20,26 @@ from engine.shared.messages import (
     TokenLogprob,
 )
 
+SOME_TEXT = [(5 * i) % 37 + 60 for i in range(40)]
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {},
+    "cold": {"temperature": 0.3},
+    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "penalized": {"temperature": 0.0, "repetition_penalty": 1.1},
+    "penalized by count": {"temperature": 0.0, "frequency_penalty": 0.15},
+    "penalized once": {"temperature": 0.4, "presence_penalty": 0.4},
+    "biased": {"temperature": 0.0, "logit_bias": {70: 4.0, 71: -100.0}},
+    "long": {"temperature": 0.0, "min_tokens": 30, "ignore_eos": False},
+    "stopped": {"temperature": 0.0, "ignore_eos": False, "stop_token_ids": (15, 200)},
+    "allowed": {"allowed_token_ids": tuple(range(60, 75)), "temperature": 0.5},
+    "without words": {"temperature": 0.0, "bad_words": ((201,), (14, 201), (62, 67, 72))},
+    "scored": {"temperature": 0.3, "logprobs": 3},
+    "scored prompt": {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 1},
+}
+"""What requests may ask for that changes draws."""
+
 
 class Answer(NamedTuple):
     tokens: list[int]

@@ -42,6 +42,16 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "Speculative decoding: maximum draft tokens per step and sequence, taken from n-grams of "
         "the sequence itself and kept if the model draws them too; 0: none.",
     ] = 0
+    speculative_model: Annotated[
+        str | None,
+        "Speculative decoding: directory, hub id or GGUF file of a draft model, a smaller one with "
+        "the same tokenizer. Its draft tokens are kept if the model draws them too.",
+    ] = None
+    num_speculative_tokens: Annotated[
+        int,
+        Meta(ge=1, le=64),
+        "For --speculative-model: maximum draft tokens per step and sequence.",
+    ] = 4
     prompt_lookup_min: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
         "Minimum length of the n-grams that drafts follow; default: 2.",
@@ -70,6 +80,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = 16
 
     def __post_init__(self) -> None:
+        if self.speculative_ngram and self.speculative_model is not None:
+            raise ValueError("speculative_ngram and speculative_model: give one of them")
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is not None and longest is not None and shortest > longest:
             raise ValueError(f"prompt_lookup_min is {shortest}: more than prompt_lookup_max")
@@ -84,7 +96,14 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     @property
     def steps_overlap(self) -> bool:
         """Whether a step is planned while the one before runs; drafts need its tokens first."""
-        return self.async_scheduling and not self.speculative_ngram
+        return self.async_scheduling and not self.max_draft_tokens
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Maximum draft tokens per step and sequence; 0: none are proposed."""
+        if self.speculative_model is not None:
+            return self.num_speculative_tokens
+        return self.speculative_ngram
 
 
 class ExecutorConfig(Section, frozen=True, kw_only=True):

@@ -17,6 +17,10 @@ def test_combinations_without_sense_are_refused_by_name() -> None:
             DECODER,
             EngineConfig(scheduler=SchedulerConfig(speculative_ngram=2)),
         ),
+        "--speculative-model": (
+            DECODER,
+            EngineConfig(scheduler=SchedulerConfig(speculative_model="draft")),
+        ),
         "--enable-expert-parallel": (
             DECODER,
             EngineConfig(parallel=ParallelConfig(enable_expert_parallel=True)),

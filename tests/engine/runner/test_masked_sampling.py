@@ -197,6 +197,7 @@ def test_a_real_model_follows_grammars_with_overlap_and_with_guesses(pattern: st
     tokens = generate(spec)
     assert generate(spec, async_scheduling=True) == tokens
     assert generate(spec, speculative_ngram=4, prompt_lookup_min=1) == tokens
+    assert generate(spec, speculative_model=str(BUNDLED_MODEL)) == tokens
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     for id in range(5):
         assert re.fullmatch(spec.pattern, tokenizer.decode(tokens[id]))

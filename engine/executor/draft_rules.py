@@ -1,0 +1,89 @@
+"""Which draft models (`--speculative-model`) go with a model, and with which settings."""
+
+import json
+from pathlib import Path
+
+from engine.models.hf_config import read_spec
+from engine.models.spec import ModelSpec
+from engine.shared.config import EngineConfig, ModelConfig
+from engine.shared.model_files import model_directory
+
+
+class BadDraftModel(ValueError):
+    """The draft model does not go with the model that is served, or with the settings."""
+
+
+def check_draft_settings(config: EngineConfig) -> None:
+    """Refuse settings that a draft model does not work with.
+
+    Raises:
+        BadDraftModel: naming the setting to change.
+    """
+    if config.scheduler.speculative_model is None:
+        return
+    parallel = config.parallel
+    refused = {
+        "leave --tensor-parallel-size at 1": parallel.tensor_parallel_size > 1,
+        "leave --pipeline-parallel-size at 1": parallel.pipeline_parallel_size > 1,
+        "leave out --enable-expert-parallel": parallel.enable_expert_parallel,
+        "leave out --enable-lora": config.lora.enable_lora,
+        "leave out --executor simulated, which computes no model": (
+            config.executor.executor == "simulated"
+        ),
+    }
+    reasons = [reason for reason, asked in refused.items() if asked]
+    if reasons:
+        raise BadDraftModel(f"--speculative-model: {'; '.join(reasons)}")
+
+
+def check_draft_model(
+    draft: ModelConfig, served: ModelConfig, target: ModelSpec, max_model_len: int
+) -> None:
+    """Refuse a draft model with other tokens than those of the model that is served.
+
+    Args:
+        draft: names its files.
+        served: names those of the other.
+        target: what the other is.
+        max_model_len: longest sequence of both.
+
+    Raises:
+        BadDraftModel: saying how they differ.
+        ModelNotFound: there is no such draft model.
+        UnsupportedModel: its config asks for something that is not implemented.
+    """
+    directory = model_directory(draft, weights=False)
+    spec = read_spec(directory)
+    what = f"--speculative-model {draft.model}"
+    if spec.vocab_size != target.vocab_size:
+        raise BadDraftModel(
+            f"{what}: it has a vocabulary of {spec.vocab_size} tokens, the model that is served "
+            f"has one of {target.vocab_size}: both need the same tokenizer"
+        )
+    if spec.max_position_embeddings < max_model_len:
+        raise BadDraftModel(
+            f"{what}: it was made for {spec.max_position_embeddings} positions: set "
+            f"--max-model-len to that or less, which is {max_model_len} now"
+        )
+    own, others = _tokens(directory), _tokens(model_directory(served, weights=False))
+    if own is not None and others is not None and own != others:
+        different = min(index for index, _ in set(own.items()) ^ set(others.items()))
+        raise BadDraftModel(
+            f"{what}: token {different} is {own.get(different)!r} in its tokenizer, and "
+            f"{others.get(different)!r} in that of the model that is served: both need the same"
+        )
+
+
+def _tokens(directory: Path) -> dict[int, str] | None:
+    """Return the text of each token as the tokenizer's file has it; None without such a file."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_bytes())
+    vocabulary = content.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        tokens = {int(index): str(text) for text, index in vocabulary.items()}
+    else:  # in order, each with its score
+        tokens = {index: str(each[0]) for index, each in enumerate(vocabulary)}
+    added = content.get("added_tokens") or []
+    return tokens | {int(each["id"]): str(each["content"]) for each in added}

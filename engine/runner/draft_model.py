@@ -1,0 +1,146 @@
+"""A smaller model beside the one that is served: it drafts the tokens that this one verifies."""
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from engine.models.decoder import Decoder
+from engine.runner.inputs import attention_rows, batch_rows
+from engine.runner.kv_memory import allocate_cache
+from engine.runner.sampler import draft
+from engine.runner.slots import SlotTable
+from engine.runner.step_input import step_tokens
+from engine.runner.verification import Draws
+from engine.scheduler.batch import BatchPlan
+
+IntArray = npt.NDArray[np.int64]
+
+_UNKNOWN = -1
+
+
+class DraftModel:
+    """Proposes tokens for the rows of a plan, from keys and values of its own.
+
+    These lie in blocks of the same numbers as those of the model that is served, so that whatever
+    the scheduler decides about a block (shared, freed, taken back) holds for both. Each step
+    computes the same tokens with both, so that a cached prefix is one for both. Only the last of
+    accepted drafts is computed here with the next step: where its sequence ends before, a cached
+    block has a position that was not, which can make a draft wrong and nothing else.
+    """
+
+    def __init__(self, model: Decoder, table: SlotTable, num_kv_blocks: int) -> None:
+        """Allocate its KV cache; `table` is that of the model that is served."""
+        self._model = model
+        self._table = table
+        self._cache = allocate_cache(
+            model.spec, num_kv_blocks, table.block_size, model.cache_dtype, model.device
+        )
+        self._computed = np.full(len(table.block_tables), _UNKNOWN, np.int64)
+        """For each slot how many positions have been computed; drafts among them may be wrong."""
+
+    def propose(self, plan: BatchPlan) -> BatchPlan:
+        """Return the plan with tokens in place of `TO_BE_DRAFTED`, and write them to the table.
+
+        The table has the starts and blocks of the plan already.
+        """
+        for start in plan.starting:
+            self._computed[start.slot] = _UNKNOWN
+        if not plan.slots:
+            return plan
+        slots, left = np.array(plan.slots, np.int64), _drafts_of(plan)
+        drafted: dict[int, list[int]] = {row: [] for row in plan.proposed}
+        rows = np.flatnonzero(left)
+        ends, tokens = self._compute_new(plan, left)
+        while len(rows):
+            self._table.token_ids[slots[rows], ends[rows]] = tokens
+            for row, token_id in zip(rows.tolist(), tokens.tolist(), strict=True):
+                drafted[row].append(token_id)
+            left[rows] -= 1
+            rows = rows[left[rows] > 0]
+            if len(rows):
+                tokens = self._draw_after(plan.step, slots[rows], ends[rows])
+                ends[rows] += 1
+                self._computed[slots[rows]] = ends[rows]
+        return msgspec.structs.replace(plan, proposed=drafted)
+
+    def _compute_new(self, plan: BatchPlan, drafts: IntArray) -> tuple[IntArray, IntArray]:
+        """Compute all tokens of the plan that are known and have not been computed here.
+
+        Args:
+            plan: the step.
+            drafts: [rows] how many tokens each row has to be given.
+
+        Returns:
+            The end of each row without drafts, and the first draft of each row that gets some.
+        """
+        slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
+        known = np.array(plan.counts, np.int64) - drafts
+        ends = starts + known
+        # What was computed behind the newest token were drafts. Those before it were accepted, and
+        # the last of them, if all were, has not been computed.
+        computed = self._computed[slots]
+        begins = np.where(computed == _UNKNOWN, starts, np.minimum(computed, starts))
+        self._computed[slots] = ends
+        counts = ends - begins
+        # Two tokens of a sequence that decodes attend as two rows: it is cheaper.
+        split = (known == 1) & (counts > 1)
+        order = np.argsort(np.where(counts == 1, 0, np.where(split, 1, 2)), kind="stable")
+        tokens = self._run(
+            BatchPlan(
+                step=plan.step,
+                starting=[],
+                blocks=[],
+                slots=slots[order].tolist(),
+                starts=begins[order].tolist(),
+                counts=counts[order].tolist(),
+                samples=(drafts[order] > 0).tolist(),
+                proposed={row: [] for row in np.flatnonzero(split[order]).tolist()},
+            )
+        )
+        drawn = np.zeros(len(slots), np.int64)
+        drawn[order[drafts[order] > 0]] = tokens
+        return ends, drawn[drafts > 0]
+
+    def _draw_after(self, step: int, slots: IntArray, positions: IntArray) -> IntArray:
+        """Compute one token of each slot, and draw the next."""
+        return self._run(
+            BatchPlan(
+                step=step,
+                starting=[],
+                blocks=[],
+                slots=slots.tolist(),
+                starts=positions.tolist(),
+                counts=[1] * len(slots),
+                samples=[True] * len(slots),
+            )
+        )
+
+    def _run(self, plan: BatchPlan) -> IntArray:
+        """Compute the rows of a plan; return a draw for each that samples."""
+        rows = batch_rows(plan, self._table)
+        samples = rows.samples
+        draws = Draws(
+            rows.last_tokens[samples], rows.slots[samples], rows.next_positions[samples], {}
+        )
+        some = len(draws.tokens) < len(rows.token_ids)
+        step = step_tokens(
+            self._model,
+            self._table,
+            rows,
+            attention_rows(rows, self._table),
+            draws=draws if some else None,
+        )
+        hidden: Tensor = self._model.hidden_states(step, self._cache)
+        if not len(draws.tokens):
+            return np.zeros(0, np.int64)
+        logits = self._model.logits(hidden)
+        return draft(logits, self._table, draws.slots, draws.positions)
+
+
+def _drafts_of(plan: BatchPlan) -> IntArray:
+    """Return how many drafts each row gets."""
+    drafts = np.zeros(len(plan.slots), np.int64)
+    for row, proposed in plan.proposed.items():
+        drafts[row] = len(proposed)
+    return drafts

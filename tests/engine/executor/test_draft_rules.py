@@ -1,0 +1,107 @@
+"""Draft models and settings that do not go together are refused, saying what to change."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.executor.draft_rules import BadDraftModel, check_draft_model, check_draft_settings
+from engine.models.hf_config import read_spec
+from engine.shared.config import (
+    BUNDLED_MODEL,
+    EngineConfig,
+    ExecutorConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+
+SERVED = ModelConfig(model=str(BUNDLED_MODEL))
+DRAFTING = SchedulerConfig(speculative_model="draft")
+
+
+@pytest.mark.parametrize(
+    ("flag", "changes"),
+    [
+        ("--tensor-parallel-size", {"parallel": ParallelConfig(tensor_parallel_size=2)}),
+        ("--pipeline-parallel-size", {"parallel": ParallelConfig(pipeline_parallel_size=2)}),
+        ("--enable-expert-parallel", {"parallel": ParallelConfig(enable_expert_parallel=True)}),
+        ("--enable-lora", {"lora": LoraConfig(enable_lora=True)}),
+        ("--executor", {"executor": ExecutorConfig(executor="simulated")}),
+    ],
+)
+def test_settings_that_it_does_not_work_with_are_named(flag: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(BadDraftModel, match=flag):
+        check_draft_settings(EngineConfig(scheduler=DRAFTING, **changes))
+    check_draft_settings(EngineConfig(**changes))
+
+
+def test_drafts_come_from_one_place() -> None:
+    with pytest.raises(ValueError, match="give one of them"):
+        SchedulerConfig(speculative_ngram=2, speculative_model="draft")
+
+
+def test_several_engines_may_each_have_one() -> None:
+    parallel = ParallelConfig(data_parallel_size=4)
+    check_draft_settings(EngineConfig(scheduler=DRAFTING, parallel=parallel))
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> ModelConfig:
+    """A model directory without weights that tests change."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((BUNDLED_MODEL / name).read_bytes())
+    return ModelConfig(model=str(tmp_path))
+
+
+def check(draft: ModelConfig, max_model_len: int = 512) -> None:
+    check_draft_model(draft, SERVED, read_spec(BUNDLED_MODEL), max_model_len)
+
+
+def rewrite(path: Path, change: Any) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_the_same_tokens_are_taken(draft: ModelConfig) -> None:
+    check(draft)
+    (Path(draft.model) / "tokenizer.json").unlink()
+    check(draft)
+
+
+def test_another_size_of_vocabulary_is_refused(draft: ModelConfig) -> None:
+    rewrite(Path(draft.model) / "config.json", lambda c: c.update(vocab_size=2049))
+    with pytest.raises(
+        BadDraftModel, match="2049 tokens, the model that is served has one of 2048"
+    ):
+        check(draft)
+
+
+def test_other_tokens_are_refused(draft: ModelConfig) -> None:
+    def swap(content: dict[str, Any]) -> None:
+        vocabulary = content["model"]["vocab"]
+        one, other = (text for text, index in vocabulary.items() if index in (1000, 1001))
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+
+    rewrite(Path(draft.model) / "tokenizer.json", swap)
+    with pytest.raises(BadDraftModel, match="token 1000 is"):
+        check(draft)
+
+
+def test_fewer_positions_are_refused(draft: ModelConfig) -> None:
+    rewrite(Path(draft.model) / "config.json", lambda c: c.update(max_position_embeddings=256))
+    with pytest.raises(BadDraftModel, match="--max-model-len to that or less, which is 512"):
+        check(draft)
+    check(draft, max_model_len=256)
+
+
+def test_a_served_model_without_tokenizer_has_any_tokens(
+    draft: ModelConfig, tmp_path: Path
+) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "config.json").write_bytes((BUNDLED_MODEL / "config.json").read_bytes())
+    check_draft_model(draft, ModelConfig(model=str(served)), read_spec(BUNDLED_MODEL), 512)

@@ -1,0 +1,181 @@
+"""A draft model changes nothing about what a model generates, whatever it proposes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.core.engine_core import EngineCore
+from engine.executor.in_process import InProcessExecutor
+from engine.models.hf_config import read_spec
+from engine.runner.kv_memory import bytes_per_block
+from engine.shared.config import (
+    BUNDLED_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AddRequest, EngineStats, SamplingParams
+from tests.engine.fixtures import SaveModel
+from tests.engine.serving import PARAMETERS, SOME_TEXT, Answer, request, serve
+
+Cut = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Cut:
+    """Writes the first layers of the bundled model as a model of its own."""
+
+    def write(layers: int) -> Path:
+        directory = tmp_path_factory.mktemp("cut")
+        config = json.loads((BUNDLED_MODEL / "config.json").read_text())
+        config["num_hidden_layers"] = layers
+        (directory / "config.json").write_text(json.dumps(config))
+        for file in BUNDLED_MODEL.glob("tokenizer*"):
+            (directory / file.name).write_bytes(file.read_bytes())
+        tensors = load_file(BUNDLED_MODEL / "model.safetensors")
+        for name in list(tensors):
+            parts = name.split(".")
+            if parts[1] == "layers" and int(parts[2]) >= layers:
+                del tensors[name]
+        save_file(tensors, directory / "model.safetensors")
+        return directory
+
+    return write
+
+
+def every_kind() -> list[AddRequest]:
+    """Return a request with each kind of parameters; prompts are of up to 111 tokens."""
+    return [
+        request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), max_tokens=40, **sampling)
+        for id, sampling in enumerate(PARAMETERS.values())
+    ]
+
+
+def serve_all(num_blocks: int = 200, **scheduling: Any) -> tuple[list[Answer], EngineStats]:
+    return serve(
+        BUNDLED_MODEL, every_kind(), dtype="float32", num_blocks=num_blocks, max_slowdown=0,
+        **scheduling,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Answer]:
+    """What the bundled model answers by itself."""
+    return serve_all()[0]
+
+
+@pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "preempting"])
+def test_a_draft_model_that_is_the_model_itself_is_always_right(
+    plain: list[Answer], num_blocks: int
+) -> None:
+    drafted, stats = serve_all(
+        num_blocks, speculative_model=str(BUNDLED_MODEL), num_speculative_tokens=5
+    )
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    counters = stats.counters
+    assert counters.spec_draft_tokens == counters.spec_accepted_tokens > 300
+    assert counters.spec_accepted_at[0] == counters.spec_drafts
+    assert (counters.preemptions > 0) == (num_blocks == 40)
+
+
+@pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "preempting"])
+def test_another_draft_model_changes_no_token(
+    plain: list[Answer], cut: Cut, num_blocks: int
+) -> None:
+    drafted, stats = serve_all(num_blocks, speculative_model=str(cut(3)))
+    for name, one, other in zip(PARAMETERS, plain, drafted, strict=True):
+        assert one.tokens == other.tokens, name
+        assert one.reason == other.reason, name
+        scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4), name
+    counters = stats.counters
+    assert 0 < counters.spec_accepted_tokens < counters.spec_draft_tokens
+    assert (counters.preemptions > 0) == (num_blocks == 40)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "deepseek3", "gpt-oss", "gemma3"])
+def test_it_may_be_of_another_family(name: str, checkpoint: SaveModel) -> None:
+    target, other = checkpoint("llama").directory, checkpoint(name).directory
+    requests = [
+        request(id, SOME_TEXT[: 9 + 7 * id], temperature=id % 2 * 0.8, max_tokens=30)
+        for id in range(5)
+    ]
+    plain, _ = serve(target, requests, dtype="float32")
+    drafted, stats = serve(target, requests, dtype="float32", speculative_model=str(other))
+    assert [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
+    assert stats.counters.spec_draft_tokens > 0
+
+
+def test_it_finds_cached_prefixes_too() -> None:
+    """Sequences that begin with another's blocks are drafted as well as that one."""
+    prompt = SOME_TEXT * 2
+    requests = [request(id, [*prompt, 70 + id], max_tokens=8, temperature=0) for id in range(20)]
+    answers, stats = serve(
+        BUNDLED_MODEL,
+        requests,
+        dtype="float32",
+        speculative_model=str(BUNDLED_MODEL),
+        max_slowdown=0,
+    )
+    counters = stats.counters
+    assert counters.prefix_cache_hits >= 80 * 12
+    assert counters.spec_draft_tokens == counters.spec_accepted_tokens > 0
+    alone, _ = serve(BUNDLED_MODEL, requests[17:18], dtype="float32")
+    assert alone[0].tokens == answers[17].tokens
+
+
+def test_a_request_goes_on_elsewhere_with_the_same_tokens(cut: Cut) -> None:
+    prompt = SOME_TEXT[:20] * 2
+    (whole,), _ = serve(BUNDLED_MODEL, [request(3, prompt)], dtype="float32")
+    sampling = request(3, prompt).sampling
+    moved = AddRequest(3, "3", 0, 0, prompt, sampling, output_token_ids=whole.tokens[:23])
+    (rest,), _ = serve(BUNDLED_MODEL, [moved], dtype="float32", speculative_model=str(cut(4)))
+    assert whole.tokens[:23] + rest.tokens == whole.tokens
+
+
+def settings(cache: CacheConfig) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(BUNDLED_MODEL), dtype="float32", device="cpu"),
+        cache=cache,
+        scheduler=SchedulerConfig(max_num_seqs=4, speculative_model=str(BUNDLED_MODEL)),
+        executor=ExecutorConfig(threads=1),
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_sleeps_and_wakes_with_the_model(level: int) -> None:
+    config = settings(CacheConfig(num_kv_blocks=100))
+    executor = InProcessExecutor(config)
+    results = []
+    for number in range(2):
+        if number:
+            executor.sleep(level)
+            executor.wake_up()
+        core = EngineCore(config, executor, rank=0, incarnation=1)
+        core.front_end_joined(0, 1)
+        sampling = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+        core.handle(AddRequest(1, "1", 0, 0, SOME_TEXT, sampling))
+        tokens: list[int] = []
+        while core.has_work:
+            for output in core.step().outputs.get(0, []):
+                tokens += output.token_ids
+        counters = core.stats().counters
+        assert counters.spec_draft_tokens == counters.spec_accepted_tokens > 0
+        results.append(tokens)
+    executor.shutdown()
+    assert results[0] == results[1]
+
+
+def test_the_memory_of_the_cache_holds_both_models_blocks() -> None:
+    spec = read_spec(BUNDLED_MODEL)
+    executor = InProcessExecutor(settings(CacheConfig(kv_cache_memory_bytes=16 << 20)))
+    block = bytes_per_block(spec, 16, torch.float32)
+    assert executor.info.num_kv_blocks == (16 << 20) // (2 * block)
+    executor.shutdown()
