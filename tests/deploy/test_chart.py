@@ -29,13 +29,13 @@ WORKLOADS = ("Deployment", "StatefulSet", "Pod", "Job")
 Manifest = dict[str, Any]
 
 
-def helm(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def helm(*arguments: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
     own = ROOT / ".venv" / "helm" / "node_modules" / ".bin" / "helm"
     binary = str(own) if own.is_file() else shutil.which("helm")
     if binary is None:
         pytest.skip("helm is not installed: `make test-deploy` installs it")
     return subprocess.run(
-        [binary, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [binary, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
     )
 
 

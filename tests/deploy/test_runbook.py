@@ -6,12 +6,14 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import yaml
 
 from engine.shared.messages.coordination import AbsenceReason
+from tests.deploy.fake_kubernetes import fake_kubernetes
 from tests.deploy.test_chart import CHART, ROOT, helm
 
 pytestmark = pytest.mark.deploy
@@ -119,6 +121,42 @@ def test_kubectl_takes_every_line_as_far_as_it_gets_without_a_server() -> None:
             timeout=60, check=False, env={**os.environ, "NO_PROXY": "*"},
         )  # fmt: skip
         assert re.search(r"127\.0\.0\.1:1\b.*refused", done.stdout), (words, done.stdout)
+
+
+def test_kubectl_asks_in_the_namespace_of_the_release() -> None:
+    of_the_cluster = {"create namespace", "drain NODE", "get nodes", "taint nodes"}
+    for words in kubectl_lines():
+        assert words[:2] == ["-n", "llm"] or " ".join(words[:2]) in of_the_cluster, words
+
+
+def helm_lines(page: str) -> list[list[str]]:
+    """Return what a page has typed after `helm`, without comments; not commands' mere names."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [shlex.split(each, comments=True) for each in snippets(text)]
+    return [words[1:] for words in lines if words[:1] == ["helm"] and len(words) > 2]
+
+
+def test_helm_does_what_both_pages_have_typed(tmp_path: Path) -> None:
+    (tmp_path / "helm").symlink_to(ROOT / "helm")
+    for name in ("values.yaml", "my-values.yaml"):
+        (tmp_path / name).write_text("model: {name: A}\n", encoding="utf-8")
+    typed = []
+    with fake_kubernetes(tmp_path) as (cluster, config):
+        for words in (*helm_lines("deploy.md"), *helm_lines("runbook.md")):
+            assert words[:2] == ["-n", "llm"], words
+            if words[2] == "test":
+                continue  # its pod would have to run
+            # It asks the server for schemas of kinds, which are tried in test_chart.py.
+            blind = ["--disable-openapi-validation"] if words[2] != "rollback" else []
+            numbered = [each.replace("=N", "=3") for each in words]
+            done = helm(*numbered, "--kubeconfig", str(config), *blind, cwd=tmp_path)
+            assert done.returncode == 0, (words, done.stderr)
+            typed.append(words[2])
+            for path, manifest in cluster.objects.items():
+                if "/deployments/" in path:  # all pods get ready at once
+                    manifest["status"] = {"availableReplicas": 2}
+    assert set(typed) == {"install", "upgrade", "rollback"}
+    assert len(typed) > 5
 
 
 def test_values_that_helm_is_told_to_set_are_taken() -> None:
