@@ -283,6 +283,7 @@ class InProcessExecutor:
 
     def _spread_experts(self, model: Decoder, place: GroupPlace) -> None:
         """Load from the files that the model came from, which the loader holds open."""
+        assert self._loader is not None, "only models of ours have places"
         self._report(f"loading the experts of engine {place.position + 1} of {place.size}")
         with torch.inference_mode():
             self._loader.spread_experts(model, place)

@@ -10,6 +10,8 @@ from engine.executor.draft_rules import check_draft_model
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
 from engine.models.decoder import Decoder
+from engine.models.fallback.choice import implementation
+from engine.models.fallback.loading import load_fallback
 from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
@@ -32,8 +34,8 @@ class LoadedModel(msgspec.Struct, frozen=True):
 
     model: Decoder
     fingerprint: str
-    loader: DecoderLoader
-    """Holds the files open that the weights came from."""
+    loader: DecoderLoader | None
+    """Holds the files open that the weights came from; None for a model of transformers."""
     pooling: PoolingSpec | None = None
     """How sequences are made into vectors; None: tokens are drawn."""
 
@@ -58,8 +60,12 @@ def load_model(
     """
     settings = config.model
     directory = model_directory(settings, weights=settings.load_format == "auto")
-    spec = read_spec(directory)
     pooling = read_pooling(directory, settings)
+    if pooling is None and implementation(directory, settings) == "transformers":
+        report(f"loading weights of {directory.name} with transformers")
+        fallback = load_fallback(directory, settings, device)
+        return LoadedModel(fallback.model, fallback.fingerprint, None)
+    spec = read_spec(directory)
     if pooling is not None:
         outputs = pooling.size if pooling.task == "classify" else 0
         spec = msgspec.structs.replace(spec, num_outputs=outputs)
@@ -168,8 +174,10 @@ def _free_cores(config: EngineConfig) -> int:
     With a small model, tokens come so fast that front ends and clients need a core, and it gains
     little from one more itself: so its engines leave them one.
     """
-    spec = read_spec(model_directory(config.model, weights=False))
-    return num_cores() - (1 if fits_caches(spec) else 0)
+    directory = model_directory(config.model, weights=False)
+    if implementation(directory, config.model) == "transformers":
+        return num_cores()
+    return num_cores() - (1 if fits_caches(read_spec(directory)) else 0)
 
 
 class TooFewDevices(ValueError):

@@ -22,6 +22,9 @@ def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
         "--pipeline-parallel-size is for models that generate: leave it at 1": (
             parallel.pipeline_parallel_size > 1
         ),
+        "--model-impl transformers is for models that generate": (
+            config.model.model_impl == "transformers"
+        ),
         "--enable-lora is for models that generate": config.lora.enable_lora,
     }
     if pooling.is_encoder:

@@ -142,6 +142,15 @@ class Decoder:
         return self._weights.embed is not None and self._weights.lm_head is not None
 
     @property
+    def is_recordable(self) -> bool:
+        """Whether a decode step is the same sequence of kernels each time it is run.
+
+        Experts are called by how many tokens chose them, and parts of a model that is cut over
+        processes meet in between.
+        """
+        return self.is_alone and self.is_whole and not self.sparse_layers
+
+    @property
     def sparse_layers(self) -> dict[int, SparseMlp]:
         """The layers with experts, by number."""
         layers = enumerate(self._weights.layers)

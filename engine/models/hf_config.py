@@ -21,9 +21,7 @@ def read_spec(directory: Path) -> ModelSpec:
     Raises:
         UnsupportedModel: naming the setting that cannot be honoured, or that is missing.
     """
-    config = read_config(directory)
-    generation = directory / "generation_config.json"
-    return parse_spec(config, _read_json(generation) if generation.is_file() else {})
+    return parse_spec(read_config(directory), read_generation(directory))
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -33,6 +31,16 @@ def read_config(directory: Path) -> dict[str, Any]:
         UnsupportedModel: it holds no JSON object.
     """
     return _read_json(directory / "config.json")
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """Return the decoded `generation_config.json` of a model directory; empty without one.
+
+    Raises:
+        UnsupportedModel: it holds no JSON object.
+    """
+    generation = directory / "generation_config.json"
+    return _read_json(generation) if generation.is_file() else {}
 
 
 def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
@@ -51,7 +59,7 @@ def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
         )
     return msgspec.structs.replace(
         spec,
-        eos_token_ids=_eos_token_ids(text, generation),
+        eos_token_ids=eos_token_ids(text, generation),
         dtype=_dtype(text),
     )
 
@@ -66,7 +74,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+def eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that end an answer, by the one file or by the other."""
     for source in (generation, config):
         eos = source.get("eos_token_id")
         if eos is not None:

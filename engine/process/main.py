@@ -29,6 +29,7 @@ from engine.lockstep.loop import LockstepLoop
 from engine.lockstep.wave import EngineWave, Phase
 from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
+from engine.models.fallback.choice import check_fallback, implementation
 from engine.models.hf_config import read_spec
 from engine.process.early_stop import EarlyStop
 from engine.process.ending import Ending
@@ -69,7 +70,10 @@ def steps_together(config: EngineConfig) -> bool:
     parallel = config.parallel
     if not parallel.enable_expert_parallel or parallel.data_parallel_size == 1:
         return False
-    return read_spec(model_directory(config.model, weights=False)).moe is not None
+    directory = model_directory(config.model, weights=False)
+    if implementation(directory, config.model) == "transformers":
+        check_fallback(config)
+    return read_spec(directory).moe is not None
 
 
 def build_executor(
@@ -109,6 +113,8 @@ def build_executor(
         return SimulatedExecutor(
             config, vocab_size=vocab_size, grammars=table, adapters=adapters, pooling=pooling
         )
+    if pooling is None and implementation(directory, config.model) == "transformers":
+        check_fallback(config)
     lifeline.progress("importing torch")
     engines_on_node = max(1, config.parallel.engines_on_node)
     settle_environment(engines_on_node * processes)

@@ -34,17 +34,11 @@ class _Graph(msgspec.Struct, frozen=True):
 
 
 def can_record(model: Decoder, block_size: int) -> bool:
-    """Whether a decode step is the same sequence of kernels each time it is run.
-
-    Experts are called by how many tokens chose them, and parts of a model that is cut over
-    processes meet in between; the stock attention depends on lengths.
-    """
+    """Whether a decode step can be replayed; the stock attention depends on lengths."""
     attention = model.attention
     return (
         isinstance(attention, CudaAttention)
-        and not model.sparse_layers
-        and model.is_alone
-        and model.is_whole
+        and model.is_recordable
         and isinstance(attention.for_blocks(block_size), VarlenAttention)
     )
 

@@ -60,6 +60,7 @@ def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, s
     return {
         **(together if lockstep else {}),
         **model_identity(config.model),
+        "model_impl": config.model.model_impl,
         "dtype": config.model.dtype,
         "quantization": str(config.model.quantization),
         "batch_invariant": str(config.executor.batch_invariant),

@@ -144,7 +144,8 @@ def read_pooling(directory: Path, model: ModelConfig) -> PoolingSpec | None:
     is_encoder = architecture.startswith(ENCODERS)
     modules = _modules(directory)
     classifies = architecture.endswith(_CLASSIFIERS)
-    pools = is_encoder or classifies or architecture.endswith("Model") or bool(modules)
+    headless = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    pools = is_encoder or classifies or headless or bool(modules)
     if model.runner == "generate" and (is_encoder or classifies):
         raise BadPooling(
             f"--runner generate: {architecture} generates nothing; leave --runner at auto"

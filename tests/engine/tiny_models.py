@@ -265,7 +265,7 @@ def save_tiny_model(name: str, directory: Path, seed: int, **options: Any) -> Ch
     # Only this one caps scores.
     options_of = {"attn_implementation": "eager"} if family == "Gemma2" else {}
     reference = model._from_config(config, **options_of).eval()
-    _randomize(reference, seed)
+    randomize(reference, seed)
     packed = pack_experts(reference, seed) if name.endswith("-mxfp4") else {}
     reference.save_pretrained(directory, **options)
     if packed:
@@ -302,7 +302,8 @@ def _replace(directory: Path, packed: dict[str, torch.Tensor]) -> None:
     config.write_text(json.dumps(content))
 
 
-def _randomize(model: torch.nn.Module, seed: int) -> None:
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Draw all weights: norms around one, others around zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

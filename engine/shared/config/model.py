@@ -36,6 +36,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "dummy"], "auto: read the checkpoint; dummy: random weights from --seed."
     ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "swell", "transformers"],
+        "What computes the model. swell: its family here; transformers: the library of that name "
+        "(an extra), over the paged KV cache; auto: the family, or transformers if there is none.",
+    ] = "auto"
     max_model_len: Annotated[
         PositiveInt | None, "Longest sequence in tokens; default: the model's own limit."
     ] = None

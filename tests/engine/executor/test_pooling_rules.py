@@ -34,6 +34,7 @@ def test_combinations_without_sense_are_refused_by_name() -> None:
             ENCODER,
             EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
         ),
+        "--model-impl": (DECODER, EngineConfig(model=ModelConfig(model_impl="transformers"))),
         "--quantization": (ENCODER, EngineConfig(model=ModelConfig(quantization="int8"))),
     }
     for flag, (spec, config) in cases.items():

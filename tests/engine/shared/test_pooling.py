@@ -28,6 +28,7 @@ def _sentence(directory: Path, pooling: dict[str, Any], *modules: str) -> None:
 def test_what_a_model_is_for_follows_from_its_architecture(tmp_path: Path) -> None:
     assert _read(tmp_path, {"architectures": ["LlamaForCausalLM"]}) is None
     assert _read(tmp_path, {"architectures": ["LlamaForCausalLM"]}, runner="generate") is None
+    assert _read(tmp_path, {"architectures": ["GPT2LMHeadModel"]}) is None
     embeds = {
         "BertModel": "cls",
         "BertForMaskedLM": "cls",

@@ -1,0 +1,229 @@
+"""Attention of a model of transformers: found out in a trial, then computed over the KV cache.
+
+transformers calls one function for every attention layer. In a trial that function notes what it
+is called with and attends plainly; in a step it writes keys and values to the paged cache and
+attends over that.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.models.attention.paged import write_keys_values
+from engine.models.attention.varlen import Attention
+from engine.models.decoder import StepTokens
+
+INTERFACE = "swell"
+"""The name of the function among those that transformers knows."""
+_CALLS = "swell_calls"
+"""Attribute of every module of a model: what answers its calls."""
+_MASKING = ("position_bias", "head_mask", "score_mod", "block_mask", "indices")
+"""Arguments that change what is attended to."""
+
+
+class CannotAttend(ValueError):
+    """The model attends in a way that the KV cache does not allow."""
+
+
+class LayerCall(msgspec.Struct, frozen=True):
+    """How one layer attends."""
+
+    module: nn.Module
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+    @property
+    def width(self) -> int:
+        """The size of heads that hold both."""
+        return max(self.key_size, self.value_size)
+
+
+class _Step(NamedTuple):
+    tokens: StepTokens
+    cache: list[Tensor]
+
+
+class AttentionCalls:
+    """Answers the calls of one model's attention layers, which come in the same order always."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Be asked by all modules of the model."""
+        self.layers: list[LayerCall] = []
+        """In the order of calls; known after a trial."""
+        self._step: _Step | None = None
+        self._noted: list[LayerCall] = []
+        self._next = 0
+        self._attention: Attention | None = None
+        self._width = 0
+        self._scale = 1.0
+        for module in model.modules():
+            setattr(module, _CALLS, self)
+
+    def begin_trial(self) -> None:
+        """Attend plainly to one sequence from now on, and note how."""
+        self._step, self._noted = None, []
+
+    def end_trial(self) -> None:
+        """Take what was noted for how the model attends.
+
+        Raises:
+            CannotAttend: there was no call, or one layer is several.
+        """
+        modules = [call.module for call in self._noted]
+        if not modules:
+            raise CannotAttend("it does not call the attention interface of transformers")
+        if len({id(module) for module in modules}) < len(modules):
+            raise CannotAttend("a layer attends several times for a token")
+        self.layers = self._noted
+
+    def serve(self, attention: Attention, width: int, scale: float) -> None:
+        """Attend by this from now on, whose heads have that size and scores that scale."""
+        self._attention, self._width, self._scale = attention, width, scale
+
+    def begin(self, tokens: StepTokens, cache: list[Tensor]) -> None:
+        """Begin a step over the cache, a tensor for each layer."""
+        self._step, self._next = _Step(tokens, cache), 0
+
+    def end(self) -> None:
+        """End a step.
+
+        Raises:
+            CannotAttend: layers were left out.
+        """
+        self._step = None
+        if self._next != len(self.layers):
+            raise CannotAttend(f"{self._next} of {len(self.layers)} layers attended")
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
+        """Attend from queries [1, heads, tokens, size]; return [1, tokens, heads, size].
+
+        Raises:
+            CannotAttend: keys are not those of the tokens, or the layer is not the next.
+        """
+        if self._step is None:
+            return self._note(module, query, key, value, options)
+        number, step = self._next, self._step
+        call = self.layers[number] if number < len(self.layers) else None
+        if call is None or call.module is not module:
+            raise CannotAttend("its layers attend in another order")
+        self._next += 1
+        cache, attention = step.cache[number], self._attention
+        assert attention is not None, "how to attend is known after the trial"
+        kept = [self._heads(each).to(cache.dtype) for each in (key, value)]
+        write_keys_values(cache, step.tokens.slots, torch.stack(kept, dim=1))
+        queries = self._heads(query)
+        if call.scale != self._scale:
+            queries = queries * (call.scale / self._scale)
+        sinks = options.get("s_aux")
+        out = attention.attend(
+            queries.to(cache.dtype).contiguous(),
+            cache,
+            step.tokens.plans[call.window],
+            None if sinks is None else sinks.float(),
+        )
+        out = out.view(1, -1, call.heads, self._width)[..., : call.value_size]
+        return out.to(query.dtype).contiguous()
+
+    def _heads(self, states: Tensor) -> Tensor:
+        """Return [tokens, heads, width] of [1, heads, tokens, size]."""
+        heads = states.squeeze(0).transpose(0, 1)
+        missing = self._width - heads.shape[2]
+        return F.pad(heads, (0, missing)) if missing else heads
+
+    def _note(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        call = _layer_call(module, query, key, value, options)
+        self._noted.append(call)
+        return _attend_plainly(call, query, key, value, options.get("s_aux"))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' functions do, by whatever answers the module's calls.
+
+    Raises:
+        CannotAttend: the model has masks of its own.
+    """
+    if attention_mask is not None:
+        raise CannotAttend("it makes attention masks of its own")
+    calls: AttentionCalls = getattr(module, _CALLS)
+    return calls.attend(module, query, key, value, **options), None
+
+
+def register() -> None:
+    """Have transformers know `attend` by the name `INTERFACE`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(INTERFACE, attend)
+
+
+def _layer_call(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> LayerCall:
+    if len(query) != 1 or query.shape[2] != key.shape[2] or key.shape[:3] != value.shape[:3]:
+        raise CannotAttend("its keys and values are not those of the tokens")
+    causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise CannotAttend("its tokens see those after them")
+    masking = [name for name in _MASKING if options.get(name) is not None]
+    if masking:
+        raise CannotAttend(f"its attention takes {', '.join(masking)}")
+    if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
+        raise CannotAttend("its heads of queries do not fit those of keys")
+    scale = options.get("scaling")
+    return LayerCall(
+        module=module,
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        key_size=key.shape[3],
+        value_size=value.shape[3],
+        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+        window=options.get("sliding_window") or None,
+        softcap=options.get("softcap") or None,
+        has_sinks=options.get("s_aux") is not None,
+    )
+
+
+def _attend_plainly(
+    call: LayerCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Return what tokens of one sequence see: themselves and those before, within the window."""
+    group, count = call.heads // call.kv_heads, query.shape[2]
+    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    ahead = torch.arange(count, device=query.device)
+    ahead = ahead[None] - ahead[:, None]
+    hidden = ahead > 0
+    if call.window is not None:
+        hidden |= ahead <= -call.window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        own = sinks.float().view(1, -1, 1, 1).expand(1, -1, count, 1)
+        scores = torch.cat((scores, own), dim=3)
+    weights = scores.softmax(3)[..., :count].to(value.dtype)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous()

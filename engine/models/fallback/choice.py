@@ -1,0 +1,59 @@
+"""Whether a model is computed by its family here or as transformers does; knows no torch."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.models.families.registry import FAMILIES, architecture_of
+from engine.models.hf_config import read_config
+from engine.models.spec import UnsupportedModel
+from engine.shared.config import EngineConfig, ModelConfig
+from engine.shared.gguf.directory import is_gguf
+
+Implementation = Literal["swell", "transformers"]
+
+
+def implementation(directory: Path, settings: ModelConfig) -> Implementation:
+    """Return what computes the model: what is set, else its family, else transformers.
+
+    Raises:
+        UnsupportedModel: config.json holds no JSON object.
+    """
+    if settings.model_impl != "auto":
+        return settings.model_impl
+    return (
+        "swell"
+        if is_gguf(settings.model) or _has_family(read_config(directory))
+        else ("transformers")
+    )
+
+
+def check_fallback(config: EngineConfig) -> None:
+    """Refuse settings that need a model of Swell's own, where transformers computes it.
+
+    Raises:
+        UnsupportedModel: naming the settings.
+    """
+    parallel = config.parallel
+    asked = {
+        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--enable-expert-parallel": parallel.enable_expert_parallel,
+        "--enable-lora": config.lora.enable_lora,
+        "--batch-invariant": config.executor.batch_invariant,
+        "--quantization": config.model.quantization is not None,
+        "a GGUF file": is_gguf(config.model.model),
+    }
+    refused = [name for name, is_asked in asked.items() if is_asked]
+    if refused:
+        raise UnsupportedModel(
+            f"{', '.join(refused)}: not for models that are computed by transformers "
+            "(--model-impl), for want of a family here; families: " + ", ".join(FAMILIES)
+        )
+
+
+def _has_family(config: dict[str, Any]) -> bool:
+    try:
+        architecture_of(config)
+    except UnsupportedModel:
+        return False
+    return True

@@ -1,0 +1,135 @@
+"""A model of transformers in the decoder's place."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.attention.varlen import Attention
+from engine.models.decoder import Decoder, DecoderWeights, StepTokens
+from engine.models.fallback.attention import AttentionCalls
+from engine.models.settings import ComputeTypes
+from engine.models.spec import ModelSpec
+
+
+class TransformersModel:
+    """A causal model in two parts: from tokens to states, and from states to logits.
+
+    What a class does after its LM head (scales, caps) stands in its own `forward` only. So that is
+    called for logits, while the part that makes states returns those that are given.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Take a model of transformers; its `forward` is changed."""
+        self._model = model
+        self._core: Any = _core(model)
+        self._states_of = self._core.forward
+        self._given: Tensor | None = None
+        self._made_of: type | None = None
+        self._core.forward = self._forward
+
+    @property
+    def core(self) -> Any:
+        """The part from tokens to states."""
+        return self._core
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether it can be told the positions of its tokens."""
+        return "position_ids" in inspect.signature(self._states_of).parameters
+
+    def states(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return states [tokens, hidden] of tokens in a row."""
+        out = self._core(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            return_dict=True,
+        )
+        self._made_of = type(out)
+        states: Tensor = out[0]
+        return states[0]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return [rows, vocab] of states [rows, hidden]; some were made before."""
+        assert self._made_of is not None, "states come first"
+        self._given = states.unsqueeze(0)
+        try:
+            tokens = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
+            logits: Tensor = self._model(input_ids=tokens, use_cache=False, return_dict=True).logits
+        finally:
+            self._given = None
+        return logits[0]
+
+    def _forward(self, *arguments: Any, **options: Any) -> Any:
+        if self._given is None:
+            return self._states_of(*arguments, **options)
+        assert self._made_of is not None
+        return self._made_of(last_hidden_state=self._given)
+
+
+def _core(model: Any) -> nn.Module:
+    """Return the module that a causal model calls for its states."""
+    called: list[nn.Module] = []
+
+    class Found(Exception):
+        """The first module was called."""
+
+    def note(module: nn.Module, *_: Any) -> None:
+        called.append(module)
+        raise Found
+
+    candidates = {id(each): each for each in (model.get_decoder(), model.base_model)}
+    candidates.pop(id(model), None)
+    hooks = [each.register_forward_pre_hook(note) for each in candidates.values()]
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        model(input_ids=tokens, use_cache=False)
+    except Found:
+        return called[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    raise ValueError("its states are not made by a part of its own")
+
+
+class FallbackDecoder(Decoder):
+    """Runs a model of transformers over the KV cache of an engine."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model: TransformersModel,
+        calls: AttentionCalls,
+        attention: Attention,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Take a model whose attention layers ask `calls`."""
+        vocabulary = spec.vocab_size
+        weights = DecoderWeights(
+            embed=model.core.get_input_embeddings(),
+            layers=[],
+            norm=None,
+            lm_head=lambda states: model.logits(states)[:, :vocabulary],
+            rotary=[],
+        )
+        super().__init__(spec, weights, attention, ComputeTypes(dtype, dtype), device)
+        self._model = model
+        self._calls = calls
+
+    @property
+    def is_recordable(self) -> bool:
+        """False: some of transformers' modules ask the device for values."""
+        return False
+
+    def hidden_states(
+        self, step: StepTokens, cache: list[Tensor], incoming: Tensor | None = None
+    ) -> Tensor:
+        """Run all layers, filling the cache; return states as `Decoder.hidden_states` does."""
+        assert incoming is None, "all layers are here"
+        self._calls.begin(step, cache)
+        states = self._model.states(step.token_ids, step.positions)
+        self._calls.end()
+        return states if step.final is None else states.index_select(0, step.final.tokens)

@@ -1,0 +1,227 @@
+"""From a directory to a model of transformers that attends over the paged KV cache."""
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.varlen import Attention, CudaAttention
+from engine.models.fallback.attention import (
+    INTERFACE,
+    AttentionCalls,
+    CannotAttend,
+    LayerCall,
+    register,
+)
+from engine.models.fallback.decoder import FallbackDecoder, TransformersModel
+from engine.models.fallback.served import check_class, refusal, transformers_class
+from engine.models.fallback.trial import check_parts, trial_tokens
+from engine.models.formats.checkpoint import CheckpointError, some, weight_files
+from engine.models.formats.fingerprint import weights_fingerprint
+from engine.models.hf_config import eos_token_ids, read_config, read_generation
+from engine.models.spec import ModelSpec, NormSpec
+from engine.shared.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class LoadedFallback(msgspec.Struct, frozen=True):
+    """A model, and the digest of its weights."""
+
+    model: FallbackDecoder
+    fingerprint: str
+
+
+def load_fallback(directory: Path, settings: ModelConfig, device: torch.device) -> LoadedFallback:
+    """Load a model with transformers, try it, and have it attend over the paged KV cache.
+
+    Raises:
+        UnsupportedModel: transformers has no class that can be served, or is not installed.
+        CheckpointError: the weights do not fit the config.
+    """
+    raw = read_config(directory)
+    model_class = transformers_class(raw)
+    name = model_class.__name__
+    import transformers
+
+    quiet: Any = transformers.logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # whatever a configuration's class makes of a strange file
+        raise refusal(name, f"config.json is not read: {error}") from error
+    check_class(model_class, config)
+    register()
+    loaded = _read(directory, model_class, config, settings).to(device).eval()
+    if loaded.dtype not in _DTYPES.values():
+        raise refusal(name, f"its weights are {loaded.dtype}: use --dtype")
+    try:
+        with torch.inference_mode():
+            decoder = _try(loaded, raw, read_generation(directory), config, device)
+    except (CannotAttend, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise refusal(name, str(error)) from error
+    logger.info(
+        "%s has no family here or --model-impl asks for it: computed by transformers %s, "
+        "%d attention layers over the paged KV cache",
+        name,
+        transformers.__version__,
+        decoder.spec.num_layers,
+    )
+    return LoadedFallback(decoder, _fingerprint(directory, settings))
+
+
+def _try(
+    loaded: Any,
+    raw: dict[str, Any],
+    generation: dict[str, Any],
+    config: Any,
+    device: torch.device,
+) -> FallbackDecoder:
+    """Find out how a model attends, and that it says the same over a paged KV cache.
+
+    Raises:
+        CannotAttend, or what the model raises itself: it does not.
+    """
+    calls, model = AttentionCalls(loaded), TransformersModel(loaded)
+    if not model.takes_positions:
+        raise CannotAttend("it cannot be told the positions of tokens")
+    tokens = trial_tokens(loaded.get_input_embeddings().num_embeddings, device)
+    calls.begin_trial()
+    states = model.states(tokens, torch.arange(len(tokens), device=device))
+    calls.end_trial()
+    vocabulary = model.logits(states[-1:]).shape[1]
+    spec = _spec(raw, generation, config, calls.layers, vocabulary)
+    attention = _attention(spec, loaded.dtype, device)
+    calls.serve(attention, spec.head_dim, calls.layers[0].scale)
+    decoder = FallbackDecoder(spec, model, calls, attention, loaded.dtype, device)
+    check_parts(decoder, model, calls, tokens)
+    return decoder
+
+
+def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig) -> Any:
+    """Return the model of transformers with its weights, on the CPU.
+
+    Raises:
+        CheckpointError: files or tensors are missing, or have other shapes.
+    """
+    dtype: Any = "auto" if settings.dtype == "auto" else _DTYPES[settings.dtype]
+    if settings.load_format == "dummy":
+        if dtype == "auto":
+            dtype = getattr(config, "dtype", None) or torch.float32
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            return model_class._from_config(config, attn_implementation=INTERFACE, dtype=dtype)
+    weight_files(directory)
+    try:
+        model, found = model_class.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=INTERFACE,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of many kinds, from several libraries
+        raise CheckpointError(f"transformers does not load {directory}: {error}") from error
+    problems = [
+        f"{kind} {name}"
+        for kind in ("missing", "mismatched")
+        for name in sorted(str(each) for each in found.get(f"{kind}_keys", ()))
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights in {directory} do not fit the model's config: {some(problems)}"
+        )
+    return model
+
+
+def _spec(
+    raw: dict[str, Any],
+    generation: dict[str, Any],
+    config: Any,
+    layers: list[LayerCall],
+    vocabulary: int,
+) -> ModelSpec:
+    """Return what all but the layers themselves has to know of the model."""
+    text, first = config.get_text_config(), layers[0]
+    shapes = {(each.heads, each.kv_heads) for each in layers}
+    if len(shapes) > 1:
+        raise CannotAttend("its layers have different numbers of heads")
+    if len({each.softcap for each in layers}) > 1:
+        raise CannotAttend("its layers cap scores differently")
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise CannotAttend("config.json does not say how many positions it has")
+    return ModelSpec(
+        architecture=str(raw["architectures"][0]),
+        vocab_size=min(vocabulary, text.vocab_size),
+        hidden_size=text.hidden_size,
+        intermediate_size=0,
+        num_layers=len(layers),
+        num_heads=first.heads,
+        num_kv_heads=first.kv_heads,
+        head_dim=max(each.width for each in layers),
+        norm=NormSpec(eps=0.0),
+        ropes=(None,) * len(layers),
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        windows=tuple(each.window for each in layers),
+        attention_scale=first.scale,
+        attention_softcap=first.softcap,
+        attention_sinks=any(each.has_sinks for each in layers),
+        eos_token_ids=eos_token_ids(raw, generation),
+    )
+
+
+def _attention(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Attention:
+    stock = PagedAttention(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        device=device,
+        scale=spec.attention_scale,
+        softcap=spec.attention_softcap,
+    )
+    if device.type != "cuda" or spec.attention_softcap is not None:
+        return stock
+    return CudaAttention(
+        stock,
+        shape=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+        dtype=dtype,
+        device=device,
+        scale=spec.attention_scale,
+        has_sinks=spec.attention_sinks,
+    )
+
+
+def _fingerprint(directory: Path, settings: ModelConfig) -> str:
+    """Return a digest that is equal for equal weights."""
+    config = (directory / "config.json").read_bytes() + b" transformers"
+    if settings.load_format == "dummy":
+        return hashlib.sha256(config + f" dummy {settings.seed}".encode()).hexdigest()[:32]
+    files: dict[str, Any] = {}
+    described: dict[str, str] = {}
+    for path in weight_files(directory):
+        opened: Any = safe_open(path, framework="pt", device="cpu")
+        for name in opened.keys():  # noqa: SIM118 - not a dict
+            header = opened.get_slice(name)
+            files[name] = opened
+            described[name] = f"{header.get_shape()} {header.get_dtype()}"
+
+    def tensor(name: str) -> Tensor:
+        stored: Tensor = files[name].get_tensor(name)
+        return stored
+
+    return weights_fingerprint(config, described, tensor)

@@ -1,0 +1,88 @@
+"""What a model says in parts and beside others, compared with what it says of whole sequences.
+
+A model that keeps more of a sequence than keys and values, or finds positions in another way than
+by being told them, says something else.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.models.attention.plan import AttentionRows
+from engine.models.decoder import StepTokens
+from engine.models.fallback.attention import AttentionCalls, CannotAttend
+from engine.models.fallback.decoder import FallbackDecoder, TransformersModel
+
+_ENDS = ((9, 4), (10, 5), (11, 6), (12, 7))
+"""How far each of the two sequences comes by each step: steps of single tokens follow the first,
+so that even what reaches back by one token is missed by all of them."""
+_BLOCK_SIZE = 4
+_MAX_DIFFERENCE = {torch.float32: 0.01}
+_MAX_ROUNDED = 0.3
+"""The same in 16 bits, where rounding may choose other experts."""
+
+
+def trial_tokens(vocabulary: int, device: torch.device) -> Tensor:
+    """Return the tokens of the first of the sequences."""
+    return (torch.arange(_ENDS[-1][0], device=device) * 7 + 3) % vocabulary
+
+
+def check_parts(
+    decoder: FallbackDecoder, model: TransformersModel, calls: AttentionCalls, tokens: Tensor
+) -> None:
+    """Compute two sequences whole, and again side by side in several steps.
+
+    Raises:
+        CannotAttend: the states of steps behind the first are not those of the whole sequences.
+    """
+    sequences = [tokens, tokens.flip(0)[: _ENDS[-1][1]]]
+    whole = []
+    for sequence in sequences:
+        calls.begin_trial()
+        positions = torch.arange(len(sequence), device=sequence.device)
+        whole.append(model.states(sequence, positions))
+    blocks = -(-len(tokens) // _BLOCK_SIZE)
+    shape = (2 * blocks, _BLOCK_SIZE, *decoder.spec.kv_shape)
+    cache = [
+        torch.zeros(shape, dtype=decoder.cache_dtype, device=decoder.device)
+        for _ in range(decoder.spec.num_layers)
+    ]
+    decoder.hidden_states(_step(decoder, sequences, (0, 0), _ENDS[0], blocks), cache)
+    found, expected = [], []
+    for starts, ends in pairwise(_ENDS):
+        found.append(decoder.hidden_states(_step(decoder, sequences, starts, ends, blocks), cache))
+        expected += [states[start] for states, start in zip(whole, starts, strict=True)]
+    states, wanted = torch.cat(found).float(), torch.stack(expected).float()
+    difference = (states - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
+    if not float(difference.median()) < _MAX_DIFFERENCE.get(decoder.dtype, _MAX_ROUNDED):
+        raise CannotAttend("computed in parts, and beside others, it says something else")
+
+
+def _step(
+    decoder: FallbackDecoder,
+    sequences: list[Tensor],
+    starts: tuple[int, ...],
+    ends: tuple[int, ...],
+    blocks: int,
+) -> StepTokens:
+    """Return a step with a row of each sequence, which has its blocks behind those of the other."""
+    device = sequences[0].device
+    counts = np.subtract(ends, starts)
+    tables = np.arange(len(sequences) * blocks, dtype=np.int32).reshape(-1, blocks)
+    rows = AttentionRows(
+        starts=np.array(starts),
+        counts=counts,
+        first_token=np.cumsum(counts) - counts,
+        block_tables=tables,
+        block_size=_BLOCK_SIZE,
+    )
+    parts = [torch.arange(*each, device=device) for each in zip(starts, ends, strict=True)]
+    return StepTokens(
+        token_ids=torch.cat([s[part] for s, part in zip(sequences, parts, strict=True)]),
+        positions=torch.cat(parts),
+        slots=torch.cat([part + i * blocks * _BLOCK_SIZE for i, part in enumerate(parts)]),
+        rows=rows,
+        plans={window: decoder.attention.plan(rows, window) for window in decoder.windows},
+    )

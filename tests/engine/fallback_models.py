@@ -1,0 +1,101 @@
+"""Tiny random models of whatever causal language model transformers knows."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.engine.tiny_models import Checkpoint, randomize
+
+WINDOW = 20
+VOCAB_SIZE = 256
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "word_embed_proj_dim": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "n_inner": 96,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_kv_heads": 4,
+    "head_dim": 16,
+    "kv_channels": 16,
+    "sliding_window": WINDOW,
+    # experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 48,
+    "expert_ffn_hidden_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    # latents
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 32,
+    "v_head_dim": 24,
+    # made for the number of layers, which is another here
+    "layer_types": None,
+    "mlp_layer_types": None,
+    "no_rope_layers": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny_config(model_type: str, **settings: Any) -> Any:
+    """Return a configuration of transformers with small sizes wherever it has such."""
+    config_class = CONFIG_MAPPING[model_type]
+    known = {*inspect.signature(config_class).parameters}
+    known |= {
+        field for each in config_class.__mro__ for field in getattr(each, "__annotations__", {})
+    }
+    names = {getattr(config_class, "attribute_map", {}).get(name, name) for name in _SIZES}
+    sizes = {name: _SIZES[name] for name in _SIZES if name in known & names}
+    default = config_class()
+    if "num_key_value_heads" in known:
+        alike = default.num_key_value_heads == getattr(default, "num_attention_heads", None)
+        sizes["num_key_value_heads"] = 4 if alike else 2
+    if getattr(default, "sliding_window", None) is None:
+        sizes.pop("sliding_window", None)
+    return config_class(**{**sizes, **settings})
+
+
+def save_fallback_model(
+    model_type: str, directory: Path, seed: int = 1, **settings: Any
+) -> Checkpoint:
+    """Write a tiny random model of a type of transformers."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        reference = model_class._from_config(
+            tiny_config(model_type, **settings), attn_implementation="eager", dtype=torch.float32
+        ).eval()
+    randomize(reference, seed)
+    reference.save_pretrained(directory)
+    return Checkpoint(directory, reference)
