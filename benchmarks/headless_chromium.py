@@ -16,6 +16,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from server.fleet.own_server import stop_process
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 _LAUNCHER = """
@@ -182,12 +184,7 @@ class Browser:
 
     def _close(self) -> None:
         os.close(self._write)
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        stop_process(self._process, 10)
         os.close(self._read)
         self._profile.cleanup()
 

@@ -11,7 +11,6 @@ The clock says little on a machine that others use. Processor time says more: in
 start, in microseconds a token while streaming, by what the processes are.
 """
 
-import argparse
 import asyncio
 import secrets
 import statistics
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.failover import Progress, asks, run
+from benchmarks.ray_nodes import read_options
 from benchmarks.running_stack import RunningStack
 
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -142,14 +142,7 @@ def _of_part(costs: Callable[[Round], Costs], name: str, each: Round) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=100, help="tokens per stream")
-    parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
-    options = parser.parse_args()
+    options = read_options(__doc__, rounds=5, streams=32, tokens=100)
     console = Console()
     node = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=node)

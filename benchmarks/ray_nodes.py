@@ -1,9 +1,10 @@
 """A real Ray cluster of several nodes on this machine, and what is in it."""
 
+import argparse
 import os
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -14,6 +15,29 @@ NAMESPACE = "of these nodes"
 OBJECT_STORE_BYTES = 80 * 2**20  # about the least that Ray takes
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+class Options(NamedTuple):
+    """How much a benchmark of engines on Ray does."""
+
+    rounds: int
+    streams: int
+    tokens: int
+    """Per stream."""
+    serve: list[str]
+    """Flags for `swell serve`."""
+
+
+def read_options(description: str | None, *, rounds: int, streams: int, tokens: int) -> Options:
+    """Return what the command line asks for, with these defaults."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--streams", type=int, default=streams)
+    parser.add_argument("--tokens", type=int, default=tokens, help="tokens per stream")
+    parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
+    return Options(**vars(parser.parse_args()))
 
 
 class Nodes:

@@ -8,7 +8,6 @@ Three engines stream while an actor and then a node is killed. With the fourth n
 rank waits until another one joins. Then one supervisor is stopped, and another one killed.
 """
 
-import argparse
 import asyncio
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.failover import Progress, asks, run
-from benchmarks.ray_nodes import Nodes, engines, is_empty
+from benchmarks.ray_nodes import Nodes, engines, is_empty, read_options
 from benchmarks.running_stack import RunningStack
 
 ADMIN_KEY = "admin-secret"
@@ -185,14 +184,7 @@ def measure(took: Took, streams: int, tokens: int, more: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=90, help="tokens per stream")
-    parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
-    options = parser.parse_args()
+    options = read_options(__doc__, rounds=1, streams=64, tokens=90)
     console = Console(file=sys.stdout)
     took: Took = {what: [] for what in PROMISED}
     for _ in range(options.rounds):

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import psutil
 
+from server.fleet.own_server import stop_process
+
 START_SECONDS = 300
 STOP_SECONDS = 30
 _LAST_LINES = 40
@@ -149,12 +151,7 @@ class RunningServer:
         children = []
         if self._process.poll() is None:
             children = psutil.Process(self._process.pid).children(recursive=True)
-            self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        stop_process(self._process, STOP_SECONDS)
         _, left = psutil.wait_procs(children, timeout=STOP_SECONDS / 3)
         for each in left:
             each.send_signal(signal.SIGKILL)

@@ -2,17 +2,15 @@
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
-
-import torch
 
 from engine.executor.environment import num_cores
-from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
+from engine.executor.interface import ExecutorInfo, PendingResult
 from engine.executor.loading import device_for, set_threads
+from engine.executor.local import LocalExecutor
 from engine.executor.step_thread import StepThread
 from engine.models.encoders.loading import LoadedEncoder, load_encoder
 from engine.runner.encoder_runner import EncoderRunner
-from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
+from engine.runner.host_memory import keep_freed_memory
 from engine.runner.pooler import Pooler
 from engine.scheduler.batch import BatchPlan
 from engine.shared.config import EngineConfig
@@ -22,7 +20,7 @@ from engine.shared.pooling import PoolingSpec
 logger = logging.getLogger(__name__)
 
 
-class EncoderExecutor:
+class EncoderExecutor(LocalExecutor):
     """Executor of a model without a KV cache.
 
     Where steps overlap they run in a thread of their own, as those of `InProcessExecutor` do.
@@ -48,7 +46,7 @@ class EncoderExecutor:
         self._device = device_for(config)
         set_threads(config, engines_on_node, cores=num_cores())
         loaded = self._load()
-        self._info = ExecutorInfo(
+        info = ExecutorInfo(
             num_kv_blocks=config.scheduler.max_num_seqs,
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
@@ -58,14 +56,9 @@ class EncoderExecutor:
             in_one_step=True,
             has_kv=False,
         )
+        super().__init__(info, StepThread(own=config.scheduler.steps_overlap), self._device)
         self._runner: EncoderRunner | None = self._new_runner(loaded)
-        self._steps = StepThread(own=config.scheduler.steps_overlap)
         keep_freed_memory()
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """What was found while loading."""
-        return self._info
 
     @property
     def grammars(self) -> None:
@@ -92,9 +85,7 @@ class EncoderExecutor:
         """Free the weights, at level 1 only those on an accelerator."""
         if level > 1 or self._device.type != "cpu":
             self._runner = None
-        give_back_freed_memory()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._give_back_memory()
 
     def wake_up(self) -> None:
         """Load the weights again if they are gone.
@@ -105,26 +96,8 @@ class EncoderExecutor:
         if self._runner is not None:
             return
         loaded = self._load()
-        if loaded.fingerprint != self._info.model_fingerprint:
-            raise CannotDo("the model's weights have changed: the engine has to be restarted")
+        self._check_unchanged(loaded.fingerprint)
         self._runner = self._new_runner(loaded)
-
-    def start_profile(self) -> None:
-        """Begin to record what steps do.
-
-        Raises:
-            CannotDo: a profile is being recorded.
-        """
-        self._steps.start_profile()
-
-    def stop_profile(self, path: Path) -> None:
-        """End the recording and write its trace.
-
-        Raises:
-            CannotDo: nothing is being recorded.
-            OSError: the trace cannot be written.
-        """
-        self._steps.stop_profile(path)
 
     def shutdown(self) -> None:
         """Free the model."""

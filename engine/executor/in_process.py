@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from socket import socket
 
 import msgspec
@@ -21,6 +20,7 @@ from engine.executor.loading import (
     max_head_threads,
     set_threads,
 )
+from engine.executor.local import LocalExecutor
 from engine.executor.pipelining import PipelinedSteps
 from engine.executor.step_thread import StepThread
 from engine.grammar.masks import GrammarTable, grammar_table
@@ -46,7 +46,7 @@ from engine.shared.model_files import model_directory
 logger = logging.getLogger(__name__)
 
 
-class InProcessExecutor:
+class InProcessExecutor(LocalExecutor):
     """Executor without a process of its own.
 
     Where steps overlap they run in a thread of their own and `submit` returns at once (torch
@@ -99,49 +99,23 @@ class InProcessExecutor:
         model, fingerprint = self._load()
         spec = model.spec
         self._max_head_threads = max_head_threads(spec, config, engines_on_node)
-        max_model_len = model_length(spec, config.model)
-        if self._pooling is not None and config.model.max_model_len is None:
-            max_model_len = min(max_model_len, self._pooling.max_length or max_model_len)
         self._report("allocating the KV cache")
-        free = self._free_blocks(model, max_model_len, engines_on_node * processes)
-        num_blocks = self._num_blocks(model, max_model_len, free)
-        self._info = ExecutorInfo(
-            num_kv_blocks=num_blocks,
-            max_model_len=max_model_len,
-            vocab_size=spec.vocab_size,
-            eos_token_ids=spec.eos_token_ids,
-            model_fingerprint=fingerprint,
-            pools=self._pooling is not None,
-            in_one_step=self._pooling is not None and self._pooling.in_one_step,
-            num_stages=self._num_stages,
-        )
+        info = self._size_cache(model, fingerprint, engines_on_node * processes)
+        in_thread = config.scheduler.steps_overlap or self._num_stages > 1
+        super().__init__(info, StepThread(own=in_thread), self._device)
         self._grammars = grammar_table(
             model_directory(config.model, weights=False),
             spec.vocab_size,
             spec.eos_token_ids,
         )
-        self._adapters: AdapterStore[AdapterWeights] | None = None
-        if config.lora.enable_lora:
-            convert = partial(adapter_weights, dtype=model.dtype)
-            modules = AdaptableModules(
-                read_spec(model_directory(config.model, weights=False)),
-                experts_here=not config.parallel.enable_expert_parallel,
-            )
-            self._adapters = AdapterStore(modules, config.lora.max_lora_rank, convert)
+        self._adapters = _adapter_store(config, model) if config.lora.enable_lora else None
         self._model: Decoder | None = model
         self._runner: ModelRunner | None = self._new_runner(model)
-        in_thread = config.scheduler.steps_overlap or self._num_stages > 1
-        self._steps = StepThread(own=in_thread)
         self._pipelined = self._pipeline(self._runner)
         self._was_shut_down = False
         if config.parallel.data_parallel_size == 1:
             self._share_experts(Group.alone() if self._shard is None else self._shard.group)
         keep_freed_memory()
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """What was found while loading."""
-        return self._info
 
     @property
     def grammars(self) -> GrammarTable | None:
@@ -205,9 +179,7 @@ class InProcessExecutor:
         self._runner = self._pipelined = None
         if level > 1 or self._device.type != "cpu":
             self._model = self._draft = None
-        give_back_freed_memory()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._give_back_memory()
 
     def wake_up(self) -> None:
         """Load the weights again if they are gone, and allocate the KV cache.
@@ -219,30 +191,12 @@ class InProcessExecutor:
             return
         if self._model is None:
             model, fingerprint = self._load()
-            if fingerprint != self._info.model_fingerprint:
-                raise CannotDo("the model's weights have changed: the engine has to be restarted")
+            self._check_unchanged(fingerprint)
             self._model = model
             if self._experts is not None:
                 self._share_experts(self._experts)
         self._runner = self._new_runner(self._model)
         self._pipelined = self._pipeline(self._runner)
-
-    def start_profile(self) -> None:
-        """Begin to record what steps do.
-
-        Raises:
-            CannotDo: a profile is being recorded.
-        """
-        self._steps.start_profile()
-
-    def stop_profile(self, path: Path) -> None:
-        """End the recording and write its trace.
-
-        Raises:
-            CannotDo: nothing is being recorded.
-            OSError: the trace cannot be written.
-        """
-        self._steps.stop_profile(path)
 
     def shutdown(self) -> None:
         """Free the model and the KV cache."""
@@ -270,6 +224,24 @@ class InProcessExecutor:
         longest = model_length(spec, self._config.model)
         self._draft = load_draft_model(self._config, spec, longest, self._device, self._report)
         return loaded.model, loaded.fingerprint
+
+    def _size_cache(self, model: Decoder, fingerprint: str, processes: int) -> ExecutorInfo:
+        """Find how much the KV cache holds; `processes` share this node's memory."""
+        spec, pooling = model.spec, self._pooling
+        max_model_len = model_length(spec, self._config.model)
+        if pooling is not None and self._config.model.max_model_len is None:
+            max_model_len = min(max_model_len, pooling.max_length or max_model_len)
+        free = self._free_blocks(model, max_model_len, processes)
+        return ExecutorInfo(
+            num_kv_blocks=self._num_blocks(model, max_model_len, free),
+            max_model_len=max_model_len,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            model_fingerprint=fingerprint,
+            pools=pooling is not None,
+            in_one_step=pooling is not None and pooling.in_one_step,
+            num_stages=self._num_stages,
+        )
 
     @property
     def _num_shards(self) -> int:
@@ -378,3 +350,12 @@ class InProcessExecutor:
         models = (model,) if self._draft is None else (model, self._draft)
         size = self._config.cache.block_size
         return sum(bytes_per_block(each.spec, size, each.cache_dtype) for each in models)
+
+
+def _adapter_store(config: EngineConfig, model: Decoder) -> AdapterStore[AdapterWeights]:
+    modules = AdaptableModules(
+        read_spec(model_directory(config.model, weights=False)),
+        experts_here=not config.parallel.enable_expert_parallel,
+    )
+    convert = partial(adapter_weights, dtype=model.dtype)
+    return AdapterStore(modules, config.lora.max_lora_rank, convert)

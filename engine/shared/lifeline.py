@@ -114,6 +114,10 @@ class Lifeline:
         """End this process when the supervisor dies: SIGTERM first, then at once after a grace.
 
         The watching thread also ends a process whose main thread is stuck in native code.
+
+        Args:
+            on_lost: called in place of all that, for a child whose starter closes the lifeline as
+                the ordinary way to end it.
         """
         connection = self._connection
         if connection is None:
@@ -125,9 +129,10 @@ class Lifeline:
                     pass
             except OSError:
                 pass
-            logger.error("the supervisor has gone: stopping")
             if on_lost is not None:
                 on_lost()
+                return
+            logger.error("the supervisor has gone: stopping")
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Event().wait(ORPHAN_GRACE)
             os._exit(1)

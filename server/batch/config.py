@@ -4,19 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine.shared.config import (
-    CacheConfig,
-    ExecutorConfig,
-    LogConfig,
-    ModelConfig,
-    NonNegativeInt,
-    ParallelConfig,
-    PositiveFloat,
-    SchedulerConfig,
-    Section,
-)
-from server.answer.config import AnswerConfig
-from server.config import SupervisorConfig
+from engine.shared.config import NonNegativeInt, PositiveFloat, Section
+from server.config import OwnServerConfig
 
 
 class BatchConfig(Section, frozen=True, kw_only=True):
@@ -46,15 +35,7 @@ class BatchConfig(Section, frozen=True, kw_only=True):
     ] = 10
 
 
-class RunBatchConfig(Section, frozen=True, kw_only=True):
-    """All that `swell run-batch` needs to know; all but the first are for a server of its own."""
+class RunBatchConfig(OwnServerConfig, frozen=True):
+    """All that `swell run-batch` needs to know."""
 
     batch: BatchConfig = BatchConfig()
-    model: ModelConfig = ModelConfig()
-    cache: CacheConfig = CacheConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    executor: ExecutorConfig = ExecutorConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    answer: AnswerConfig = AnswerConfig()
-    supervisor: SupervisorConfig = SupervisorConfig()
-    log: LogConfig = LogConfig()

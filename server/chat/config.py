@@ -4,19 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine.shared.config import (
-    CacheConfig,
-    ExecutorConfig,
-    LogConfig,
-    ModelConfig,
-    ParallelConfig,
-    PositiveFloat,
-    PositiveInt,
-    SchedulerConfig,
-    Section,
-)
-from server.answer.config import AnswerConfig
-from server.config import SupervisorConfig
+from engine.shared.config import PositiveFloat, PositiveInt, Section
+from server.config import OwnServerConfig
 
 
 class ChatSection(Section, frozen=True, kw_only=True):
@@ -46,15 +35,7 @@ class ChatSection(Section, frozen=True, kw_only=True):
     ] = 60.0
 
 
-class ChatConfig(Section, frozen=True, kw_only=True):
-    """All that `swell chat` needs to know; all but the first are for a server of its own."""
+class ChatConfig(OwnServerConfig, frozen=True):
+    """All that `swell chat` needs to know."""
 
     chat: ChatSection = ChatSection()
-    model: ModelConfig = ModelConfig()
-    cache: CacheConfig = CacheConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    executor: ExecutorConfig = ExecutorConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    answer: AnswerConfig = AnswerConfig()
-    supervisor: SupervisorConfig = SupervisorConfig()
-    log: LogConfig = LogConfig()

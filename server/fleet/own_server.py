@@ -44,6 +44,16 @@ def serve_arguments(config: Section) -> list[str]:
     return arguments
 
 
+def stop_process(process: subprocess.Popen[Any], timeout: float) -> None:
+    """Ask a process to end, and kill it if it has not ended after `timeout` seconds."""
+    process.terminate()
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 class OwnServer:
     """`swell serve` on a port of this machine, as a context manager; port 0 is a free one."""
 
@@ -89,12 +99,7 @@ class OwnServer:
         self._ready.set()
 
     def _stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        stop_process(self._process, _STOP_TIMEOUT)
         self._reader.join(_STOP_TIMEOUT)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from server.fleet.own_server import stop_process
+
 ROOT = Path(__file__).parent.parent.parent
 BASE_IMAGE = "swell-test-base:bookworm"
 PROMETHEUS_IMAGE = "swell-test-prometheus:local"
@@ -79,12 +81,7 @@ class Docker:
     def close(self) -> None:
         """End the engine, if it was started here, with everything in it."""
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            stop_process(self._process, 60)
             # Rules and bridge are shared by all engines of a machine.
             if self._firewall is not None and not _engine_runs():
                 subprocess.run(["iptables-restore"], input=self._firewall, check=False)

@@ -88,3 +88,27 @@ def test_a_child_ends_when_its_supervisor_dies_even_if_it_is_stuck(stuck: bool) 
     assert code == (1 if stuck else -signal.SIGTERM)
     child.stdout.close()
     child.stdin.close()
+
+
+def test_a_child_that_is_ended_by_its_lifeline_ends_without_a_word() -> None:
+    ours, theirs = socket.socketpair()
+    program = (
+        "import os, sys; from engine.shared.lifeline import Lifeline;"
+        "Lifeline.from_environment().watch(on_lost=lambda: os._exit(0));"
+        "sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, LIFELINE_VARIABLE: str(theirs.fileno())},
+    )
+    theirs.close()
+    ours.close()
+    assert child.stderr is not None
+    assert child.stderr.read() == b""
+    assert child.wait(timeout=60) == 0
+    child.stderr.close()
+    assert child.stdin is not None
+    child.stdin.close()
