@@ -34,12 +34,14 @@ from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.experts import MirrorGroup
 from engine.models.settings import model_length
+from engine.models.spec import ModelSpec
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
 from engine.runner.memory_profile import profiled_memory
 from engine.runner.model_runner import EarlierStages, ModelRunner
 from engine.runner.pooler import Pooler
 from engine.scheduler.batch import BatchPlan
+from engine.scheduler.block_table import CacheShape, lookahead_tokens
 from engine.shared.config import EngineConfig
 from engine.shared.model_files import model_directory
 
@@ -232,14 +234,24 @@ class InProcessExecutor(LocalExecutor):
         if pooling is not None and self._config.model.max_model_len is None:
             max_model_len = min(max_model_len, pooling.max_length or max_model_len)
         free = self._free_blocks(model, max_model_len, processes)
+        windows = _cache_windows(self._config, spec)
+        in_one_step = pooling is not None and pooling.in_one_step
+        lookahead = lookahead_tokens(
+            self._config.scheduler,
+            max_model_len,
+            num_stages=self._num_stages,
+            in_one_step=in_one_step,
+        )
+        shape = CacheShape(self._config.cache.block_size, windows, lookahead)
         return ExecutorInfo(
-            num_kv_blocks=self._num_blocks(model, max_model_len, free),
+            num_kv_blocks=self._num_blocks(model, max_model_len, free, shape),
             max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             model_fingerprint=fingerprint,
             pools=pooling is not None,
-            in_one_step=pooling is not None and pooling.in_one_step,
+            in_one_step=in_one_step,
+            cache_windows=windows,
             num_stages=self._num_stages,
         )
 
@@ -331,7 +343,9 @@ class InProcessExecutor(LocalExecutor):
         leader.end_trial()
         return leader.min_blocks(free)
 
-    def _num_blocks(self, model: Decoder, max_model_len: int, available_blocks: int) -> int:
+    def _num_blocks(
+        self, model: Decoder, max_model_len: int, available_blocks: int, shape: CacheShape
+    ) -> int:
         block_bytes, cache = self._block_bytes(model), self._config.cache
         if cache.kv_cache_memory_bytes is not None:  # a stage with more layers has fewer blocks
             cache = msgspec.structs.replace(
@@ -343,6 +357,7 @@ class InProcessExecutor(LocalExecutor):
             max_model_len=max_model_len,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             available_bytes=available_blocks * block_bytes,
+            shape=shape,
         )
 
     def _block_bytes(self, model: Decoder) -> int:
@@ -359,3 +374,18 @@ def _adapter_store(config: EngineConfig, model: Decoder) -> AdapterStore[Adapter
     )
     convert = partial(adapter_weights, dtype=model.dtype)
     return AdapterStore(modules, config.lora.max_lora_rank, convert)
+
+
+def _cache_windows(config: EngineConfig, spec: ModelSpec) -> tuple[int | None, ...]:
+    """Return how far back the model's layers attend, if all of them slide alike.
+
+    A draft model has its keys and values in the same blocks, and may look back further.
+
+    Args:
+        spec: the part of the model that is here.
+    """
+    windows = set(spec.windows)
+    if config.parallel.pipeline_parallel_size > 1:
+        windows = set(read_spec(model_directory(config.model, weights=False)).windows)
+    alike = len(windows) == 1 and config.scheduler.speculative_model is None
+    return tuple(windows) if alike else (None,)

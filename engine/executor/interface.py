@@ -31,6 +31,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """Whether all tokens of a sequence have to be computed in the same step."""
     has_kv: bool = True
     """False: nothing is kept of a sequence; `num_kv_blocks` then counts sequences."""
+    cache_windows: tuple[int | None, ...] = (None,)
+    """For each group of layers with KV blocks of its own, how far back its tokens attend."""
     num_stages: int = 1
     """Steps that are computed at once, each in another part of the model."""
 

@@ -83,18 +83,25 @@ class _Slot:
         num_prompt_tokens: int,
         sampling: SamplingParams,
         adapter: int,
+        num_groups: int,
     ) -> None:
         self.adapter = adapter
         self.token_ids = token_ids
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
-        self.block_ids: list[int] = []
+        self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
+        """By group of layers."""
+
+
+_NOT_HERE = -1
+"""Stands for a block that was behind the window when its sequence came."""
 
 
 class _CheckedMemory:
     """KV memory that holds (token, position) and knows which step in flight writes what."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...]) -> None:
+        self._windows = windows
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._token_ids = [[-1] * block_size for _ in range(num_blocks)]
@@ -105,7 +112,7 @@ class _CheckedMemory:
     def emptied(self) -> "_CheckedMemory":
         """Return memory of the same size that holds nothing."""
         assert not self._slots_in_flight, "a step in flight uses the memory"
-        return _CheckedMemory(self._num_blocks, self._block_size)
+        return _CheckedMemory(self._num_blocks, self._block_size, self._windows)
 
     def start(self, slot: int) -> None:
         """A sequence takes a slot."""
@@ -113,22 +120,28 @@ class _CheckedMemory:
 
     def read(self, state: _Slot, start: int) -> None:
         """Compare the context of a row that starts at `start` with the sequence's tokens."""
+        for window, block_ids in zip(self._windows, state.block_ids, strict=True):
+            begin = 0 if window is None else max(0, start - window + 1)
+            self._read(state.token_ids, block_ids, begin, start)
+
+    def _read(self, token_ids: list[int], block_ids: list[int], begin: int, end: int) -> None:
         size = self._block_size
-        for index in range(-(-start // size)):
-            first = index * size
-            length = min(size, start - first)
-            block_id = state.block_ids[index]
-            tokens = self._token_ids[block_id][:length]
-            positions = self._positions[block_id][:length]
-            where = f"block {block_id}, to be read as positions {first} to {first + length - 1}"
-            assert positions == list(range(first, first + length)), f"{where}, has others"
-            assert tokens == state.token_ids[first : first + length], f"{where}, has other tokens"
+        for index in range(begin // size, -(-end // size)):
+            first, after = max(begin, index * size), min(end, (index + 1) * size)
+            block_id = block_ids[index]
+            where = f"block {block_id}, to be read as positions {first} to {after - 1}"
+            assert block_id != _NOT_HERE, f"{where}, was never given"
+            held = slice(first - index * size, after - index * size)
+            positions, tokens = self._positions[block_id][held], self._token_ids[block_id][held]
+            assert positions == list(range(first, after)), f"{where}, has others"
+            assert tokens == token_ids[first:after], f"{where}, has other tokens"
 
     def write(self, step: int, slot: int, state: _Slot, start: int, count: int) -> None:
         """Write a row's tokens through the slot's block table."""
         size = self._block_size
-        for position in range(start, start + count):
-            block_id = state.block_ids[position // size]
+        places = ((ids, at) for ids in state.block_ids for at in range(start, start + count))
+        for block_ids, position in places:
+            block_id = block_ids[position // size]
             offset = position % size
             _, writer = self._writers.setdefault(block_id, (step, slot))
             assert writer == slot, f"block {block_id} is being written by slot {writer}"
@@ -182,6 +195,7 @@ class SimulatedExecutor:
         adapters: tokens depend on the adapters of requests; without it there are none.
         grammars: tokens follow the grammars of requests; without it these are refused.
         pooling: sequences get a vector each, which is a function of their tokens.
+        cache_windows: for each group of layers how far back its tokens attend.
         check: compare every read of the KV memory with what it ought to be; costs time
             proportional to the context of every row.
     """
@@ -197,6 +211,7 @@ class SimulatedExecutor:
         adapters: "AdapterStore[bool] | None" = None,
         check: bool = False,
         pooling: PoolingSpec | None = None,
+        cache_windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self._grammars = grammars
         self._pooling = pooling
@@ -211,6 +226,7 @@ class SimulatedExecutor:
             model_fingerprint=f"simulated-{vocab_size}",
             pools=pooling is not None,
             in_one_step=pooling is not None and pooling.in_one_step,
+            cache_windows=cache_windows,
             num_stages=config.parallel.pipeline_parallel_size,
         )
         self.virtual_us = 0
@@ -220,7 +236,9 @@ class SimulatedExecutor:
         self.times = StageTimes(self._info.num_stages, virtual=timing == "virtual")
         self._slots: dict[int, _Slot] = {}
         self._group: Group | None = None
-        self._memory = _CheckedMemory(num_kv_blocks, config.cache.block_size) if check else None
+        self._memory = None
+        if check:
+            self._memory = _CheckedMemory(num_kv_blocks, config.cache.block_size, cache_windows)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -309,10 +327,16 @@ class SimulatedExecutor:
             if self._memory is not None:
                 self._memory.start(start.slot)
             self._slots[start.slot] = _Slot(
-                start.token_ids.copy(), start.num_prompt_tokens, start.sampling, start.adapter
+                start.token_ids.copy(),
+                start.num_prompt_tokens,
+                start.sampling,
+                start.adapter,
+                len(self._info.cache_windows),
             )
         for added in plan.blocks:
-            block_ids = self._slots[added.slot].block_ids
+            block_ids = self._slots[added.slot].block_ids[added.group]
+            if not block_ids:
+                block_ids += [_NOT_HERE] * added.first
             assert added.first == len(block_ids), f"slot {added.slot}: gap in the block table"
             block_ids += added.block_ids
         if self._grammars is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.models.spec import ModelSpec
 from engine.runner.host_memory import untouched_zeros
+from engine.scheduler.block_table import CacheShape
 from engine.shared.config import CacheConfig
 
 _MEMORY_SHARE = 0.5
@@ -33,16 +34,18 @@ def count_blocks(
     max_model_len: int,
     max_num_seqs: int,
     available_bytes: int,
+    shape: CacheShape | None = None,
 ) -> int:
     """Return the number of KV blocks of one engine.
 
     Args:
+        shape: what sequences need; without it, blocks for all of their tokens.
         available_bytes: memory for the cache when the settings name neither blocks nor bytes.
 
     Raises:
         NotEnoughMemory: the blocks do not hold one sequence of `max_model_len`.
     """
-    per_sequence = -(-max_model_len // config.block_size)
+    per_sequence = (shape or CacheShape(config.block_size)).blocks_for(max_model_len)
     if config.num_kv_blocks is not None:
         blocks = config.num_kv_blocks
         source = "--num-kv-blocks"

@@ -33,7 +33,7 @@ class InFlight(NamedTuple):
         )
         rows = [
             f"  {request.id} ({request.request_id}): slot {slot}, start {start}, "
-            f"count {count}, {request.num_tokens} tokens, {len(request.table.block_ids)} blocks"
+            f"count {count}, {request.num_tokens} tokens, {request.table.num_blocks} blocks"
             for request, slot, start, count in zip(
                 requests, plan.slots, plan.starts, plan.counts, strict=True
             )

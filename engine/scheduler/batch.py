@@ -35,11 +35,13 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """KV blocks appended to a slot's block table, starting at logical block `first`."""
+    """KV blocks appended to a block table of a slot, starting at logical block `first`."""
 
     slot: int
     first: int
     block_ids: list[int]
+    group: int = 0
+    """Of the layers whose keys and values they are for: each has a table of its own."""
 
 
 class BatchPlan(msgspec.Struct, frozen=True, array_like=True):

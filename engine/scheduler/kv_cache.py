@@ -1,51 +1,46 @@
-"""The KV cache as the scheduler sees it: one block table per sequence, with shared prefixes."""
+"""The KV cache as the scheduler sees it: block tables of sequences, with shared prefixes."""
 
-import sys
 from collections.abc import Iterable, Sequence
 
 from engine.scheduler.block_pool import BlockPool
+from engine.scheduler.block_table import FREED, NEVER, BlockTable, CacheShape, GroupTable
 from engine.scheduler.known_digests import KnownDigests
-from engine.scheduler.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
-
-NEVER = sys.maxsize
-
-
-class BlockTable:
-    """The KV blocks of one sequence, in order of position; written by `KVCacheManager` only."""
-
-    __slots__ = (
-        "block_ids", "capacity", "digests", "generation", "next_commit", "num_committed", "root",
-    )  # fmt: skip
-
-    def __init__(self, root: bytes = ROOT_DIGEST) -> None:
-        self.root = root
-        """Parent of its first block: tables with different ones share nothing."""
-        self.block_ids: list[int] = []
-        self.capacity = 0
-        """Positions that the blocks have room for."""
-        self.digests: list[bytes] = []
-        """Names of the sequence's first full blocks, as far as they were needed or known."""
-        self.num_committed = 0
-        """Leading blocks that were offered to the prefix cache."""
-        self.next_commit = NEVER
-        """Computed tokens from which on `commit` has something to do."""
-        self.generation = 0
+from engine.scheduler.prefix_cache import PrefixCache, block_digest
 
 
 class KVCacheManager:
     """Gives blocks to sequences, takes them back and finds prefixes that are still there.
 
     Blocks become visible to other sequences only when `commit` says that they are computed.
+    All groups of layers share one pool: their blocks are of one size.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        shape: CacheShape | None = None,
+    ) -> None:
+        """Own so many blocks; without a shape, of one group that keeps all positions."""
         self.block_size = block_size
         self.caching = enable_prefix_caching
-        self._cache = PrefixCache()
+        self._shape = shape or CacheShape(block_size)
+        self._caches = [PrefixCache() for _ in self._shape.windows]
+        self._sliding = self._shape.sliding
+        self._keeping = [n for n in range(len(self._caches)) if n not in self._sliding]
         self._known = KnownDigests(block_size)
-        self._pool = BlockPool(num_blocks, on_evict=self._cache.evict)
+        self._pool = BlockPool(
+            num_blocks, on_evict=self._evict if self.num_groups > 1 else self._caches[0].evict
+        )
         # Blocks that were (partly) written before a reset must never be found after it.
         self._generation = 0
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with blocks of its own."""
+        return len(self._caches)
 
     @property
     def num_free_blocks(self) -> int:
@@ -57,29 +52,34 @@ class KVCacheManager:
         """Share of the blocks in use by sequences, 0 to 1."""
         return 1.0 - self._pool.num_free / self._pool.num_blocks
 
-    def match(self, table: BlockTable, token_ids: Sequence[int]) -> list[int]:
-        """Return the cached blocks that hold the longest known prefix, without taking them.
+    def match(self, table: BlockTable, token_ids: Sequence[int]) -> list[list[int]]:
+        """Return the cached blocks of the longest known prefix by group, without taking them.
 
-        At least one token is left to compute, because only computing it gives logits.
+        What is behind the window of a group's next token is `FREED`. At least one token is left to
+        compute, because only computing it gives logits.
         """
-        found: list[int] = []
         if not self.caching:
-            return found
-        num_hashed = 0
-        for index in range((len(token_ids) - 1) // self.block_size):
-            if index == len(table.digests):
-                num_hashed += self._extend_digests(table, token_ids, index + 1)
-            block_id = self._cache.get(table.digests[index])
-            if block_id is None:
-                break
-            found.append(block_id)
+            return [[] for _ in self._caches]
+        limit = (len(token_ids) - 1) // self.block_size
+        num_hashed = 0 if self._keeping else self._extend_digests(table, token_ids, limit)
+        matched: list[list[int]] = [[] for _ in self._caches]
+        for group in self._keeping:
+            cache, found = self._caches[group], matched[group]
+            for index in range(limit):
+                if index == len(table.digests):
+                    num_hashed += self._extend_digests(table, token_ids, index + 1)
+                block_id = cache.get(table.digests[index])
+                if block_id is None:
+                    break
+                found.append(block_id)
+            limit = len(found)
         self._known.remember(table.digests, token_ids, num_hashed)
-        return found
+        return self._match_windows(table, limit, matched) if self._sliding else matched
 
     def try_admit(
         self, table: BlockTable, token_ids: Sequence[int], *, use_cache: bool, headroom: int
     ) -> int | None:
-        """Fill an empty table with room for all of `token_ids`.
+        """Fill an empty table with room for `token_ids`, as many as its groups hold at once.
 
         Args:
             table: the sequence's table.
@@ -91,30 +91,39 @@ class KVCacheManager:
             How many tokens' keys and values are already there, or None (and nothing changed) when
             there are not enough free blocks.
         """
-        cached = self.match(table, token_ids) if use_cache else []
-        num_new = -(-len(token_ids) // self.block_size) - len(cached)
-        if num_new + self._pool.count_free(cached) + headroom > self._pool.num_free:
+        matched = self.match(table, token_ids) if use_cache else [[] for _ in self._caches]
+        cached = self._cached(matched)
+        wanted = self._wanted(matched, len(token_ids))
+        if sum(wanted) + self._pool.count_free(cached) + headroom > self._pool.num_free:
             return None
         # Cached blocks first: taking them keeps the allocation from evicting them.
         self._pool.acquire(cached)
-        new = self._pool.allocate(num_new)
-        assert new is not None
-        table.block_ids = cached + new
-        table.capacity = len(table.block_ids) * self.block_size
+        table.clear()
+        for ids, count in zip(matched, wanted, strict=True):
+            new = self._pool.allocate(count)
+            assert new is not None
+            group = GroupTable()
+            group.first = group.told = ids.count(FREED)
+            group.ids = ids + new
+            table.groups.append(group)
+        num_cached = len(matched[0])
+        table.num_admitted = -(-len(token_ids) // self.block_size)
         table.generation = self._generation
-        table.num_committed = len(cached)
-        table.next_commit = (len(cached) + 1) * self.block_size if self.caching else NEVER
-        return len(cached) * self.block_size
+        table.num_committed = num_cached
+        table.next_commit = (num_cached + 1) * self.block_size if self.caching else NEVER
+        self._measure(table)
+        return num_cached * self.block_size
 
     def needs(
         self, table: BlockTable, token_ids: Sequence[int], *, use_cache: bool
     ) -> tuple[int, int]:
         """Return (cached tokens, free blocks) that `try_admit` would find and take right now."""
-        cached = self.match(table, token_ids) if use_cache else []
-        num_new = -(-len(token_ids) // self.block_size) - len(cached)
-        return len(cached) * self.block_size, num_new + self._pool.count_free(cached)
+        matched = self.match(table, token_ids) if use_cache else [[] for _ in self._caches]
+        cached = self._cached(matched)
+        num_new = sum(self._wanted(matched, len(token_ids)))
+        return len(matched[0]) * self.block_size, num_new + self._pool.count_free(cached)
 
-    def try_grow(self, table: BlockTable, num_tokens: int, headroom: int = 0) -> list[int] | None:
+    def try_grow(self, table: BlockTable, num_tokens: int, headroom: int = 0) -> bool:
         """Append blocks until the table has room for `num_tokens` positions.
 
         Args:
@@ -123,16 +132,16 @@ class KVCacheManager:
             headroom: blocks that must stay free.
 
         Returns:
-            The new blocks, or None (and nothing changed) when there are not enough free ones.
+            False (and nothing changed) when there are not enough free ones.
         """
-        num_new = max(0, -(-num_tokens // self.block_size) - len(table.block_ids))
-        if num_new + headroom > self._pool.num_free:
-            return None
-        new = self._pool.allocate(num_new)
-        if new is not None:
-            table.block_ids += new
-            table.capacity = len(table.block_ids) * self.block_size
-        return new
+        num_blocks = -(-num_tokens // self.block_size)
+        wanted = [max(0, num_blocks - len(group.ids)) for group in table.groups]
+        if sum(wanted) + headroom > self._pool.num_free:
+            return False
+        for group, count in zip(table.groups, wanted, strict=True):
+            group.ids += self._pool.allocate(count) or ()
+        self._measure(table)
+        return True
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Offer the blocks that the first `num_computed` tokens fill to other sequences."""
@@ -142,19 +151,47 @@ class KVCacheManager:
         num_full = num_computed // self.block_size
         num_hashed = self._extend_digests(table, token_ids, num_full)
         self._known.remember(table.digests, token_ids, num_hashed)
-        for index in range(table.num_committed, num_full):
-            if self._cache.insert(table.digests[index], table.block_ids[index]):
-                self._pool.keep(table.block_ids[index])
+        for cache, group in zip(self._caches, table.groups, strict=True):
+            for index in range(table.num_committed, num_full):
+                if cache.insert(table.digests[index], group.ids[index]):
+                    self._pool.keep(group.ids[index])
         table.num_committed = num_full
         table.next_commit = (num_full + 1) * self.block_size
 
+    def release_behind(self, table: BlockTable, num_computed: int) -> None:
+        """Free what no token after the first `num_computed` attends to.
+
+        Call it after `commit`. While the tokens that the sequence was admitted with lack blocks,
+        it gets as many as it frees.
+        """
+        for number in self._sliding:
+            group = table.groups[number]
+            first = self._shape.first_needed(number, num_computed)
+            gone = group.ids[group.first : first]
+            self._pool.release(gone)
+            group.ids[group.first : first] = [FREED] * len(gone)
+            group.first += len(gone)
+        self.refill(table)
+
+    def refill(self, table: BlockTable) -> bool:
+        """Give sliding groups the blocks that they lack, as far as there are any.
+
+        Returns:
+            Whether there is room for more tokens than before.
+        """
+        before = table.capacity
+        for number in self._sliding:
+            group = table.groups[number]
+            end = min(table.num_admitted, group.first + self._shape.spans[number])
+            lacking = max(0, end - len(group.ids))
+            group.ids += self._pool.allocate(min(lacking, self._pool.num_free)) or ()
+        self._measure(table)
+        return table.capacity > before
+
     def free(self, table: BlockTable) -> None:
         """Take all blocks of a table back; the end of a prefix will be evicted before its start."""
-        self._pool.release(table.block_ids[::-1])
-        table.block_ids = []
-        table.capacity = 0
-        table.num_committed = 0
-        table.next_commit = NEVER
+        self._pool.release(table.held())
+        table.clear()
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, also what running sequences computed so far.
@@ -162,8 +199,9 @@ class KVCacheManager:
         Returns:
             How many blocks were forgotten.
         """
-        num_forgotten = len(self._cache)
-        self._cache.clear()
+        num_forgotten = sum(map(len, self._caches))
+        for cache in self._caches:
+            cache.clear()
         self._pool.forget_contents()
         self._generation += 1
         return num_forgotten
@@ -174,8 +212,69 @@ class KVCacheManager:
         Raises:
             AssertionError: a block is leaked, shared wrongly or named wrongly.
         """
-        self._pool.check_integrity([table.block_ids for table in tables])
-        self._cache.check_integrity(self._pool.kept_blocks())
+        tables = list(tables)
+        self._pool.check_integrity([table.held() for table in tables])
+        kept = self._pool.kept_blocks()
+        for cache in self._caches:
+            cache.check_integrity(set(cache.blocks()))
+        named = [block_id for cache in self._caches for block_id in cache.blocks()]
+        assert sorted(named) == sorted(kept), "named blocks differ from the kept blocks"
+        for table in tables:
+            assert table.num_blocks == len(table.held())
+            for group, span in zip(table.groups, self._shape.spans, strict=False):
+                assert group.first == group.ids.count(FREED), "a block is freed within the window"
+                assert FREED not in group.ids[group.first :]
+                assert len(group.ids) - group.first <= span, "a group holds too many blocks"
+
+    def _evict(self, block_id: int) -> None:
+        next(cache for cache in self._caches if block_id in cache.blocks()).evict(block_id)
+
+    def _cached(self, matched: list[list[int]]) -> list[int]:
+        """Return the blocks of a match."""
+        if len(matched) == 1 and not self._sliding:
+            return matched[0]
+        return [block_id for ids in matched for block_id in ids if block_id != FREED]
+
+    def _wanted(self, matched: list[list[int]], num_tokens: int) -> list[int]:
+        """Return how many new blocks each group gets beside the cached ones."""
+        blocks = -(-num_tokens // self.block_size)
+        return [
+            min(blocks - len(ids), span - (len(ids) - ids.count(FREED)))
+            for ids, span in zip(matched, self._shape.spans, strict=True)
+        ]
+
+    def _match_windows(
+        self, table: BlockTable, limit: int, matched: list[list[int]]
+    ) -> list[list[int]]:
+        """Shorten a match to where all sliding groups have what the next token attends to."""
+        size, digests, first_needed = self.block_size, table.digests, self._shape.first_needed
+        before = -1
+        while before != limit:
+            before = limit
+            for group in self._sliding:
+                cache, index = self._caches[group], limit - 1
+                while index >= first_needed(group, limit * size):
+                    if digests[index] not in cache:
+                        limit = index
+                    index -= 1
+        for group in self._keeping:
+            del matched[group][limit:]
+        for group in self._sliding:
+            first = first_needed(group, limit * size)
+            found = [self._caches[group].get(digest) for digest in digests[first:limit]]
+            matched[group] = [FREED] * first + [each for each in found if each is not None]
+        return matched
+
+    def _measure(self, table: BlockTable) -> None:
+        """Bring a table's numbers up to date."""
+        groups, size = table.groups, self.block_size
+        table.capacity = min([len(group.ids) for group in groups]) * size
+        table.num_blocks = sum([len(group.ids) - group.first for group in groups])
+        table.num_untold = sum([len(group.ids) - group.told for group in groups])
+        table.next_release = min(
+            ((groups[n].first + 1) * size + window - 1 for n, window in self._sliding.items()),
+            default=NEVER,
+        )
 
     def _extend_digests(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> int:
         """Name a sequence's first blocks; return how many of them had to be hashed."""

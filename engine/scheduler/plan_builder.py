@@ -49,7 +49,14 @@ class PlanBuilder:
                 request.adapter_slot,
             )
         )
-        self.blocks.append(SlotBlocks(request.slot, 0, request.table.block_ids.copy()))
+        self.tell_blocks(request)
+
+    def tell_blocks(self, request: Request) -> None:
+        """Name the blocks that the request has got, and that no plan has named."""
+        self.blocks += [
+            SlotBlocks(request.slot, first, block_ids, group)
+            for group, first, block_ids in request.table.take_new()
+        ]
 
     def decode(self, request: Request) -> None:
         """Plan the computation of the request's newest token, and a draw."""
@@ -61,6 +68,8 @@ class PlanBuilder:
 
     def prefill(self, request: Request, count: int) -> None:
         """Plan `count` more tokens of a prefill, and a draw if they are its last."""
+        if request.table.num_untold:
+            self.tell_blocks(request)
         start = request.num_computed_tokens
         end = start + count
         sample = end == request.num_tokens

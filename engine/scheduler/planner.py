@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import StepBudget
-from engine.scheduler.batch import SlotBlocks
 from engine.scheduler.books import RequestBooks
 from engine.scheduler.fairness import Shares
 from engine.scheduler.isolation import Isolation
@@ -91,7 +90,7 @@ class Planner:
             self._make_room(short=passed_over > 0 or not self._slots.num_free)
         self._shares.begin_step(self._turns.part_of_prefill(len(self._books.running)))
         self._parts = self._shares.parts()
-        short = self._kv.num_free_blocks < len(self._books.running)
+        short = self._kv.num_free_blocks < len(self._books.running) * self._kv.num_groups
         self._precedence.look(self._books.running.values(), short=short)
         partials = self._schedule_decodes(plan, budget)
         self._schedule_partials(plan, budget, partials)
@@ -101,6 +100,8 @@ class Planner:
         """Plan the next step of a suspect; others keep what they hold unless it needs that."""
         self._parts = self._shares.parts(saved=False)
         for partial in self._schedule_decodes(plan, budget):
+            if self._is_stuck(partial) and not self._grow(plan, partial):
+                continue
             count = budget.try_continue(self._chunk(partial))
             if count:
                 self._plan_prefill(plan, partial, count)
@@ -197,6 +198,10 @@ class Planner:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by a decode of this step
             self._schedule_waiting(plan, budget, before=request)
+            if self._is_stuck(request) and not self._kv.refill(request.table):
+                plan.short_of_blocks = True
+                self._books.preempt(request)
+                continue
             wanted = self._chunk(request)
             if wanted == 0:
                 continue
@@ -263,7 +268,13 @@ class Planner:
     def _chunk(self, request: Request) -> int:
         """Return how much of its prompt a request may have computed in this step."""
         most = min(request.queued_tokens, self._limits.prefill, self._turns.tokens(request))
-        return min(most, self._parts.left(request.tenant))
+        room = request.table.capacity - request.num_computed_tokens
+        return min(most, self._parts.left(request.tenant), room)
+
+    def _is_stuck(self, request: Request) -> bool:
+        """Whether a prefill lacks blocks: those behind its window are still used by others."""
+        is_full = request.table.capacity == request.num_computed_tokens
+        return is_full and not request.num_steps_in_flight
 
     def _plan_prefill(self, plan: PlanBuilder, request: Request, count: int) -> None:
         self._books.planned(count)
@@ -283,10 +294,9 @@ class Planner:
         plan.start(request)
 
     def _grow(self, plan: PlanBuilder, request: Request) -> bool:
-        """Get the decode of `request` one more block; False when it cannot run in this step."""
+        """Get the decode of `request` its next blocks; False when it cannot run in this step."""
         table = request.table
-        first = len(table.block_ids)
-        while (new := self._kv.try_grow(table, table.capacity + 1)) is None:
+        while not self._kv.try_grow(table, table.capacity + 1):
             plan.short_of_blocks = True
             if self._slots.num_leaving_blocks:
                 return False  # there will be blocks when the plans in flight are done
@@ -295,5 +305,5 @@ class Planner:
             self._books.preempt(victim)
             if victim is request:
                 return False
-        plan.blocks.append(SlotBlocks(request.slot, first, new))
+        plan.tell_blocks(request)
         return True

@@ -34,7 +34,7 @@ class Precedence:
             return
         held: dict[int, int] = {}
         for request in running:
-            held[request.tenant] = held.get(request.tenant, 0) + len(request.table.block_ids)
+            held[request.tenant] = held.get(request.tenant, 0) + request.table.num_blocks
         average = sum(held.values()) / max(1, len(held))
         self._heavy = {tenant for tenant, blocks in held.items() if blocks > average}
 

@@ -51,14 +51,14 @@ def choose_victims(
         tokens -= request.queued_tokens
         lower = [each for each in candidates if each.priority > request.priority]
         headroom = room.headroom if len(lower) < len(candidates) else 0
-        if blocks + sum(len(each.table.block_ids) for each in lower) < headroom:
+        if blocks + sum(each.table.num_blocks for each in lower) < headroom:
             break
         while lower and (slots < 0 or blocks < room.headroom):
             lower.pop()
             victim = candidates.pop()
             victims.append(victim)
             slots += 1
-            blocks += len(victim.table.block_ids)
+            blocks += victim.table.num_blocks
     return victims
 
 
@@ -75,7 +75,7 @@ class _Holding:
     def __init__(self, running: list[Request]) -> None:
         self.running = running
         self.slots = len(running)
-        self.blocks = sum([len(each.table.block_ids) for each in running])
+        self.blocks = sum([each.table.num_blocks for each in running])
 
     def part(self, of: Engine, slots: int = 0, blocks: int = 0) -> float:
         """Return the share of slots or of blocks, whichever is larger, with so many more."""
@@ -124,7 +124,7 @@ def choose_heaviest(
                 return victims
             given.append(victim)
             slots += 1
-            blocks += len(victim.table.block_ids)
+            blocks += victim.table.num_blocks
         victims += given
         own.slots += 1
         own.blocks += needed
@@ -161,7 +161,7 @@ def choose_crowding(
             victims.append(each)
             left[each.group] -= 1
             slots += 1
-            blocks += len(each.table.block_ids)
+            blocks += each.table.num_blocks
     return victims if slots >= 0 and blocks >= room.headroom else []
 
 
@@ -180,7 +180,7 @@ def _of_heaviest(
         return None
     heaviest = max(others, key=lambda each: each.part(engine))
     victim = heaviest.running[-1]
-    size = len(victim.table.block_ids)
+    size = victim.table.num_blocks
     if heaviest.part(engine, -1, -size) < MARGIN * wanted:
         return None
     heaviest.running.pop()

@@ -1,6 +1,6 @@
 """Which block holds the keys and values of which token prefix."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from struct import pack
 
@@ -37,6 +37,13 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._block_of)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._block_of
+
+    def blocks(self) -> Collection[int]:
+        """Return the blocks whose content has a name."""
+        return self._digest_of.keys()
 
     def get(self, digest: bytes) -> int | None:
         """Return the block with this content, if there is one."""

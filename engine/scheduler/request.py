@@ -4,8 +4,8 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.scheduler.adapter_slots import NO_ADAPTER
+from engine.scheduler.block_table import BlockTable
 from engine.scheduler.grammars import Grammar
-from engine.scheduler.kv_cache import BlockTable
 from engine.scheduler.prefix_cache import ROOT_DIGEST, adapter_root
 from engine.shared.messages import (
     AddRequest,

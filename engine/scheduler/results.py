@@ -61,8 +61,9 @@ class Results:
                 vector = result.pooled.get(row)
                 output = self._accept(request, result, drawn, vector, now) if counts else None
                 computed = min(start + count, len(request.token_ids))
-                if computed >= request.table.next_commit:
-                    self._kv.commit(request.table, request.token_ids, computed)
+                table = request.table
+                if computed >= table.next_commit or computed >= table.next_release:
+                    self._settle_blocks(request, computed)
                 if stall is not None:
                     output = self._arrivals.renew_grammar(request, stall)
                 if output is not None:
@@ -74,6 +75,14 @@ class Results:
                 self._slots.release_when_idle(request)
         if requests:
             self._counters.count_step(step_tokens)
+
+    def _settle_blocks(self, request: Request, computed: int) -> None:
+        """Share the blocks that its first tokens fill, and free those that it needs no longer."""
+        table = request.table
+        if computed >= table.next_commit:
+            self._kv.commit(table, request.token_ids, computed)
+        if computed >= table.next_release and request.status is RequestStatus.RUNNING:
+            self._kv.release_behind(table, computed)
 
     def _settle_proposal(self, request: Request, accepted: int) -> None:
         """Count the proposed tokens that were right as computed."""

@@ -15,6 +15,7 @@ from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.arrivals import Arrivals
 from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.scheduler.block_table import CacheShape, lookahead_tokens
 from engine.scheduler.books import RequestBooks
 from engine.scheduler.fairness import Shares
 from engine.scheduler.grammars import Grammars
@@ -58,7 +59,14 @@ class Scheduler:
         """Plan for an executor; `max_loras` is how many adapters a step may be computed with."""
         # Where nothing is kept of a sequence, a block is no more than its place.
         block_size = cache.block_size if executor.has_kv else executor.max_model_len
-        self.max_model_len = min(executor.max_model_len, executor.num_kv_blocks * block_size)
+        lookahead = lookahead_tokens(
+            scheduling,
+            executor.max_model_len,
+            num_stages=executor.num_stages,
+            in_one_step=executor.in_one_step,
+        )
+        shape = CacheShape(block_size, executor.cache_windows, lookahead)
+        self.max_model_len = shape.longest(executor.num_kv_blocks, executor.max_model_len)
         """Longest sequence that the model takes and that fits into the KV cache alone."""
         self.counters = counters = EngineCounters()
         self._limits = limits = _step_limits(scheduling, executor)
@@ -67,6 +75,7 @@ class Scheduler:
             executor.num_kv_blocks,
             block_size,
             enable_prefix_caching=cache.enable_prefix_caching and not executor.in_one_step,
+            shape=shape,
         )
         self.adapters = adapters = AdapterSlots(max_loras)
         slots = Slots(scheduling.max_num_seqs, kv, grammars, adapters)

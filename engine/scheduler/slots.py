@@ -39,14 +39,14 @@ class Slots:
 
     def vacate(self, request: Request) -> None:
         """Release slot and blocks of a request that runs no longer, at once or when it is idle."""
-        self.num_leaving_blocks += len(request.table.block_ids)
+        self.num_leaving_blocks += request.table.num_blocks
         self.release_when_idle(request)
 
     def release_when_idle(self, request: Request) -> None:
         """Release slot and blocks of a vacated request unless a plan in flight uses them."""
         if request.num_steps_in_flight or request.slot == NO_SLOT:
             return
-        self.num_leaving_blocks -= len(request.table.block_ids)
+        self.num_leaving_blocks -= request.table.num_blocks
         self._kv.free(request.table)
         if request.grammar is not None and self._grammars is not None:
             self._grammars.release(request.slot)
@@ -63,10 +63,10 @@ class Slots:
         """
         self._kv.check_integrity([r.table for r in requests])
         holders = [r for r in requests if r.slot != NO_SLOT]
-        assert all(r.slot != NO_SLOT or not r.table.block_ids for r in requests)
+        assert all(r.slot != NO_SLOT or not r.table.num_blocks for r in requests)
         slots = sorted([r.slot for r in holders] + self._free)
         assert slots == list(range(len(slots))), "slots are leaked or shared"
         self._adapters.check_integrity([r.adapter for r in holders])
         leaving = [r for r in holders if r.status is not RequestStatus.RUNNING]
-        assert self.num_leaving_blocks == sum(len(r.table.block_ids) for r in leaving)
+        assert self.num_leaving_blocks == sum(r.table.num_blocks for r in leaving)
         assert all(r.num_steps_in_flight > 0 for r in leaving)

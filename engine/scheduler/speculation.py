@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from engine.scheduler.admission import StepBudget
-from engine.scheduler.batch import TO_BE_DRAFTED, SlotBlocks
+from engine.scheduler.batch import TO_BE_DRAFTED
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.ngram import NgramIndex
 from engine.scheduler.plan_builder import PlanBuilder
@@ -106,11 +106,10 @@ class Speculator:
             table, start = request.table, request.num_computed_tokens
             room = request.max_total_tokens - start - 1
             proposed = self._propose(request, min(room, budget.num_tokens))
-            if start + len(proposed) > table.capacity and not plan.short_of_blocks:
-                first = len(table.block_ids)
-                new = kv.try_grow(table, start + len(proposed), headroom=headroom)
-                if new is not None:
-                    plan.blocks.append(SlotBlocks(request.slot, first, new))
+            end = start + len(proposed)
+            wants_blocks = end > table.capacity and not plan.short_of_blocks
+            if wants_blocks and kv.try_grow(table, end, headroom=headroom):
+                plan.tell_blocks(request)
             proposed = proposed[: table.capacity - start]
             if proposed:
                 proposed = proposed[: turns.drafts(request, len(proposed))]

@@ -31,6 +31,7 @@ class Rig:
         enable_prefix_caching: bool = True,
         max_loras: int = 0,
         adapters: Sequence[str] = (),
+        cache_windows: tuple[int | None, ...] = (None,),
         **scheduling: Any,
     ) -> None:
         self.config = EngineConfig(
@@ -53,6 +54,7 @@ class Rig:
             timing="virtual",
             adapters=dict.fromkeys(adapters, True),  # type: ignore[arg-type]
             check=True,
+            cache_windows=cache_windows,
         )
         self.scheduler = Scheduler(
             self.config.scheduler, self.config.cache, self.executor.info, max_loras=max_loras

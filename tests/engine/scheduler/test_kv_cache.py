@@ -1,6 +1,7 @@
 import pytest
 
-from engine.scheduler.kv_cache import BlockTable, KVCacheManager
+from engine.scheduler.block_table import BlockTable
+from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
 
 
@@ -14,6 +15,11 @@ def admit(kv: KVCacheManager, token_ids: list[int], headroom: int = 0) -> tuple[
     cached = kv.try_admit(table, token_ids, use_cache=True, headroom=headroom)
     assert cached is not None
     return table, cached
+
+
+def matched(kv: KVCacheManager, table: BlockTable, token_ids: list[int]) -> list[int]:
+    (of_group,) = kv.match(table, token_ids)
+    return of_group
 
 
 def compute(kv: KVCacheManager, token_ids: list[int]) -> BlockTable:
@@ -44,8 +50,8 @@ def test_a_computed_prefix_is_shared_while_its_owner_runs(kv: KVCacheManager) ->
     owner = compute(kv, tokens)
     table, cached = admit(kv, [*tokens[:8], 99])
     assert cached == 8
-    assert table.block_ids[:2] == owner.block_ids[:2]
-    assert table.block_ids[2] != owner.block_ids[2]
+    assert table.groups[0].ids[:2] == owner.groups[0].ids[:2]
+    assert table.groups[0].ids[2] != owner.groups[0].ids[2]
     kv.check_integrity([owner, table])
 
 
@@ -53,18 +59,18 @@ def test_sequences_with_different_roots_do_not_find_each_others_blocks(kv: KVCac
     tokens = list(range(10))
     compute(kv, tokens)
     salted = BlockTable(b"salt" * 4)
-    assert kv.match(salted, tokens) == []
+    assert matched(kv, salted, tokens) == []
     assert kv.try_admit(salted, tokens, use_cache=True, headroom=0) == 0
     kv.commit(salted, tokens, len(tokens))
-    assert kv.match(BlockTable(b"salt" * 4), tokens) == salted.block_ids[:2]
-    assert not set(kv.match(BlockTable(), tokens)) & set(salted.block_ids)
+    assert matched(kv, BlockTable(b"salt" * 4), tokens) == salted.groups[0].ids[:2]
+    assert not set(matched(kv, BlockTable(), tokens)) & set(salted.groups[0].ids)
 
 
 def test_nothing_is_shared_before_it_is_computed(kv: KVCacheManager) -> None:
     tokens = list(range(10))
     table, _ = admit(kv, tokens)
     kv.commit(table, tokens, 7)
-    assert kv.match(BlockTable(), tokens) == table.block_ids[:1]
+    assert matched(kv, BlockTable(), tokens) == table.groups[0].ids[:1]
 
 
 @pytest.mark.parametrize("length", [4, 5, 8, 9])
@@ -78,15 +84,15 @@ def test_at_least_one_token_is_left_to_compute(kv: KVCacheManager, length: int) 
 def test_a_prefix_only_counts_from_its_start(kv: KVCacheManager) -> None:
     tokens = list(range(12))
     kv.free(compute(kv, tokens))
-    assert kv.match(BlockTable(), [50, *tokens[1:]]) == []
-    assert len(kv.match(BlockTable(), [*tokens[:4], 50, *tokens[5:], 1])) == 1
+    assert matched(kv, BlockTable(), [50, *tokens[1:]]) == []
+    assert len(matched(kv, BlockTable(), [*tokens[:4], 50, *tokens[5:], 1])) == 1
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_start(kv: KVCacheManager) -> None:
     tokens = list(range(32))
     kv.free(compute(kv, tokens))
     other, _ = admit(kv, list(range(100, 112)))
-    assert len(kv.match(BlockTable(), tokens)) == 5
+    assert len(matched(kv, BlockTable(), tokens)) == 5
     kv.check_integrity([other])
 
 
@@ -96,8 +102,8 @@ def test_an_older_prefix_is_evicted_before_a_newer_one(kv: KVCacheManager) -> No
     kv.free(compute(kv, new))
     kv.free(admit(kv, [*old, 1])[0])
     admit(kv, list(range(200, 212)))
-    assert len(kv.match(BlockTable(), [*old, 1])) == 4
-    assert len(kv.match(BlockTable(), [*new, 1])) == 1
+    assert len(matched(kv, BlockTable(), [*old, 1])) == 4
+    assert len(matched(kv, BlockTable(), [*new, 1])) == 1
 
 
 def test_matched_blocks_count_as_taken_when_the_rest_has_to_fit(kv: KVCacheManager) -> None:
@@ -107,7 +113,7 @@ def test_matched_blocks_count_as_taken_when_the_rest_has_to_fit(kv: KVCacheManag
     # Four free blocks, all of them cached: the prefix fits, but no fifth block beside it.
     table = BlockTable()
     assert kv.try_admit(table, [*tokens, 1], use_cache=True, headroom=0) is None
-    assert table.block_ids == []
+    assert table.held() == []
     assert admit(kv, tokens)[1] == 12
 
 
@@ -119,13 +125,15 @@ def test_headroom_stays_free(kv: KVCacheManager) -> None:
 
 def test_growth_takes_exactly_the_missing_blocks(kv: KVCacheManager) -> None:
     table, _ = admit(kv, [1, 2, 3])
-    assert kv.try_grow(table, 4) == []
-    grown = kv.try_grow(table, 9)
-    assert grown is not None
-    assert len(grown) == 2
+    table.take_new()
+    assert kv.try_grow(table, 4)
+    assert not table.num_untold
+    assert kv.try_grow(table, 9)
+    (grown,) = table.take_new()
+    assert (grown.group, grown.first, len(grown.block_ids)) == (0, 1, 2)
     assert table.capacity == 12
     assert kv.usage == 3 / 8
-    assert kv.try_grow(table, 33) is None
+    assert not kv.try_grow(table, 33)
     kv.free(table)
     assert kv.usage == 0
     kv.check_integrity([])
@@ -139,9 +147,9 @@ def test_a_reset_also_disowns_what_is_being_computed(kv: KVCacheManager) -> None
     kv.commit(table, tokens, 12)
     kv.check_integrity([table])
     kv.free(table)
-    assert kv.match(BlockTable(), tokens) == []
+    assert matched(kv, BlockTable(), tokens) == []
     kv.free(compute(kv, tokens[:8]))
-    assert len(kv.match(BlockTable(), [*tokens, 1])) == 2, "the third is from before the reset"
+    assert len(matched(kv, BlockTable(), [*tokens, 1])) == 2, "the third is from before the reset"
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
@@ -150,4 +158,4 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     table, _ = admit(kv, tokens)
     assert len(tokens) < table.next_commit
     kv.free(table)
-    assert kv.match(BlockTable(), tokens) == []
+    assert matched(kv, BlockTable(), tokens) == []

@@ -172,7 +172,7 @@ def request(arrival: int, priority: int, blocks: int = 0, queued: int = 1) -> Re
     made = request_from_message(
         message, arrival=arrival, priority=priority, max_model_len=99, eos_token_ids=frozenset()
     )
-    made.table.block_ids = list(range(blocks))
+    made.table.num_blocks = blocks
     return made
 
 

@@ -27,6 +27,17 @@ VOCAB_SIZE = 12
 FEW_TOKENS = 3
 """A vocabulary in which guesses are often right, and often wrong."""
 
+WINDOWS: list[tuple[int | None, ...]] = [
+    (None,),
+    (None,),
+    (7,),
+    (1,),
+    (None, 6),
+    (9, None, 9),
+    (4, 11),
+]
+"""Of the groups of layers that have KV blocks of their own."""
+
 HOLDS = [
     Grant(token_cap=0),
     Grant(token_cap=3),
@@ -59,6 +70,7 @@ class Traffic(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 0, 1, 5]),
         guesses=st.sampled_from([0, 1, 3, 7]),
         vocab_size=st.sampled_from([VOCAB_SIZE, FEW_TOKENS]),
+        windows=st.sampled_from(WINDOWS),
     )
     def start(
         self,
@@ -72,6 +84,7 @@ class Traffic(RuleBasedStateMachine):
         threshold: int = 0,
         guesses: int = 0,
         vocab_size: int = VOCAB_SIZE,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.vocab_size = vocab_size
         self.depth = depth
@@ -88,6 +101,7 @@ class Traffic(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             speculative_ngram=guesses,
             prompt_lookup_min=1 + guesses % 2,
+            cache_windows=windows,
         )
 
     @rule(
