@@ -49,12 +49,8 @@ def measure(load: Load) -> dict[str, float]:
     import torch
 
     from engine.distributed.group import join_group
-    from engine.models.parallel.experts import (
-        ExpertGroup,
-        SendingRule,
-        SpreadExperts,
-        expert_share,
-    )
+    from engine.models.parallel.balance import expert_share
+    from engine.models.parallel.experts import ExpertGroup, SendingRule, SpreadExperts
 
     torch.set_num_threads(1)
     group = join_group(GroupSpec(load.address, load.rank, load.size, 1, timeout_s=120.0))
@@ -62,7 +58,8 @@ def measure(load: Load) -> dict[str, float]:
     experts.join(group)
     spread = SpreadExperts(experts)
     untouched = cast("Expert", lambda x: x)
-    spread.hold(expert_share(_NUM_EXPERTS, load.rank, load.size), lambda _: untouched)
+    share = expert_share(_NUM_EXPERTS, load.rank, load.size)
+    spread.hold(share.start, share, lambda _: untouched)
     rules = {"all to all": SendingRule(10**9), "where needed": SendingRule(0, 2.0)}
     seconds: dict[str, list[float]] = {}
 

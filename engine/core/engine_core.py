@@ -23,7 +23,7 @@ from engine.core.shared_sampling import SharedSampling
 from engine.core.steps import Steps
 from engine.core.utilities import call_utility
 from engine.core.wave_clock import OwnClock, WaveClock
-from engine.executor.interface import Executor
+from engine.executor.interface import Executor, GroupExecutor
 from engine.scheduler.admission import AdmissionPolicy, RankState
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import EngineConfig
@@ -96,6 +96,7 @@ class EngineCore:
             halting=self.halting,
             front_ends=self._front_ends,
             adapters=self.adapters,
+            experts=executor.expert_balance if isinstance(executor, GroupExecutor) else None,
         )
         self.setup: EngineSetup = engine_setup(
             executor.info,

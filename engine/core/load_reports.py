@@ -5,10 +5,10 @@ from engine.core.held_adapters import HeldAdapters
 from engine.core.receive_counts import FrontEndCounts, News
 from engine.core.steps import Steps
 from engine.core.wave_clock import WaveClock
-from engine.executor.interface import ExecutorInfo
+from engine.executor.interface import ExecutorInfo, ExpertLoads
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import CacheConfig
-from engine.shared.messages import EngineSetup, EngineStats
+from engine.shared.messages import EngineSetup, EngineStats, ExpertLoad
 
 
 def engine_setup(
@@ -42,6 +42,7 @@ class LoadReports:
         halting: Halting,
         front_ends: FrontEndCounts,
         adapters: HeldAdapters,
+        experts: ExpertLoads | None,
     ) -> None:
         self.clock = clock
         self._rank = rank
@@ -51,6 +52,7 @@ class LoadReports:
         self._halting = halting
         self._front_ends = front_ends
         self._adapters = adapters
+        self._experts = experts
         self._version = 0
 
     @property
@@ -85,4 +87,11 @@ class LoadReports:
             halting.hands_over,
             self._adapters.load(),
             halting.sleep_level,
+            self._expert_load(),
         )
+
+    def _expert_load(self) -> ExpertLoad | None:
+        experts = self._experts
+        if experts is None:
+            return None
+        return ExpertLoad(experts.imbalance or 0.0, experts.moved_layers)

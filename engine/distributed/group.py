@@ -148,6 +148,23 @@ class Group:
         numbers: list[int] = received.tolist()
         return numbers
 
+    def all_gather_row(self, row: Sequence[int]) -> list[list[int]]:
+        """Exchange a row of integers, equally long on all ranks, in order as counts are.
+
+        Raises:
+            GroupBroken: not all ranks came.
+        """
+        if self._counts is None:
+            self._check()
+            return [list(row)]
+        mine = torch.tensor([row], dtype=torch.int64)
+        table = torch.empty(self.size, len(row), dtype=torch.int64)
+        with self._launching():
+            work = self._counts.backend._allgather_base(table, mine)
+        self.finish(work)
+        rows: list[list[int]] = table.tolist()
+        return rows
+
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send `sent[r]` of the rows [rows, ...], in order, to rank r; return what comes.
 

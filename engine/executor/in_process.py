@@ -32,7 +32,8 @@ from engine.models.decoder import Decoder
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
-from engine.models.parallel.experts import MirrorGroup
+from engine.models.parallel.balance import ExpertBalance
+from engine.models.parallel.exchange import MirrorGroup
 from engine.models.settings import model_length
 from engine.models.spec import ModelSpec
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
@@ -94,6 +95,7 @@ class InProcessExecutor(LocalExecutor):
         if config.parallel.enable_expert_parallel:
             size = config.parallel.data_parallel_size
             self._place = GroupPlace(rank % size, size)
+        self._balance: ExpertBalance | None = None
         self._experts: Group | None = None
         """All processes that hold experts."""
         self._draft: Decoder | None = None
@@ -129,6 +131,11 @@ class InProcessExecutor(LocalExecutor):
         """The adapters that plans may name; None if the model is served without."""
         return self._adapters
 
+    @property
+    def expert_balance(self) -> ExpertBalance | None:
+        """What is known of the experts' load; None without --enable-eplb."""
+        return self._balance
+
     def prepare_group(self, position: int, size: int) -> None:
         """Hold the experts of this place in a group of `size`, and no others.
 
@@ -142,7 +149,10 @@ class InProcessExecutor(LocalExecutor):
             raise CannotDo("only --enable-expert-parallel and a model with experts form groups")
         place, before = GroupPlace(position, size), self._place
         self._place = place
-        if self._model is not None and place != before:
+        if self._balance is not None:
+            self._balance.form(size * self._num_shards)
+        is_new = place != before or self._balance is not None
+        if self._model is not None and is_new:
             self._steps.call(partial(self._spread_experts, self._model, place))
 
     def join_group(self, spec: GroupSpec, listener: socket | None) -> EngineGroup:
@@ -219,7 +229,10 @@ class InProcessExecutor(LocalExecutor):
             place=self._place,
             shard=self._shard,
             stage=self._num_stages - 1,
+            balance=self._balance,
         )
+        if loaded.model.expert_group is not None:
+            self._balance = loaded.model.expert_group.balance
         self._loader = loaded.loader
         self._pooling = loaded.pooling
         spec = loaded.model.spec

@@ -106,6 +106,20 @@ class Executor(Protocol):
         ...
 
 
+class ExpertLoads(Protocol):
+    """What an executor knows of how evenly the work of experts is shared out."""
+
+    @property
+    def imbalance(self) -> float | None:
+        """What the fullest process computed, as a multiple of the mean; None: not known yet."""
+        ...
+
+    @property
+    def moved_layers(self) -> int:
+        """How often the experts of a layer have been dealt out anew."""
+        ...
+
+
 @runtime_checkable
 class GroupExecutor(Executor, Protocol):
     """An executor whose steps hold collectives with other engines.
@@ -113,6 +127,11 @@ class GroupExecutor(Executor, Protocol):
     It is made for the place that it will probably have. No step may be in flight when it is
     moved to another; steps need a group, and raise `GroupBroken` when that fails.
     """
+
+    @property
+    def expert_balance(self) -> ExpertLoads | None:
+        """What is known of the experts' load; None if it is not measured."""
+        ...
 
     def prepare_group(self, position: int, size: int) -> None:
         """Load what an engine at this place of a group of `size` holds, and free the rest."""

@@ -16,9 +16,10 @@ from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
 from engine.models.loading.mlps import GroupPlace
+from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.stages import divide_layers
 from engine.models.settings import compute_types, fits_caches, model_length, open_checkpoint
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.shared.config import EngineConfig, LoraConfig, ParallelConfig
 from engine.shared.model_files import model_directory
 from engine.shared.pooling import PoolingSpec, read_pooling
@@ -48,10 +49,12 @@ def load_model(
     place: GroupPlace | None = None,
     shard: Shard | None = None,
     stage: int = 0,
+    balance: ExpertBalance | None = None,
 ) -> LoadedModel:
     """Load the weights: all of them, the experts of one place, or one shard of each layer.
 
-    Of a model with several pipeline stages only those of the given stage.
+    Of a model with several pipeline stages only those of the given stage. With --enable-eplb, what
+    is known of the experts' load since the model was loaded before is taken over.
 
     Raises:
         ModelNotFound: there is no such model.
@@ -78,6 +81,8 @@ def load_model(
     )
     is_alone = place is None and parallel.processes == 1
     types = compute_types(spec, settings, checkpoint, device=device, is_alone=is_alone)
+    if balance is None and place is not None and parallel.enable_eplb:
+        balance = _new_balance(spec, parallel, place.size, device)
     loader = DecoderLoader(
         spec,
         checkpoint,
@@ -90,6 +95,7 @@ def load_model(
         quantization=settings.quantization,
         batch_invariant=config.executor.batch_invariant,
         adapters=adapter_room(config.lora),
+        balance=balance,
     )
     with torch.inference_mode():
         model = loader.load()
@@ -133,6 +139,27 @@ def load_draft_model(
         executor=msgspec.structs.replace(config.executor, batch_invariant=False),
     )
     return load_model(alone, device, report).model
+
+
+def _new_balance(
+    spec: ModelSpec, parallel: ParallelConfig, engines: int, device: torch.device
+) -> ExpertBalance:
+    assert spec.moe is not None
+    experts, size = spec.moe.num_experts, engines * parallel.processes
+    if parallel.num_redundant_experts > experts * (size - 1):
+        raise UnsupportedModel(
+            f"--num-redundant-experts {parallel.num_redundant_experts} is more than "
+            f"{experts * (size - 1)}, with which each of {size} processes has all {experts} experts"
+        )
+    balance = ExpertBalance(
+        spec.num_layers,
+        experts,
+        parallel.num_redundant_experts,
+        parallel.eplb_step_interval,
+        device,
+    )
+    balance.form(size)
+    return balance
 
 
 def adapter_room(config: LoraConfig) -> AdapterRoom | None:

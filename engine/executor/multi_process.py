@@ -41,6 +41,7 @@ from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
 from engine.models.attention.plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.hf_config import read_spec
+from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertsLost
 from engine.models.parallel.stages import Stage, divide_layers
 from engine.runner.inputs import BatchRows
@@ -257,6 +258,11 @@ class MultiProcessExecutor:
             RuntimeError: the executor sleeps or was shut down.
         """
         return _TeamStep(self._inner.submit(plan), self._team)
+
+    @property
+    def expert_balance(self) -> ExpertBalance | None:
+        """What is known of the experts' load; None without --enable-eplb."""
+        return self._inner.expert_balance
 
     def prepare_group(self, position: int, size: int) -> None:
         """Hold the experts of this place in a group of `size` engines, in all processes.

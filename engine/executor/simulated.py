@@ -288,6 +288,11 @@ class SimulatedExecutor:
         """Raise CannotDo."""
         raise CannotDo("a simulated executor has nothing to profile")
 
+    @property
+    def expert_balance(self) -> None:
+        """There are no experts."""
+        return None
+
     def prepare_group(self, position: int, size: int) -> None:
         """Load torch, which only groups need."""
         import engine.distributed.engines  # noqa: F401

@@ -47,7 +47,9 @@ from engine.models.attention.plan import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.loading.decoder import DecoderLoader, Shard
 from engine.models.loading.mlps import GroupPlace
-from engine.models.parallel.experts import ExpertsLost, MirrorGroup
+from engine.models.parallel.balance import ExpertBalance
+from engine.models.parallel.exchange import MirrorGroup
+from engine.models.parallel.experts import ExpertsLost
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
 from engine.runner.memory_profile import MemoryTrial
@@ -81,6 +83,7 @@ class Worker:
         if launch.config.parallel.enable_expert_parallel:
             size = launch.config.parallel.data_parallel_size
             self._place = GroupPlace(launch.engine % size, size)
+        self._balance: ExpertBalance | None = None
         self._engines: EngineGroup | None = None
         self._loader: DecoderLoader | None = None
         self._model: Decoder | None = None
@@ -162,7 +165,10 @@ class Worker:
             place=self._place,
             shard=Shard(self._grid.shards) if is_cut else None,
             stage=self._stage,
+            balance=self._balance,
         )
+        if loaded.model.expert_group is not None:
+            self._balance = loaded.model.expert_group.balance
         self._model, self._loader = loaded.model, loaded.loader
         self._share_experts()
 
@@ -171,7 +177,10 @@ class Worker:
             self._engines.close()
             self._engines = None
         before, self._place = self._place, place
-        if self._model is not None and self._loader is not None and place != before:
+        if self._balance is not None:
+            self._balance.form(place.size * self._grid.shards.size)
+        is_new = place != before or self._balance is not None
+        if self._model is not None and self._loader is not None and is_new:
             self._loader.spread_experts(self._model, place)
             give_back_freed_memory()
 

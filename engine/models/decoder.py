@@ -13,7 +13,7 @@ from engine.models.attention.rotary import rotation
 from engine.models.attention.varlen import Attention
 from engine.models.layers import Rows
 from engine.models.moe import SparseMlp
-from engine.models.parallel.experts import ExpertGroup
+from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 
@@ -177,7 +177,7 @@ class Decoder:
         if self._followers is not None:
             self._followers.forward(step)
         if self.expert_group is not None:
-            self.expert_group.begin_step(len(step.token_ids))
+            self._begin_together(self.expert_group, len(step.token_ids))
         if self.adapters is not None:
             self.adapters.current = step.adapters
         if self._weights.embed is not None:
@@ -211,6 +211,20 @@ class Decoder:
             self.expert_group.end_step()
         return x if self._weights.norm is None else self._weights.norm(x)
 
+    def _begin_together(self, group: ExpertGroup, num_tokens: int) -> bool:
+        """Begin a step with all ranks; return whether any has tokens.
+
+        Experts of one layer may move now, to share out the work evenly: of one only, so that no
+        rank keeps the others waiting for long.
+        """
+        has_tokens = group.begin_step(num_tokens)
+        layer = group.next_change()
+        if layer is not None:
+            experts = self.sparse_layers[layer].experts
+            assert isinstance(experts, SpreadExperts)
+            experts.change()
+        return has_tokens
+
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Put an adapter into a slot, in all processes; the model has to have room for it."""
         assert self.adapters is not None, "the model was loaded without adapters"
@@ -228,7 +242,7 @@ class Decoder:
             return
         if self._followers is not None:
             self._followers.dummy_step()
-        if self.expert_group.begin_step(0):
+        if self._begin_together(self.expert_group, 0):
             nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
             for mlp in self.sparse_layers.values():
                 mlp(nothing)

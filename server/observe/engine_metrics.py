@@ -111,6 +111,7 @@ class EngineCollector(Collector):
         yield self._accepted_at(reporting)
         yield self._sleep_state(reporting)
         yield self._step_tokens(reporting)
+        yield from self._experts(reporting)
         yield self._cache_config(chosen)
         yield from self._adapters(view, reporting)
         yield from self._membership(chosen)
@@ -188,6 +189,20 @@ class EngineCollector(Collector):
                 buckets = list(zip(_STEP_TOKENS_LABELS, map(float, counts), strict=True))
                 family.add_metric(self._labels(entry), buckets, stats.counters.step_tokens)
         return family
+
+    def _experts(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Iterator[Metric]:
+        """Yield how evenly engines share out the work of experts, where they measure it."""
+        loads = [(self._labels(entry), stats.experts) for entry, stats in reporting]
+        known = [(labels, load) for labels, load in loads if load is not None]
+        if not known:
+            return
+        labels = ("model_name", "engine")
+        text = "What the fullest process of a group computed of its experts, over the mean."
+        samples = [(each, load.imbalance) for each, load in known if load.imbalance]
+        yield self._gauge("expert_imbalance", text, labels, samples)
+        text = "How often the experts of a layer were dealt out anew."
+        moved = [(each, float(load.moved_layers)) for each, load in known]
+        yield self._counter("expert_layers_moved", text, labels, moved)
 
     def _cache_config(self, chosen: list[EngineEntry]) -> Metric:
         text = "1 for each engine; the labels are its settings of the KV cache."

@@ -30,6 +30,7 @@ from engine.models.layers import (
 )
 from engine.models.loading.mlps import GroupPlace, MlpLoader
 from engine.models.loading.products import ProductLoader, Quantization
+from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.parallel.stages import Stage
 from engine.models.parallel.tensors import Cut, CutCheckpoint, CutEmbedding, CutHead, SummedOver
@@ -78,10 +79,12 @@ class DecoderLoader:
         quantization: Quantization | None = None,
         batch_invariant: bool = False,
         adapters: AdapterRoom | None = None,
+        balance: ExpertBalance | None = None,
     ) -> None:
         """Prepare to load all, or only the experts of a place, or the part of a shard, or both.
 
-        Of all these, a pipeline stage has its own layers only.
+        Of all these, a pipeline stage has its own layers only. `balance` says which experts those
+        of a place are, if it is not an even share.
 
         If `batch_invariant`, no row of a step depends on the others
         (`engine.models.products.row_blocks`).
@@ -107,7 +110,6 @@ class DecoderLoader:
         if quantization == "int4":
             require_int4(types.activations, device)
         self._batch_invariant = batch_invariant
-        self._place = place
         self._shard = shard
         self._cut = None
         if shard is not None:
@@ -119,7 +121,7 @@ class DecoderLoader:
         self._device = device
         self._max_model_len = max_model_len
         self._bank = None if adapters is None else self._new_bank(adapters)
-        self._expert_group = None if place is None else self._new_group()
+        self._expert_group = None if place is None else self._new_group(place, balance)
         self._products = ProductLoader(
             checkpoint if self._cut is None else CutCheckpoint(checkpoint, self._cut),
             types.activations,
@@ -160,11 +162,14 @@ class DecoderLoader:
         size, dtype = self._spec.rotary_size, self._types.activations
         return rotary_table(rope, size, self._max_model_len, dtype, self._device)
 
-    def _new_group(self) -> ExpertGroup:
+    def _new_group(self, place: GroupPlace, balance: ExpertBalance | None) -> ExpertGroup:
         moe = self._spec.moe
         assert moe is not None, "only experts are spread"
         shards = None if self._shard is None else self._shard.group
-        return ExpertGroup(moe.num_experts, moe.experts_per_token, self._device, shards)
+        sizes = moe.num_experts, moe.experts_per_token
+        group = ExpertGroup(*sizes, self._device, shards, balance)
+        group.prepare(*place)
+        return group
 
     def _new_bank(self, room: AdapterRoom) -> AdapterBank:
         return AdapterBank(
@@ -205,10 +210,10 @@ class DecoderLoader:
         """Drop the experts of a loaded model that others hold now, and load those that it lacks."""
         assert model.expert_group is not None, "the model was loaded without a place"
         model.expert_group.leave()
-        self._place = place
+        model.expert_group.prepare(*place)
         for index, mlp in model.sparse_layers.items():
             assert isinstance(mlp.experts, SpreadExperts)
-            self._mlps.hold_share(mlp.experts, f"{self._prefix(index)}mlp.", place)
+            self._mlps.hold_share(mlp.experts, f"{self._prefix(index)}mlp.", index)
 
     def _embed(self, table: Tensor) -> Rows:
         # Rounded like the weights, as the models were trained.
@@ -256,7 +261,7 @@ class DecoderLoader:
     def _layer(self, index: int) -> LayerWeights:
         spec, prefix = self._spec, self._prefix(index)
         norms = {name: self._norm(prefix + name) for name in layer_norms(spec)}
-        sparse = self._mlps.sparse(prefix + "mlp.", self._place) if spec.is_sparse(index) else None
+        sparse = self._mlps.sparse(prefix + "mlp.", index) if spec.is_sparse(index) else None
         if sparse is None:
             mlp = self._mlps.dense(prefix + "mlp.", spec.intermediate_size)
         elif self._expert_group is None and self._bank is None:

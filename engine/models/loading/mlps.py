@@ -52,8 +52,8 @@ class MlpLoader:
             products.by_rows(Chain(gate), 2 * inner),
         )
 
-    def sparse(self, prefix: str, place: GroupPlace | None) -> SparseMlp:
-        """Return a mixture of experts: all of them, or those of a place in the group."""
+    def sparse(self, prefix: str, layer: int) -> SparseMlp:
+        """Return a layer's mixture of experts: all of them, or those of this place in the group."""
         moe = self._spec.moe
         assert moe is not None
         router, shared = self._router(moe, prefix), None
@@ -61,16 +61,14 @@ class MlpLoader:
             shared = self.dense(prefix + "shared_experts.", moe.shared_size)
         if self._group is None:
             return SparseMlp(router, self._experts(moe, prefix), shared)
-        assert place is not None
-        spread = SpreadExperts(self._group)
-        self.hold_share(spread, prefix, place)
+        spread = SpreadExperts(self._group, layer)
+        self.hold_share(spread, prefix, layer)
         return SparseMlp(router, spread, shared, self._group.own_tokens(self._products.bank))
 
-    def hold_share(self, spread: SpreadExperts, prefix: str, place: GroupPlace) -> None:
-        """Keep the experts of a place, drop all others and load those that are missing."""
+    def hold_share(self, spread: SpreadExperts, prefix: str, layer: int) -> None:
+        """Keep the experts of this place, drop all others and load those that are missing."""
         assert self._group is not None
-        share = self._group.share(*place)
-        spread.hold(share, lambda number: self._expert(prefix, number))
+        spread.hold(*self._group.held(layer), lambda number: self._expert(prefix, number))
 
     def _router(self, moe: MoeSpec, prefix: str) -> Router | GroupRouter:
         # Choices between experts turn on small differences, and the product is a small one.

@@ -11,7 +11,7 @@ all of them have.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from engine.distributed.spec import GroupBroken
 from engine.models.adapters import AdapterBank
 from engine.models.layers import Rows
 from engine.models.moe import run_experts, weighted_sum
+from engine.models.parallel.balance import ExpertBalance, Placement, expert_share
+from engine.models.parallel.exchange import Exchange, MirrorGroup
 from engine.models.parallel.tensors import part_of
 from engine.models.products.dense import Linear
 
@@ -38,66 +40,6 @@ class SendingRule(NamedTuple):
     """Share of the tokens that a rank needs, on average, from which it may as well get all."""
 
 
-def expert_share(num_experts: int, rank: int, size: int) -> range:
-    """Return the experts of one rank: contiguous, and no rank has two more than another."""
-    return range(num_experts * rank // size, num_experts * (rank + 1) // size)
-
-
-class Exchange(Protocol):
-    """What sparse layers need of a group; see `engine.distributed.group.Group`."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        ...
-
-    def all_gather_counts(self, count: int) -> list[int]:
-        """Return every rank's number."""
-        ...
-
-    def all_to_all_counts(self, counts: Sequence[int]) -> list[int]:
-        """Return the number that each rank sent to this one."""
-        ...
-
-    def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks."""
-        ...
-
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Return the rows that all ranks sent to this one."""
-        ...
-
-
-class MirrorGroup:
-    """Stands for a group whose other ranks do the same as this one, to measure memory.
-
-    What comes from them is made of what goes to them, and means nothing.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def all_gather_counts(self, count: int) -> list[int]:
-        """Return this rank's number for every rank."""
-        return [count] * self.size
-
-    def all_to_all_counts(self, counts: Sequence[int]) -> list[int]:
-        """Return what was sent: as much comes as goes."""
-        return list(counts)
-
-    def all_gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return this rank's rows for every rank."""
-        assert list(counts) == [len(rows)] * self.size
-        return rows.repeat(self.size, *[1] * (rows.dim() - 1))
-
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Return as many rows as are expected, made of those that are sent."""
-        assert sum(sent) == len(rows)
-        if not len(rows):
-            return rows.new_zeros(sum(received), *rows.shape[1:])
-        return rows[torch.arange(sum(received), device=rows.device) % len(rows)]
-
-
 class ExpertGroup:
     """What the sparse layers of one engine share: the group, and how the step is laid out."""
 
@@ -107,9 +49,18 @@ class ExpertGroup:
         experts_per_token: int,
         device: torch.device,
         shards: Group | None = None,
+        balance: ExpertBalance | None = None,
     ) -> None:
-        """Prepare; `shards` are the processes of this engine, if there are several."""
+        """Prepare; `shards` are the processes of this engine, if there are several.
+
+        `balance` says who holds what; without it each rank has its share of the experts.
+        """
         self._num_experts = num_experts
+        self.balance = balance
+        self._measures = False
+        self._rank, self._size = 0, 1
+        self._routes: dict[int, _Routes] = {}
+        """Of layers that are balanced, as they are needed."""
         self._shards = shards
         self._loss: GroupBroken | None = None
         """Why this step has no group any more, where it is gone through to its end all the same."""
@@ -119,16 +70,53 @@ class ExpertGroup:
         self.rule = SendingRule()
         """Has to be the same at all ranks."""
         self.rank_of = torch.empty(0, dtype=torch.int64)
-        """[experts] int64: who holds each."""
+        """[copies] int64: who holds each; without a balance there is one copy of each expert."""
         self.counts: list[int] = []
         """Tokens that each rank sends in this step."""
 
-    def share(self, position: int, size: int) -> range:
-        """Return the experts of this process of the engine at a place among `size` engines."""
+    def prepare(self, position: int, size: int) -> None:
+        """Be at a place among `size` engines, for `held`."""
         shard, shards = 0, 1
         if self._shards is not None:
             shard, shards = self._shards.rank, self._shards.size
-        return expert_share(self._num_experts, position * shards + shard, size * shards)
+        self._rank, self._size = position * shards + shard, size * shards
+
+    def held(self, layer: int) -> tuple[int, Sequence[int]]:
+        """Return which copies of a layer's experts are here: the first one's number, the experts.
+
+        Copies are numbered by rank.
+        """
+        balance = self.balance
+        copies = self._num_experts if balance is None else balance.num_copies
+        share = expert_share(copies, self._rank, self._size)
+        if balance is None:
+            return share.start, share
+        return share.start, balance.placement(layer)[self._rank]
+
+    def copies(self, layer: int, chosen: Tensor) -> Tensor:
+        """Return the copies to which tokens go that have chosen these experts.
+
+        Copies of one expert take turns; ranks begin at different ones.
+
+        Args:
+            chosen: [tokens, experts_per_token]
+        """
+        if self.balance is None:
+            return chosen
+        if self._measures:
+            self.balance.count(layer, chosen)
+        if layer not in self._routes:
+            placement = self.balance.placement(layer)
+            self._routes[layer] = _routes(placement, self._num_experts, self._device)
+        table, numbers = self._routes[layer]
+        turns = torch.arange(len(chosen), device=chosen.device).unsqueeze(1) + self._rank
+        turns = turns % numbers[chosen]
+        return table[chosen].gather(2, turns.unsqueeze(2)).squeeze(2)
+
+    def count_computed(self, layer: int, rows: int) -> None:
+        """Count what this rank computes of a layer, if that is measured."""
+        if self.balance is not None and self._measures:
+            self.balance.count_computed(layer, rows)
 
     def own_tokens(self, bank: AdapterBank | None) -> "OwnTokens | None":
         """Return what has this process compute its part of the tokens; None if it has all."""
@@ -137,9 +125,12 @@ class ExpertGroup:
     def join(self, group: Exchange) -> None:
         """Hold all further collectives with this group."""
         self._group = group
-        ranks = torch.empty(self._num_experts, dtype=torch.int64)
+        self._measures = self.balance is not None and not isinstance(group, MirrorGroup)
+        copies = self._num_experts if self.balance is None else self.balance.num_copies
+        ranks = torch.empty(copies, dtype=torch.int64)
+        self._routes = {}
         for rank in range(group.size):
-            share = expert_share(self._num_experts, rank, group.size)
+            share = expert_share(copies, rank, group.size)
             ranks[share.start : share.stop] = rank
         self.rank_of = ranks.to(self._device)
 
@@ -169,6 +160,24 @@ class ExpertGroup:
         with self.going_on():
             self.counts = self.group.all_gather_counts(own.stop - own.start)
         return any(self.counts)
+
+    def next_change(self) -> int | None:
+        """Return a layer whose experts this rank has to hold anew in this step, as all others do.
+
+        Raises:
+            GroupBroken: not all ranks came, as in `begin_step`.
+        """
+        balance = self.balance
+        if balance is None or not self._measures or not any(self.counts):
+            return None
+        layer = None
+        with self.going_on():
+            if balance.is_due():
+                balance.take(self.group.all_gather_row(balance.row()))
+            layer = balance.next_layer()
+        if layer is not None:
+            self._routes.pop(layer, None)
+        return layer
 
     def part(self, num_tokens: int) -> slice:
         """Return which of the engine's tokens this process sends."""
@@ -244,13 +253,37 @@ class OwnTokens:
         return out
 
 
+class _Routes(NamedTuple):
+    """Where the copies of a layer's experts are."""
+
+    table: Tensor
+    """[experts, most copies of one] int64: the copies of each; the rest means nothing."""
+    numbers: Tensor
+    """[experts] int64: how many each has."""
+
+
+def _routes(placement: Placement, num_experts: int, device: torch.device) -> _Routes:
+    copies: list[list[int]] = [[] for _ in range(num_experts)]
+    number = 0
+    for held in placement:
+        for expert in held:
+            copies[expert].append(number)
+            number += 1
+    numbers = [len(each) for each in copies]
+    table = [each + [0] * (max(numbers) - len(each)) for each in copies]
+    return _Routes(
+        torch.tensor(table, dtype=torch.int64, device=device),
+        torch.tensor(numbers, dtype=torch.int64, device=device),
+    )
+
+
 class _Arrived(NamedTuple):
     """Tokens of all ranks, in rank order."""
 
     x: Tensor
     """[tokens, hidden]"""
     chosen: Tensor
-    """[tokens, experts_per_token]"""
+    """[tokens, experts_per_token]: copies of experts."""
     counts: Sequence[int]
     """Tokens from each rank."""
 
@@ -258,22 +291,33 @@ class _Arrived(NamedTuple):
 class SpreadExperts:
     """The experts of one layer, some of them here and the others at the group's other ranks."""
 
-    def __init__(self, group: ExpertGroup) -> None:
+    def __init__(self, group: ExpertGroup, layer: int = 0) -> None:
         self._group = group
-        self._share = range(0)
+        self._layer = layer
+        self._first = 0
+        """Number of the first copy here."""
+        self._share: Sequence[int] = range(0)
         self._experts: list[Linear] = []
+        self._load: Callable[[int], Linear]
 
     @property
-    def share(self) -> range:
+    def share(self) -> Sequence[int]:
         """Which experts are here."""
         return self._share
 
-    def hold(self, share: range, load: Callable[[int], Linear]) -> None:
-        """Drop the experts that are not in the share, then load those that are missing."""
+    def hold(self, first: int, share: Sequence[int], load: Callable[[int], Linear]) -> None:
+        """Drop the experts that are not in the share, then load those that are missing.
+
+        `first` is the number of the first copy here; see `ExpertGroup.held`.
+        """
         kept = {i: e for i, e in zip(self._share, self._experts, strict=True) if i in share}
         self._experts = []
-        self._share = share
+        self._first, self._share, self._load = first, share, load
         self._experts = [kept.pop(i) if i in kept else load(i) for i in share]
+
+    def change(self) -> None:
+        """Hold what the group's balance says now."""
+        self.hold(*self._group.held(self._layer), self._load)
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; see `engine.models.moe.Experts`.
@@ -281,16 +325,17 @@ class SpreadExperts:
         Raises:
             GroupBroken: not all ranks came.
         """
+        chosen = self._group.copies(self._layer, chosen)
         ranks = self._group.rank_of[chosen]
         if self._group.sends_everything:
             arrived = self._gather(x, chosen)
         else:
             arrived = self._send(x, chosen, ranks)
-        mine = (arrived.chosen >= self._share.start) & (arrived.chosen < self._share.stop)
+        end = self._first + len(self._share)
+        mine = (arrived.chosen >= self._first) & (arrived.chosen < end)
         rows = mine.nonzero()[:, 0]
-        outputs = run_experts(
-            arrived.x, rows, arrived.chosen[mine] - self._share.start, self._experts
-        )
+        self._group.count_computed(self._layer, len(rows))
+        outputs = run_experts(arrived.x, rows, arrived.chosen[mine] - self._first, self._experts)
         returned = _sums(mine.sum(1), arrived.counts)
         expected = torch.bincount(ranks.flatten(), minlength=self._group.group.size).tolist()
         back = self._group.group.all_to_all(outputs, returned, expected)

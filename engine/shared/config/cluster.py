@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from engine.shared.addresses import split_host_port
-from engine.shared.config.section import NonNegativeInt, PositiveFloat, Section
+from engine.shared.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 _MANY_LAYERS = 100_000
 _LONG_NUMBER = 10
@@ -64,6 +64,20 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         "Spread the experts of a mixture-of-experts model over the engines, which then step "
         "together.",
     ] = False
+    enable_eplb: Annotated[
+        bool,
+        "Balance the load of spread experts: measure which are chosen how often, and deal them out "
+        "anew so that no process has much more to compute than the others.",
+    ] = False
+    num_redundant_experts: Annotated[
+        NonNegativeInt,
+        "Copies of experts that are held besides one of each, in each sparse layer and by all "
+        "processes together; the most chosen experts get them.",
+    ] = 0
+    eplb_step_interval: Annotated[
+        PositiveInt,
+        "Steps over which the load of experts is measured before they are dealt out anew.",
+    ] = 3000
     regroup: Annotated[
         Literal["shrink", "wait"],
         "What happens when one of the engines that step together dies; shrink: the others load "
@@ -78,6 +92,15 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.pipeline_layer_partition is not None:
             self._check_partition(self.pipeline_layer_partition)
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ValueError("--enable-eplb needs --enable-expert-parallel")
+        if self.enable_eplb and self.data_parallel_size * self.tensor_parallel_size == 1:
+            raise ValueError(
+                "--enable-eplb balances the load of several processes: raise --data-parallel-size "
+                "or --tensor-parallel-size, or leave it out"
+            )
+        if self.num_redundant_experts and not self.enable_eplb:
+            raise ValueError("--num-redundant-experts needs --enable-eplb")
 
     def _check_partition(self, text: str) -> None:
         layers = self.layers_of_stages

@@ -187,6 +187,15 @@ class EngineCounters(msgspec.Struct, array_like=True):
         return taken
 
 
+class ExpertLoad(msgspec.Struct, array_like=True, frozen=True):
+    """How evenly the engines of a group share out the work of experts."""
+
+    imbalance: float = 0.0
+    """What the fullest process computed, as a multiple of the mean; 0: not known yet."""
+    moved_layers: int = 0
+    """How often the experts of a layer have been dealt out anew."""
+
+
 class EngineStats(Message, frozen=True):
     """One engine's load and counters, stamped with (incarnation, wave, step).
 
@@ -227,6 +236,8 @@ class EngineStats(Message, frozen=True):
     """What its steps are computed with; None for an engine without adapters."""
     sleep_level: int = 0
     """1 or 2 while the engine is asleep; 0 while it is awake, though it may be paused."""
+    experts: ExpertLoad | None = None
+    """None where the load of experts is not measured."""
 
 
 class StepOutputs(Message, frozen=True):

@@ -15,12 +15,12 @@ from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import CPU, Group, PendingRows, join_group
 from engine.distributed.spec import GroupBroken, GroupSpec
+from engine.models.parallel.balance import ExpertBalance, expert_share
 from engine.models.parallel.experts import (
     ExpertGroup,
     OwnTokens,
     SendingRule,
     SpreadExperts,
-    expert_share,
 )
 from engine.models.parallel.tensors import CutEmbedding, CutHead, SummedOver, part_of
 from tests.engine.distributed import strict_device
@@ -74,6 +74,9 @@ class Member:
     def all_to_all_counts(self, counts: list[int]) -> list[int]:
         return self._group().all_to_all_counts(counts)
 
+    def all_gather_row(self, row: list[int]) -> list[list[int]]:
+        return self._group().all_gather_row(row)
+
     def all_gather_counts(self, count: int) -> list[int]:
         return self._group().all_gather_counts(count)
 
@@ -91,7 +94,8 @@ class Member:
         shared.rule = rule
         shared.join(group)
         layer = SpreadExperts(shared)
-        layer.hold(expert_share(6, group.rank, group.size), lambda expert: lambda x: x * expert)
+        share = expert_share(6, group.rank, group.size)
+        layer.hold(share.start, share, lambda expert: lambda x: x * expert)
         x = self._tensor([[float(10 * group.rank + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
         first = torch.arange(num_tokens, device=self.device)
         chosen = torch.stack(((first + group.rank) % 6, (first + 3) % 6), dim=1)
@@ -99,6 +103,31 @@ class Member:
         shared.begin_step(num_tokens)
         expected = x * chosen.sum(1, keepdim=True) * 0.5
         return bool(torch.equal(layer(x, chosen, weights), expected))
+
+    def balanced_experts(self, num_tokens: int, steps: int) -> list[Any]:
+        """Run a layer of 6 experts that move when each step begins; all choose the first two.
+
+        Return whether all was right, what is held at last, the imbalance and the moves.
+        """
+        group = self._group()
+        balance = ExpertBalance(1, 6, 5, 1, self.device)
+        balance.form(group.size)
+        shared = ExpertGroup(6, 2, self.device, balance=balance)
+        shared.prepare(group.rank, group.size)
+        shared.join(group)
+        layer = SpreadExperts(shared)
+        layer.hold(*shared.held(0), lambda expert: lambda x: x * (expert + 1))
+        x = self._tensor([[float(10 * group.rank + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
+        first = torch.zeros(num_tokens, device=self.device, dtype=torch.int64)
+        chosen = torch.stack((first, first + 1), dim=1)
+        weights = torch.full((num_tokens, 2), 0.5, device=self.device)
+        right = True
+        for _ in range(steps):
+            shared.begin_step(num_tokens)
+            if shared.next_change() is not None:
+                layer.change()
+            right = right and bool(torch.equal(layer(x, chosen, weights), x * 1.5))
+        return [right, list(layer.share), balance.imbalance, balance.moved_layers]
 
     def join_engines(self, addresses: list[str], rank: int, engines: int, shards: int) -> None:
         """Be one process of an engine, connected to its own and to those of the others."""
@@ -120,7 +149,8 @@ class Member:
         shared = ExpertGroup(6, 2, self.device, own)
         shared.join(group)
         layer = SpreadExperts(shared)
-        layer.hold(expert_share(6, group.rank, group.size), lambda expert: lambda x: x * expert)
+        share = expert_share(6, group.rank, group.size)
+        layer.hold(share.start, share, lambda expert: lambda x: x * expert)
         x = self._tensor([[float(base + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
 
         def routed(tokens: torch.Tensor) -> torch.Tensor:

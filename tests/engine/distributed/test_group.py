@@ -41,6 +41,9 @@ def test_uneven_and_empty_parts_reach_their_ranks(world: World, dtype: str) -> N
     assert world.all(members, "broadcast", [1.5, -2.0]) == [[1.5, -2.0]] * 3
     assert world.all(members, "all_gather_counts", 5) == [[5, 5, 5]] * 3
     for rank, process in enumerate(members):
+        process.tell("all_gather_row", [rank, 9])
+    assert [each.result() for each in members] == [[[0, 9], [1, 9], [2, 9]]] * 3
+    for rank, process in enumerate(members):
         process.tell("all_to_all_counts", [10 * rank, 10 * rank + 1, 10 * rank + 2])
     assert [each.result() for each in members] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
     world.all(members, "close")
@@ -53,6 +56,13 @@ def test_parts_of_a_model_exchange_what_they_have_on_their_devices(world: World)
         for rank, process in enumerate(members):
             process.tell("experts", 4 * rank, together)
         assert [process.result() for process in members] == [True] * 3
+    for rank, process in enumerate(members):
+        process.tell("balanced_experts", 2 * rank, 6)
+    right, shares, imbalances, moved = zip(*(each.result() for each in members), strict=True)
+    assert all(right)
+    assert [share[:2] for share in shares] == [[0, 1]] * 3, "all have those that all choose"
+    assert imbalances == (1.5,) * 3
+    assert moved == (1,) * 3
     states = [[12.0, 13.0], [0.0, 1.0], [6.0, 7.0]]
     logits = [[x * 2 * i + y * (2 * i + 1) for i in range(7)] for x, y in states]
     answers = world.all(members, "vocabulary")

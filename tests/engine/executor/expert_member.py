@@ -41,6 +41,7 @@ class Member:
         size: int,
         shards: int = 1,
         num_blocks: int = NUM_BLOCKS,
+        balance: tuple[int, int] | None = None,
     ) -> None:
         if self.team is not None:
             self.executor.shutdown()
@@ -51,7 +52,12 @@ class Member:
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40),
             executor=ExecutorConfig(threads=1),
             parallel=ParallelConfig(
-                data_parallel_size=size, tensor_parallel_size=shards, enable_expert_parallel=True
+                data_parallel_size=size,
+                tensor_parallel_size=shards,
+                enable_expert_parallel=True,
+                enable_eplb=balance is not None,
+                num_redundant_experts=0 if balance is None else balance[0],
+                eplb_step_interval=1 if balance is None else balance[1],
             ),
         )
         self.executor: InProcessExecutor | MultiProcessExecutor
@@ -97,6 +103,12 @@ class Member:
         model = self._model
         experts = [mlp.experts for mlp in model.sparse_layers.values()]
         return [list(e.share) for e in experts if isinstance(e, SpreadExperts)]
+
+    def balance(self) -> tuple[float | None, int]:
+        """Return what it knows of the load of experts, and how often layers were changed."""
+        found = self.executor.expert_balance
+        assert found is not None
+        return found.imbalance, found.moved_layers
 
     def join(self, address: str, rank: int, size: int, topology: int, timeout: float) -> None:
         spec = GroupSpec(address, rank, size, topology, timeout)

@@ -9,7 +9,8 @@ import torch
 
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo
-from engine.models.parallel.experts import expert_share
+from engine.models.parallel.balance import expert_share
+from engine.models.spec import UnsupportedModel
 from engine.scheduler.batch import BatchPlan, BatchResult
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
@@ -35,11 +36,11 @@ def test_shares_are_balanced_and_cover_all_experts(experts: int, sizes: tuple[in
     assert [expert for share in shares for expert in share] == list(range(experts))
 
 
-def engines(world: World, model: Checkpoint, size: int) -> list[Process]:
+def engines(world: World, model: Checkpoint, size: int, *more: Any) -> list[Process]:
     """Return a group of engines that have loaded their shares."""
     members = world.take(size)
     for rank, member in enumerate(members):
-        member.tell("load", str(model.directory), rank, size)
+        member.tell("load", str(model.directory), rank, size, *more)
     for member in members:
         member.result()
     world.join(members)
@@ -154,6 +155,114 @@ def test_weights_dropped_in_a_sleep_come_back_as_the_same_share(
     alone.prefill(0)
     alone.decode(4, 0)
     assert members[1].ask("tokens", 0) == alone.tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "redundant", "way"),
+    [
+        ("mixtral", 2, 2, "as is best"),
+        ("qwen3-moe-many", 3, 4, "to where they are needed"),
+        ("glm4-moe-normed", 2, 0, "as is best"),
+        ("gpt-oss-mxfp4", 3, 3, "as is best"),
+    ],
+)
+def test_experts_that_move_with_their_load_change_no_token(
+    world: World,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    name: str,
+    size: int,
+    redundant: int,
+    way: str,
+) -> None:
+    model = checkpoint(name)
+    balance = (redundant, 3)
+    members = engines(world, model, size, 1, NUM_BLOCKS, balance)
+    world.all(members, "always_send", way == "to where they are needed")
+    shares = world.all(members, "shares")
+    members[0].ask("start", 0, prompt(60))
+    members[1].ask("start", 1, prompt(7))
+    idle = [("steps", 40)] * (size - 2)
+    together(members, ("steps", 40, 0), ("steps", 40, 1), *idle)
+
+    known = world.all(members, "balance")
+    assert known == [known[0]] * size, "all have measured the same"
+    imbalance, moved = known[0]
+    assert 1.0 <= imbalance <= size
+    assert moved
+    after = world.all(members, "shares")
+    assert after != shares
+    assert [[len(layer) for layer in rank] for rank in after] == [
+        [len(layer) for layer in rank] for rank in shares
+    ]
+    alone = driver(model.directory)
+    for rank, length in ((0, 60), (1, 7)):
+        alone.start(rank, prompt(length))
+        alone.prefill(rank)
+        alone.decode(40, rank)
+        tokens = members[rank].ask("tokens", rank)
+        assert len(tokens) > length + 30
+        assert tokens == alone.tokens[rank][: len(tokens)]
+
+
+def test_moved_experts_outlast_a_sleep_and_a_new_group_begins_anew(
+    world: World, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    model = checkpoint("qwen3-moe-many")
+    balance = (5, 2)
+    members = engines(world, model, 3, 1, NUM_BLOCKS, balance)
+    first = world.all(members, "shares")
+    for rank, member in enumerate(members):
+        member.ask("start", 1, prompt(10 + rank))
+    world.all(members, "steps", 10, 1)
+    moved = world.all(members, "shares")
+    assert moved != first
+    members[1].ask("sleep_and_wake")  # the others keep theirs
+    assert world.all(members, "shares") == moved
+    for rank, member in enumerate(members):
+        member.ask("start", 1, prompt(10 + rank))
+    world.all(members, "steps", 10, 1)
+
+    staying = members[:2]
+    for member in staying:
+        member.tell("steps", 1, 1)
+    world.kill(members[2])
+    for member in staying:
+        assert "lost the group" in member.answer()["broken"]
+    shares = [member.ask("prepare", rank, 2) for rank, member in enumerate(staying)]
+    assert shares == [[list(range(10))] * 3, [[*range(5), *range(10, 16)]] * 3]
+    world.join(staying)
+    world.all(staying, "retry")
+    world.all(staying, "steps", 10, 1)
+    assert all(known[1] for known in world.all(staying, "balance"))
+    for rank, member in enumerate(staying):
+        alone = driver(model.directory)
+        alone.start(1, prompt(10 + rank))
+        alone.prefill(1)
+        alone.decode(20, 1)
+        assert member.ask("tokens", 1) == alone.tokens[1]
+
+
+def test_balancing_what_cannot_be_balanced_is_refused(checkpoint: SaveModel) -> None:
+    for wrong, what in (
+        ({"enable_eplb": True}, "--enable-eplb needs --enable-expert-parallel"),
+        ({"num_redundant_experts": 1}, "--num-redundant-experts needs --enable-eplb"),
+        (
+            {"enable_eplb": True, "enable_expert_parallel": True, "data_parallel_size": 1},
+            "balances the load of several processes",
+        ),
+    ):
+        with pytest.raises(ValueError, match=what):
+            ParallelConfig(**wrong)
+    config = settings(
+        checkpoint("mixtral").directory,
+        enable_expert_parallel=True,
+        enable_eplb=True,
+        num_redundant_experts=5,
+    )
+    with pytest.raises(UnsupportedModel, match="is more than 4, with which each of 2 processes"):
+        InProcessExecutor(config)
 
 
 def settings(directory: Path, **parallel: Any) -> EngineConfig:

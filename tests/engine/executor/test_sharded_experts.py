@@ -33,6 +33,8 @@ from tests.engine.processes import Process, World
 
 FEW_BLOCKS = 22
 """Too few for all requests that an engine serves, so that some are preempted."""
+BALANCE = (2, 4)
+"""Copies of experts more than one of each, and steps between two looks at their load."""
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +66,21 @@ def settings(directory: Path, num_blocks: int, **parallel: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("name", "scheduling"),
+    ("name", "scheduling", "balance"),
     [
-        ("qwen3-moe-deep", {}),
-        ("glm4-moe-normed", {}),  # an MLP beside the experts, and dense layers
-        ("gpt-oss-mxfp4", {}),  # experts with biases
-        ("", {"speculative_ngram": 3}),  # the bundled model, with grammars
+        ("qwen3-moe-deep", {}, None),
+        ("glm4-moe-normed", {}, None),  # an MLP beside the experts, and dense layers
+        ("gpt-oss-mxfp4", {}, BALANCE),  # experts with biases
+        ("deepseek3", {}, BALANCE),  # latent attention, experts in groups
+        ("", {"speculative_ngram": 3}, None),  # the bundled model, with grammars
     ],
 )
 def test_two_engines_of_two_processes_give_the_tokens_of_one_process(
-    world: World, checkpoint: SaveModel, name: str, scheduling: dict[str, Any]
+    world: World,
+    checkpoint: SaveModel,
+    name: str,
+    scheduling: dict[str, Any],
+    balance: tuple[int, int] | None,
 ) -> None:
     directory = checkpoint(name).directory if name else BUNDLED_MODEL
     config = settings(directory, num_blocks=60)
@@ -82,7 +89,7 @@ def test_two_engines_of_two_processes_give_the_tokens_of_one_process(
     expected: tuple[dict[int, Any], ...] = serve(alone, config, made)[0]
     alone.shutdown()
 
-    members = engines(world, directory, 2, 2, num_blocks=FEW_BLOCKS)
+    members = engines(world, directory, 2, 2, num_blocks=FEW_BLOCKS, balance=balance)
     for rank, member in enumerate(members):
         member.tell("serve", rank, scheduling)
     results = [member.result() for member in members]
@@ -92,6 +99,10 @@ def test_two_engines_of_two_processes_give_the_tokens_of_one_process(
             parts.update(result[which])
         assert parts == {id: plain(value) for id, value in whole.items()}
     preemptions, hits, accepted = (sum(each) for each in list(zip(*results, strict=True))[3:])
+    if balance is not None:
+        known = [member.ask("balance") for member in members]
+        assert known[0] == known[1]
+        assert known[0][1] > 0, "experts have moved"
     assert preemptions > 0
     assert hits > 0
     assert (accepted > 0) == bool(scheduling)

@@ -17,6 +17,7 @@ from engine.shared.messages import (
     EngineEntry,
     EngineSetup,
     EngineStats,
+    ExpertLoad,
     MissingEngine,
     RequestOutput,
     RequestTiming,
@@ -65,6 +66,7 @@ def engine(rank: int, **fields: Any) -> EngineEntry:
         ),
         deferred=fields.pop("deferred", 0),
         sleep_level=fields.pop("sleep_level", 0),
+        experts=fields.pop("experts", None),
     )
     return EngineEntry(
         rank=rank,
@@ -226,6 +228,17 @@ def test_what_the_engine_client_counts_is_shown(
     assert value(text, "routing_decisions_total", engine="1", reason="least_loaded") == 2
     assert value(text, "requests_resumed_total") == 1
     assert value(text, "wake_latency_seconds_bucket", le="0.005") == 1
+
+
+def test_engines_that_measure_the_load_of_experts_show_it(http: Any, engines: Any) -> None:
+    engines.view = view(engine(0))
+    assert "swell_expert" not in http.get("/metrics").text
+    engines.view = view(engine(0, experts=ExpertLoad()), engine(1, experts=ExpertLoad(1.25, 6)))
+    text = http.get("/metrics").text
+    assert value(text, "expert_imbalance", engine="1") == 1.25
+    assert 'swell_expert_imbalance{engine="0"' not in text, "not known yet"
+    assert value(text, "expert_layers_moved_total", engine="0") == 0
+    assert value(text, "expert_layers_moved_total", engine="1") == 6
 
 
 def test_engines_are_shown_as_the_view_has_them(http: Any, engines: Any) -> None:

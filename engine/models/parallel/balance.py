@@ -1,0 +1,256 @@
+"""Which experts each rank holds, and which it holds besides: chosen from what they had to do.
+
+A rank with experts that are chosen often keeps all others waiting. So the most chosen ones get more
+than one copy, and copies are dealt out so that all ranks have about as much to compute. The first
+half of this file is pure functions; the second keeps what they need between steps.
+"""
+
+import heapq
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Placement = list[list[int]]
+"""The experts of each rank, in ascending order; no rank has one twice."""
+
+_LEAST_GAIN = 0.02
+"""Share of the fullest rank's load that has to be saved for experts to be read again."""
+
+
+def expert_share(num_experts: int, rank: int, size: int) -> range:
+    """Return the experts of one rank: contiguous, and no rank has two more than another."""
+    return range(num_experts * rank // size, num_experts * (rank + 1) // size)
+
+
+def copies_in_group(num_experts: int, num_redundant: int, size: int) -> int:
+    """Return how many copies of experts `size` ranks hold: no rank has use for two of the same."""
+    return min(num_experts + num_redundant, num_experts * size)
+
+
+def first_placement(num_experts: int, num_copies: int, size: int) -> Placement:
+    """Return who holds what before anything was measured: second copies follow the last expert."""
+    shares = [expert_share(num_copies, rank, size) for rank in range(size)]
+    return [sorted(copy % num_experts for copy in share) for share in shares]
+
+
+def rank_loads(tokens: Sequence[int], placement: Placement) -> list[float]:
+    """Return the tokens that each rank computes, those of an expert shared between its copies.
+
+    Args:
+        tokens: of each expert.
+    """
+    copies = [0] * len(tokens)
+    for held in placement:
+        for expert in held:
+            copies[expert] += 1
+    return [sum(tokens[expert] / copies[expert] for expert in held) for held in placement]
+
+
+def arrange(tokens: Sequence[int], before: Placement) -> Placement:
+    """Return a placement, with as many copies per rank, whose fullest rank has less to do.
+
+    Heavy experts get more copies, then copies are placed one by one, the heaviest first, where
+    least is. Returns `before` if that gains next to nothing; else what it keeps of it stays put.
+
+    Args:
+        tokens: of each expert, as measured.
+    """
+    placed = _pack(tokens, _copies_of_each(tokens, before), before)
+    fullest = max(rank_loads(tokens, before))
+    if max(rank_loads(tokens, placed)) >= fullest * (1 - _LEAST_GAIN):
+        return before
+    return _renumbered(placed, before)
+
+
+def _copies_of_each(tokens: Sequence[int], before: Placement) -> list[int]:
+    """Return how many copies each expert gets: one more for whichever has most to do per copy."""
+    size = len(before)
+    copies = [1] * len(tokens)
+    heap = [(-float(count), expert) for expert, count in enumerate(tokens)]
+    heapq.heapify(heap)
+    left = sum(map(len, before)) - len(tokens)
+    while left and heap:
+        expert = heapq.heappop(heap)[1]
+        if copies[expert] == size:
+            continue
+        copies[expert] += 1
+        left -= 1
+        heapq.heappush(heap, (-tokens[expert] / copies[expert], expert))
+    return copies
+
+
+def _pack(tokens: Sequence[int], copies: Sequence[int], before: Placement) -> Placement:
+    """Return who holds which copies; of ranks with as little to do, one that holds it already."""
+    room = [len(held) for held in before]
+    placed: list[set[int]] = [set() for _ in before]
+    loads = [0.0] * len(before)
+    weight = [count / number for count, number in zip(tokens, copies, strict=True)]
+    for expert in sorted(range(len(tokens)), key=lambda each: (-weight[each], each)):
+        for _ in range(copies[expert]):
+            free = [
+                (loads[rank], expert not in before[rank], rank)
+                for rank, held in enumerate(placed)
+                if len(held) < room[rank] and expert not in held
+            ]
+            rank = min(free)[2] if free else _make_room(expert, placed, room, loads, weight)
+            placed[rank].add(expert)
+            loads[rank] += weight[expert]
+    return [sorted(held) for held in placed]
+
+
+def _make_room(
+    expert: int,
+    placed: list[set[int]],
+    room: Sequence[int],
+    loads: list[float],
+    weight: Sequence[float],
+) -> int:
+    """Move another expert from a rank that lacks this one to one with room; return the former.
+
+    Only ranks that have the expert already have room. There is always something to move: a full
+    rank has more others than one with room has, as no rank has room for two more than another.
+    """
+    moves = [
+        (max(loads[giver] - weight[other] + weight[expert], loads[taker] + weight[other]), *rest)
+        for giver, gives in enumerate(placed)
+        if expert not in gives
+        for taker, takes in enumerate(placed)
+        if len(takes) < room[taker]
+        for other in gives - takes
+        for rest in ((giver, taker, other),)
+    ]
+    _, giver, taker, other = min(moves)
+    placed[giver].remove(other)
+    placed[taker].add(other)
+    loads[giver] -= weight[other]
+    loads[taker] += weight[other]
+    return giver
+
+
+def _renumbered(placed: Placement, before: Placement) -> Placement:
+    """Return the same with ranks swapped so that they have less to read."""
+    kept = sorted(
+        (-len(set(held) & set(had)), number, rank)
+        for number, held in enumerate(placed)
+        for rank, had in enumerate(before)
+        if len(held) == len(had)
+    )
+    given: dict[int, int] = {}
+    for _, number, rank in kept:
+        if number not in given and rank not in given.values():
+            given[number] = rank
+    return [placed[number] for number in sorted(given, key=lambda each: given[each])]
+
+
+class ExpertBalance:
+    """Measures the experts' load, and says what each rank holds; alike at all ranks.
+
+    It outlives the weights: a model that was dropped in a sleep is loaded with what it had.
+    Layers are counted as the model counts them; those without experts have no load.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        num_redundant: int,
+        interval: int,
+        device: torch.device,
+    ) -> None:
+        """Prepare to look at the load every `interval` steps; `form` has to follow."""
+        self.imbalance: float | None = None
+        """What the fullest rank had to compute, as a multiple of the mean; None: not known yet."""
+        self.moved_layers = 0
+        """How often the experts of a layer have been dealt out anew."""
+        self._num_experts = num_experts
+        self._num_redundant = num_redundant
+        self._interval = interval
+        self._placements: list[Placement] = [[] for _ in range(num_layers)]
+        self._size = 0
+        self._tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+        self._computed = [0] * num_layers
+        self._steps = 0
+        self._pending: deque[tuple[int, Placement]] = deque()
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that all ranks together hold of each layer's experts."""
+        return copies_in_group(self._num_experts, self._num_redundant, self._size)
+
+    def form(self, size: int) -> None:
+        """Begin anew with `size` ranks, of which some may know nothing of what was before."""
+        self._size = size
+        first = first_placement(self._num_experts, self.num_copies, size)
+        self._placements = [first] * len(self._placements)
+        self._pending.clear()
+        self.imbalance = None
+        self._begin()
+
+    def placement(self, layer: int) -> Placement:
+        """Return who holds what of a layer."""
+        return self._placements[layer]
+
+    def count(self, layer: int, chosen: Tensor) -> None:
+        """Count tokens that are sent from here, by the experts that they have chosen."""
+        flat = chosen.flatten()
+        self._tokens[layer].index_add_(0, flat, torch.ones_like(flat))
+
+    def count_computed(self, layer: int, rows: int) -> None:
+        """Count what this rank computes."""
+        self._computed[layer] += rows
+
+    def is_due(self) -> bool:
+        """Count a step of the group; return whether its ranks tell each other their loads now."""
+        if self._size == 1 or self._pending:
+            return False
+        self._steps += 1
+        return self._steps >= self._interval
+
+    def row(self) -> list[int]:
+        """Return what this rank tells the others."""
+        tokens: list[int] = self._tokens.flatten().cpu().tolist()
+        return [*tokens, *self._computed]
+
+    def take(self, rows: Sequence[Sequence[int]]) -> None:
+        """Take what all ranks have told, by rank, and decide what changes."""
+        num_layers, num_experts = self._tokens.shape
+        first = num_layers * num_experts
+        computed = [row[first:] for row in rows]
+        most = sum(max(of_layer) for of_layer in zip(*computed, strict=True))
+        mean = sum(map(sum, computed)) / len(rows)
+        if mean:
+            self.imbalance = most / mean
+        tokens = [sum(each) for each in zip(*(row[:first] for row in rows), strict=True)]
+        for layer, before in enumerate(self._placements):
+            of_layer = tokens[layer * num_experts : (layer + 1) * num_experts]
+            after = arrange(of_layer, before)
+            if after != before:
+                self._pending.append((layer, after))
+        logger.info(
+            "expert load over %d steps: the fullest process computed %.2f times the mean; "
+            "experts move in %d layers",
+            self._steps,
+            self.imbalance or 1.0,
+            len(self._pending),
+        )
+        self._begin()
+
+    def next_layer(self) -> int | None:
+        """Have the next layer that changes be as decided; return it, None if all are."""
+        if not self._pending:
+            return None
+        layer, self._placements[layer] = self._pending.popleft()
+        self.moved_layers += 1
+        if not self._pending:  # what was counted meanwhile is of both placements
+            self._begin()
+        return layer
+
+    def _begin(self) -> None:
+        self._tokens.zero_()
+        self._computed = [0] * len(self._computed)
+        self._steps = 0
