@@ -1,9 +1,14 @@
-"""Compares numbers of guessed tokens (`--speculative-ngram`), in turn within the same minute.
+"""Compares ways and numbers of guessed tokens, in turn within the same minute.
 
 python -m benchmarks.speculation_bench [MODEL] --guesses 0 4 8 --streams 1 16
+python -m benchmarks.speculation_bench model.gguf --guesses 0 --drafts DIRECTORY --texts chat
 
-One engine in this process. "repetitive" continues a text that repeats itself, greedily; "plain"
-draws at temperature 1 from a text that does not. Every row must give the same tokens.
+One engine in this process for each way: n-grams (`--guesses`, 0 for none) and draft models
+(`--drafts`, for each number in `--draft-tokens`; `benchmarks.cut_model` makes some; `--copies` are
+the model itself in few bits). "repetitive"
+continues a text that repeats itself, greedily; "plain" draws at temperature 1 from a text that does
+not; "chat" answers questions greedily, and needs a model that can. Every row should give the same
+tokens; batches of another size may round a tie the other way.
 """
 
 import argparse
@@ -12,7 +17,10 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from tokenizers import Tokenizer
 
 from engine.core.engine_core import EngineCore
 from engine.executor.environment import settle_environment
@@ -24,6 +32,7 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.messages import AddRequest, SamplingParams
+from engine.shared.model_files import model_directory
 
 
 class Run(NamedTuple):
@@ -38,19 +47,45 @@ class Run(NamedTuple):
     outputs: dict[int, list[int]]
 
 
-class Engine:
-    """One engine with one number of guesses."""
+class Setting(NamedTuple):
+    """One way to guess."""
 
-    def __init__(self, options: argparse.Namespace, guesses: int) -> None:
+    ngram: int = 0
+    draft: str | None = None
+    """Directory of a draft model."""
+    draft_tokens: int = 1
+    quantization: Literal["int8", "int4"] | None = None
+    """Of the draft model."""
+
+    @property
+    def name(self) -> str:
+        """What its rows are called."""
+        if self.draft is None:
+            return str(self.ngram)
+        return f"{self.quantization or Path(self.draft).name}:{self.draft_tokens}"
+
+
+class Engine:
+    """One engine with one way to guess."""
+
+    def __init__(self, options: argparse.Namespace, setting: Setting) -> None:
         from engine.executor.in_process import InProcessExecutor  # imports torch
 
         config = EngineConfig(
             model=ModelConfig(
-                model=options.model, load_format=options.load_format, dtype=options.dtype
+                model=options.model,
+                load_format=options.load_format,
+                dtype=options.dtype,
+                max_model_len=options.max_model_len,
             ),
-            cache=CacheConfig(enable_prefix_caching=False, kv_cache_memory_bytes=256 << 20),
+            cache=CacheConfig(
+                enable_prefix_caching=False, kv_cache_memory_bytes=options.cache_mib << 20
+            ),
             scheduler=SchedulerConfig(
-                speculative_ngram=guesses,
+                speculative_ngram=setting.ngram,
+                speculative_model=setting.draft,
+                num_speculative_tokens=setting.draft_tokens,
+                speculative_model_quantization=setting.quantization,
                 prompt_lookup_min=options.lookup_min,
                 prompt_lookup_max=options.lookup_max,
             ),
@@ -84,6 +119,27 @@ class Engine:
         )
 
 
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in a few sentences why the sky is blue.",
+    "Write a short story about a dog who finds a lost key.",
+    "Give me a recipe for pancakes with a list of ingredients.",
+    "What is the difference between a list and a tuple in Python?",
+    "Summarize how photosynthesis works for a ten-year-old.",
+    "Write a polite email that asks for a day off next Friday.",
+    "Name five animals that live in the ocean and one fact about each.",
+)
+
+
+def chats(model: str, streams: int) -> list[list[int]]:
+    """Return questions in the form of ChatML, one for each stream."""
+    directory = model_directory(ModelConfig(model=model), weights=False)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    asked = itertools.islice(itertools.cycle(QUESTIONS), streams)
+    form = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    return [tokenizer.encode(form.format(question)).ids for question in asked]
+
+
 def prompts(kind: str, streams: int, length: int, vocab_size: int) -> list[list[int]]:
     """Return random prompts; repetitive ones say the same 30 tokens again and again."""
     source = random.Random(streams)
@@ -94,25 +150,36 @@ def prompts(kind: str, streams: int, length: int, vocab_size: int) -> list[list[
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     """Yield the cells of one row per kind of text, number of streams and setting."""
-    engines = {guesses: Engine(options, guesses) for guesses in options.guesses}
-    vocab_size = next(iter(engines.values())).core.operations.vocab_size
-    for kind, streams in itertools.product(("repetitive", "plain"), options.streams):
-        texts = prompts(kind, streams, options.prompt, vocab_size)
-        temperature = 0.0 if kind == "repetitive" else 1.0
-        runs: dict[int, list[Run]] = {guesses: [] for guesses in engines}
+    settings = [Setting(guesses) for guesses in options.guesses]
+    settings += [
+        Setting(0, *draft) for draft in itertools.product(options.drafts, options.draft_tokens)
+    ]
+    settings += [
+        Setting(0, options.model, count, quantization)
+        for quantization, count in itertools.product(options.copies, options.draft_tokens)
+    ]
+    engines = {setting: Engine(options, setting) for setting in settings}
+    vocab_size = engines[settings[0]].core.operations.vocab_size
+    for kind, streams in itertools.product(options.texts, options.streams):
+        if kind == "chat":
+            texts = chats(options.model, streams)
+        else:
+            texts = prompts(kind, streams, options.prompt, vocab_size)
+        temperature = 1.0 if kind == "plain" else 0.0
+        runs: dict[Setting, list[Run]] = {setting: [] for setting in settings}
         for number in range(options.rounds + 1):
-            for guesses in list(engines)[:: 1 if number % 2 else -1]:
-                run = engines[guesses].run(texts, options.tokens, temperature)
+            for setting in settings[:: 1 if number % 2 else -1]:
+                run = engines[setting].run(texts, options.tokens, temperature)
                 if number:  # the first round warms up
-                    runs[guesses].append(run)
-        base = statistics.median(run.rate for run in next(iter(runs.values())))
-        expected = next(iter(runs.values()))[0].outputs
-        for guesses, of_setting in runs.items():
+                    runs[setting].append(run)
+        base = statistics.median(run.rate for run in runs[settings[0]])
+        expected = runs[settings[0]][0].outputs
+        for setting, of_setting in runs.items():
             rate = statistics.median(run.rate for run in of_setting)
             last = of_setting[-1]
             same = sum(last.outputs[number] == expected[number] for number in expected)
             yield (
-                kind, str(streams), str(guesses), f"{rate:.0f}", f"{rate / base:.2f}",
+                kind, str(streams), setting.name, f"{rate:.0f}", f"{rate / base:.2f}",
                 f"{last.per_row:.2f}", f"{last.accepted:.0%}", f"{same}/{streams}",
             )  # fmt: skip
 
@@ -124,6 +191,12 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--guesses", type=int, nargs="+", default=[0, 2, 4, 8])
+    parser.add_argument("--drafts", nargs="+", default=[], help="directories of draft models")
+    parser.add_argument("--copies", nargs="+", default=[], help="int8, int4: copies of the model")
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4])
+    parser.add_argument("--texts", nargs="+", default=["repetitive", "plain"])
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--cache-mib", type=int, default=256)
     parser.add_argument("--lookup-min", type=int)
     parser.add_argument("--lookup-max", type=int)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
@@ -131,7 +204,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     settle_environment()
-    widths = (10, 7, 7, 12, 5, 12, 8, 11)
+    widths = (10, 7, 12, 12, 5, 12, 8, 11)
     head = ("text", "streams", "guesses", "output tok/s", "ratio", "tokens / row", "accepted",
             "same tokens")  # fmt: skip
     for cells in itertools.chain([head], measure(parser.parse_args())):

@@ -129,7 +129,13 @@ def load_draft_model(
     if name is None:
         return None
     settings = msgspec.structs.replace(
-        config.model, model=name, revision=None, max_model_len=max_model_len, runner="generate"
+        config.model,
+        model=name,
+        revision=None,
+        model_impl="swell",
+        max_model_len=max_model_len,
+        runner="generate",
+        quantization=config.scheduler.speculative_model_quantization or config.model.quantization,
     )
     check_draft_model(settings, config.model, target, max_model_len)
     alone = msgspec.structs.replace(

@@ -52,6 +52,11 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         Meta(ge=1, le=64),
         "For --speculative-model: maximum draft tokens per step and sequence.",
     ] = 4
+    speculative_model_quantization: Annotated[
+        Literal["int8", "int4"] | None,
+        "Quantization of the draft model, which may be the served one once more; default: "
+        "--quantization.",
+    ] = None
     prompt_lookup_min: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
         "Minimum length of the n-grams that drafts follow; default: 2.",

@@ -113,6 +113,16 @@ def test_it_may_be_of_another_family(name: str, checkpoint: SaveModel) -> None:
     assert stats.counters.spec_draft_tokens > 0
 
 
+def test_it_may_be_a_copy_in_few_bits(plain: list[Answer]) -> None:
+    drafted, stats = serve_all(
+        speculative_model=str(BUNDLED_MODEL), speculative_model_quantization="int8"
+    )
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    counters = stats.counters
+    assert counters.spec_draft_tokens / 2 < counters.spec_accepted_tokens
+    assert counters.spec_accepted_tokens < counters.spec_draft_tokens
+
+
 def test_it_finds_cached_prefixes_too() -> None:
     """Sequences that begin with another's blocks are drafted as well as that one."""
     prompt = SOME_TEXT * 2
