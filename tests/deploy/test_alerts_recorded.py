@@ -1,0 +1,143 @@
+"""Alerts over series that were recorded on a real stack: what fires in each of its states.
+
+`record_alerts.py` made the recordings; a second of theirs is told as thirty. The cases at the
+bounds, with series made up for them, are in `alerts_test.yaml`.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.record_alerts import STATES
+from tests.deploy.recording import ALERTS, FOLDER, STRETCH, Recorded
+from tests.deploy.test_chart import scaled_object
+from tests.deploy.test_dashboards import ALERTS as FILE
+from tests.deploy.test_dashboards import promtool
+
+pytestmark = pytest.mark.deploy
+
+FIRING = 'count by (alertname, engine, reason) (ALERTS{alertstate="firing"})'
+EXPECTED: dict[str, dict[str, set[str]]] = {
+    "healthy": {"end": set()},
+    "lost": {
+        "healthy": set(),
+        "one lost": {"SwellEngineMissing 0 silent", "SwellFewEngines"},
+        "all lost": {"SwellEngineMissing 0 silent", "SwellFewEngines", "SwellNoEngine"},
+    },
+    "absent": {"end": {
+        "SwellEngineMissing 2 drained", "SwellEngineMissing 3 not_joined", "SwellFewEngines",
+    }},
+    "refused": {"end": {"SwellEngineMissing 1 refused", "SwellFewEngines"}},
+    "unreadable": {"end": {"SwellEngineMissing 1 died", "SwellFewEngines"}},
+    "unheard": {"healthy": set(), "lost": {"SwellCoordinatorLost"}, "back": set()},
+    "queue": {
+        "healthy": set(),
+        "grown": {"SwellQueueGrowth", "SwellTTFTBurnFast"},
+        "steady": {"SwellQueueSteady", "SwellTTFTBurnFast", "SwellTTFTBurnSlow"},
+    },
+    "refusing": {"end": {"SwellRefusing"}},
+    "memory": {"end": {"SwellKVCacheFull 0"}},
+    "hang": {"end": {"SwellStatsStale 1"}},
+    "paused": {"end": set()},
+    "dying": {
+        "healthy": set(),
+        "end": {"SwellAnswersCutOff", "SwellEngineRestarting 0", "SwellServerErrors"},
+    },
+    "draining": {"healthy": set(), "end": {"SwellEngineDown 1", "SwellFewEngines"}},
+    "unscraped": {"healthy": set(), "end": {"SwellNotScraped"}},
+}  # fmt: skip
+"""All alerts that fire, with the engine and the reason, by state and mark."""
+
+
+def sample(told: str) -> dict[str, object]:
+    """Return an alert that fires as promtool writes what the question about it gives."""
+    names = ("alertname", "engine", "reason")
+    labels = ", ".join(f'{n}="{v}"' for n, v in zip(names, told.split(), strict=False))
+    return {"labels": f"{{{labels}}}", "value": 1}
+
+
+def case(name: str, series: dict[str, str], expected: dict[int, set[str]]) -> dict[str, Any]:
+    """Return what promtool is asked: which alerts fire at which samples."""
+    return {
+        "name": name,
+        "interval": f"{STRETCH}s",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": FIRING,
+                "eval_time": f"{at * STRETCH}s",
+                "exp_samples": [sample(told) for told in sorted(alerts)],
+            }
+            for at, alerts in expected.items()
+        ],
+    }
+
+
+def test_every_state_is_recorded() -> None:
+    assert {file.stem for file in FOLDER.glob("*.yaml")} == set(STATES) == set(EXPECTED)
+
+
+def test_exactly_those_alerts_fire_that_tell_of_a_state(tmp_path: Path) -> None:
+    cases = []
+    for state, expected in EXPECTED.items():
+        recorded = Recorded.read(state)
+        assert set(recorded.marks) == set(expected)
+        at = {int(recorded.marks[mark]): alerts for mark, alerts in expected.items()}
+        cases.append(case(f"{state}: {recorded.story}", recorded.series, at))
+    # What a paused engine shows, but that it was asked to: no stack does it by itself.
+    paused = Recorded.read("paused")
+    unasked = {
+        name: values
+        for name, values in paused.series.items()
+        if not name.startswith("swell_engine_halted")
+    }
+    end = int(paused.marks["end"])
+    cases.append(case("halted unasked", unasked, {end: {"SwellEngineHangs 1"}}))
+    tests = tmp_path / "tests.json"  # JSON is YAML
+    tests.write_text(json.dumps({
+        "rule_files": [str(FILE)], "evaluation_interval": f"{STRETCH}s", "tests": cases,
+    }), encoding="utf-8")  # fmt: skip
+    assert "SUCCESS" in promtool("test", "rules", str(tests))
+
+
+def test_every_alert_fires_over_recorded_series_and_is_silent_while_all_is_well() -> None:
+    names = {
+        rule["alert"]
+        for group in yaml.safe_load(ALERTS)["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    by_mark = [(mark, alerts) for marks in EXPECTED.values() for mark, alerts in marks.items()]
+    made_up = {"SwellEngineHangs", "SwellEngineStartsSlowly"}
+    assert {told.split()[0] for _, alerts in by_mark for told in alerts} == names - made_up
+    assert not any(alerts for mark, alerts in by_mark if mark == "healthy")
+
+
+def test_what_queries_select_by_is_on_the_series_of_a_real_stack() -> None:
+    series = {name for state in STATES for name in Recorded.read(state).series}
+    keda = scaled_object()["triggers"][0]["metadata"]["query"]
+    asked = set(re.findall(r"\b(swell_\w+)\{([^}]*)\}", ALERTS + keda))
+    assert len(asked) > 15
+    given_by_prometheus = {"job", "namespace", "service"}
+    for metric, selector in asked:
+        matchers = [
+            (label, equal, value)
+            for label, equal, value in re.findall(r'(\w+)(=~|=)"([^"]*)"', selector)
+            if label not in given_by_prometheus
+        ]
+        labels = [
+            dict(re.findall(r'(\w+)="([^"]*)"', name))
+            for name in series
+            if name.startswith(f"{metric}{{")
+        ]
+        assert any(
+            all(
+                re.fullmatch(value if equal == "=~" else re.escape(value), each.get(label, ""))
+                for label, equal, value in matchers
+            )
+            for each in labels
+        ), (metric, selector)
