@@ -30,34 +30,46 @@ _FEW = 256
 class PrefillParts:
     """How many prompt tokens each tenant may still have in one step.
 
+    A prompt that the tenant has saved enough for is computed at once. One that has to be cut waits
+    for a step without prompt tokens of others, whose first tokens it would hold up, and until
+    a good part of what it costs goes into the prompt itself; its tenant goes on saving meanwhile.
+
     Args:
         most: what each may have.
         saved: what some may have, where that is less.
+        mixed: what it costs a tenant to have any prompt tokens in this step, in tokens.
     """
 
-    def __init__(self, most: int, saved: Mapping[int, int] = _NOTHING) -> None:
+    def __init__(self, most: int, saved: Mapping[int, int] = _NOTHING, mixed: int = 0) -> None:
         self._max = most
         self._saved = saved
+        self._mixed = mixed
         self._taken: dict[int, int] = {}
 
-    def left(self, tenant: int) -> int:
-        """Return what is left for a tenant."""
-        most = min(self._max, self._saved.get(tenant, self._max))
-        return max(0, most - self._taken.get(tenant, 0))
+    def left(self, tenant: int, wanted: int) -> int:
+        """Return how many of the tokens that a tenant wants for a prompt it may have."""
+        taken = self._taken.get(tenant, 0)
+        room = self._max - taken
+        if tenant in self._saved:
+            room = min(room, self._saved[tenant] - self._mixed - taken)
+            if wanted > room and (room < self._mixed or len(self._taken) > (taken > 0)):
+                return 0
+        return max(0, min(wanted, room))
 
-    def take(self, tenant: int, tokens: int) -> int:
-        """Take up to so many tokens for a tenant; return how many."""
-        taken = min(tokens, self.left(tenant))
-        self._taken[tenant] = self._taken.get(tenant, 0) + taken
-        return taken
+    def take(self, tenant: int, wanted: int) -> int:
+        """Take for a tenant what is left for it; return how many tokens."""
+        count = self.left(tenant, wanted)
+        if count:
+            self._taken[tenant] = self._taken.get(tenant, 0) + count
+        return count
 
 
 class Shares:
     """The books of one engine about its tenants.
 
     While there are others a tenant has a purse of prompt tokens: it is filled a little with every
-    step, and what is computed is taken out. So short prompts now and then do not wait, and long
-    ones without end make no step long.
+    step, and what is computed is taken out, with what it costs to have prompt tokens beside decodes
+    at all. So short prompts now and then do not wait, and long ones without end make no step long.
 
     Args:
         max_prefill: prompt tokens of one tenant in a step, while there are others; also what its
@@ -73,6 +85,9 @@ class Shares:
         self._running: dict[int, int] = {}
         self._purses: dict[int, int] = {}
         """Prompt tokens that each may have; who is not in it has as many as a purse holds."""
+        self._mixed = 0
+        self._mixing: set[int] = set()
+        """Tenants that have prompt tokens in this step: what any cost is taken from them."""
 
     @property
     def contended(self) -> bool:
@@ -123,6 +138,9 @@ class Shares:
         """Count prompt tokens that are computed for a tenant."""
         self.charge(tenant, tokens)
         if self._guarded:
+            if tenant not in self._mixing:
+                tokens += self._mixed
+                self._mixing.add(tenant)
             self._purses[tenant] = self._purses.get(tenant, self._max_prefill) - tokens
 
     def parts(self, *, saved: bool = True) -> PrefillParts:
@@ -131,18 +149,22 @@ class Shares:
             return PrefillParts(sys.maxsize)
         if not saved:
             return PrefillParts(self._max_prefill)
-        return PrefillParts(self._max_prefill, self._purses.copy())
+        return PrefillParts(self._max_prefill, self._purses.copy(), self._mixed)
 
     @property
     def _guarded(self) -> bool:
         return self.contended or self._quiet_steps < GUARDED_STEPS
 
-    def begin_step(self, refill: int = sys.maxsize) -> None:
+    def begin_step(self, refill: int = sys.maxsize, mixed: int = 0) -> None:
         """Count a step's decodes: one token for each request that runs.
 
         Args:
             refill: prompt tokens that each tenant's purse gets.
+            mixed: what it costs to have any prompt tokens in this step, in tokens.
         """
+        # A full purse has to be worth more than that, however small it is.
+        self._mixed = min(mixed, self._max_prefill // 4)
+        self._mixing.clear()
         self._purses = {
             tenant: tokens + refill
             for tenant, tokens in self._purses.items()

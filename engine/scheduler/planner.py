@@ -88,11 +88,12 @@ class Planner:
         if budget.can_admit and self._books.waiting:
             self._end_turns()
             self._make_room(short=passed_over > 0 or not self._slots.num_free)
-        self._shares.begin_step(self._turns.part_of_prefill(len(self._books.running)))
-        self._parts = self._shares.parts()
         short = self._kv.num_free_blocks < len(self._books.running) * self._kv.num_groups
         self._precedence.look(self._books.running.values(), short=short)
         partials = self._schedule_decodes(plan, budget)
+        rows = len(plan.decodes)
+        self._shares.begin_step(self._turns.part_of_prefill(rows), self._turns.mixed_tokens(rows))
+        self._parts = self._shares.parts()
         self._schedule_partials(plan, budget, partials)
         self._schedule_waiting(plan, budget)
 
@@ -231,7 +232,9 @@ class Planner:
             if not self._adapters.admits(request.adapter):
                 adapters.add(request.adapter)
                 continue
-            if not self._parts.left(request.tenant):
+            if not self._parts.left(
+                request.tenant, min(request.queued_tokens, self._limits.prefill)
+            ):
                 passed.add(request.tenant)
                 continue
             if not self._turns.tokens(request):
@@ -269,7 +272,7 @@ class Planner:
         """Return how much of its prompt a request may have computed in this step."""
         most = min(request.queued_tokens, self._limits.prefill, self._turns.tokens(request))
         room = request.table.capacity - request.num_computed_tokens
-        return min(most, self._parts.left(request.tenant), room)
+        return self._parts.left(request.tenant, min(most, room))
 
     def _is_stuck(self, request: Request) -> bool:
         """Whether a prefill lacks blocks: those behind its window are still used by others."""

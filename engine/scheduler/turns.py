@@ -280,6 +280,12 @@ class Turns:
             return sys.maxsize
         return max(1, int(self._part * (self._costs.base + rows) / self._costs.prefill))
 
+    def mixed_tokens(self, rows: int) -> int:
+        """Return what any prompt tokens cost beside so many decodes, in prompt tokens."""
+        if self._part is None or not rows:
+            return 0
+        return int(self._costs.mixed / self._costs.prefill)
+
     def check_integrity(self, present: Iterable[Request], running: Collection[Request]) -> None:
         """Compare with all requests there are, and with those that run.
 

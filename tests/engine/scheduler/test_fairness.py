@@ -134,6 +134,21 @@ def test_nobody_fills_the_steps_of_others_with_prompts(make_rig: MakeRig) -> Non
     finish(rig)
 
 
+def test_the_first_tokens_of_others_do_not_wait_for_the_next_part_of_a_long_prompt(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(max_num_batched_tokens=512, num_kv_blocks=512, max_model_len=1100)
+    rig.add(1, prompt(4), max_tokens=60, tenant=GUEST)
+    rig.step()
+    rig.add(2, prompt(1000, 2), max_tokens=1, tenant=HOG)
+    assert rig.step().num_tokens == 1 + 128, "all that it may have at once"
+    assert 0 < rig.step().num_prefill_tokens < 128, "what it has saved since"
+    rig.add(3, prompt(10, 3), max_tokens=1, tenant=OTHER)
+    assert rig.step().num_prefill_tokens == 10
+    assert 10 < rig.step().num_prefill_tokens < 128, "it has saved meanwhile"
+    finish(rig)
+
+
 def test_newcomers_without_end_do_not_starve_whoever_waits(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=1, num_kv_blocks=64)
     for id in range(3):
@@ -158,6 +173,70 @@ def test_nobody_saves_up_while_away() -> None:
         shares.charge(OTHER, 10)
     shares.come(GUEST)
     assert shares.served(GUEST) == shares.served(HOG) == shares.served(OTHER) == 1000
+
+
+def in_debt(max_prefill: int) -> Shares:
+    """Return the books of an engine that a guest uses beside somebody with an empty purse."""
+    shares = Shares(max_prefill)
+    shares.come(HOG)
+    shares.come(GUEST)
+    shares.begin_step(0)
+    shares.prefill(HOG, max_prefill)
+    return shares
+
+
+def test_a_prompt_waits_for_those_of_others_unless_its_tenant_has_saved_enough() -> None:
+    shares = in_debt(100)
+    shares.begin_step(20)
+    parts = shares.parts()
+    assert parts.left(HOG, 500) == 20
+    assert parts.take(GUEST, 30) == 30
+    assert parts.left(HOG, 500) == 0
+    assert parts.left(HOG, 21) == 0
+    assert parts.take(HOG, 15) == 15, "this one need not be cut"
+    assert parts.left(GUEST, 500) == 70, "who has not spent anything does not wait"
+
+
+def test_whoever_waits_for_the_prompts_of_others_gets_on_as_fast_as_without_them() -> None:
+    shares = in_debt(100)
+    computed = 0
+    for _ in range(200):
+        shares.begin_step(5)
+        parts = shares.parts()
+        parts.take(GUEST, 1)
+        tokens = parts.take(HOG, 500)
+        shares.prefill(HOG, tokens)
+        computed += tokens
+    assert computed > 200 * 5 * 0.8
+
+
+def test_what_any_prompt_tokens_cost_is_taken_from_the_purse_once_a_step() -> None:
+    shares = in_debt(100)
+    computed = 0
+    for _ in range(400):
+        shares.begin_step(refill=10, mixed=16)
+        parts = shares.parts()
+        tokens = parts.take(HOG, 500)
+        assert tokens == 0 or tokens >= 16, "most of a part would go into having any"
+        if tokens:
+            shares.prefill(HOG, tokens - 1)
+            shares.prefill(HOG, 1)
+            assert not shares.parts().left(HOG, 1)
+        computed += tokens + (16 if tokens else 0)
+    assert computed == pytest.approx(400 * 10, rel=0.1)
+
+
+@pytest.mark.parametrize("max_prefill", [1, 3, 100])
+def test_however_small_a_purse_is_prompts_get_on(max_prefill: int) -> None:
+    shares = in_debt(max_prefill)
+    computed = 0
+    for _ in range(500):
+        shares.begin_step(refill=1, mixed=1000)
+        tokens = shares.parts().take(HOG, 500)
+        if tokens:
+            shares.prefill(HOG, tokens)
+        computed += tokens
+    assert computed > 100
 
 
 def test_tenants_that_left_are_forgotten() -> None:

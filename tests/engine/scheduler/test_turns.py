@@ -229,6 +229,13 @@ def test_what_the_first_prompt_tokens_of_a_step_cost_is_learned_from_steps_with_
     assert costs.prefill == pytest.approx(2, rel=0.15)
 
 
+def test_any_prompt_tokens_cost_nothing_more_where_nothing_is_decoded() -> None:
+    turns = Turns(Shares(), with_dear_prompts(mixed=10), SLOWDOWN)
+    assert turns.mixed_tokens(4) == pytest.approx(10 / PRIOR_PREFILL, rel=0.15)
+    assert turns.mixed_tokens(0) == 0
+    assert Turns(Shares(), with_dear_prompts(mixed=10), None).mixed_tokens(4) == 0
+
+
 def test_steps_with_few_prompt_tokens_that_waited_count_as_twice_as_long_at_most() -> None:
     costs = with_dear_prompts(mixed=0)
     for _ in range(100):
