@@ -75,7 +75,8 @@ def test_prefill_logits_and_greedy_tokens_agree(
     engine.start(5, tokens[:30])
     engine.prefill(5)
     engine.decode(63, 5)
-    assert engine.tokens[5][30:] == model.greedy(tokens[:30], 64)
+    generated = engine.tokens[5][30:]
+    assert generated == model.greedy(tokens[:30], 64, generated)
 
 
 def test_sharded_checkpoint_loads(
@@ -114,8 +115,9 @@ def test_prefix_in_blocks_of_another_sequence_is_reused(
     assert engine.computed[1] == 32
     engine.prefill(1)
     engine.decode(20, 1, 0)
-    assert engine.tokens[1][43:] == model.greedy(other, 21)
-    assert engine.tokens[0][41:] == model.greedy(shared + prompt(9), 21)
+    for slot, given in enumerate((shared + prompt(9), other)):
+        generated = engine.tokens[slot][len(given) :]
+        assert generated == model.greedy(given, 21, generated)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -133,7 +135,8 @@ def test_preempted_sequence_continues_after_recomputation(
     engine.start(4, so_far, num_prompt_tokens=25)
     engine.prefill(4)
     engine.decode(20, 4)
-    assert engine.tokens[4][25:] == model.greedy(prompt(25), 32)
+    generated = engine.tokens[4][25:]
+    assert generated == model.greedy(prompt(25), 32, generated)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -153,7 +156,7 @@ def test_batch_of_mixed_lengths_equals_each_alone(
     engine.decode(20, *reversed(slots))
     for slot, length in zip(slots, lengths, strict=True):
         generated = engine.tokens[slot][length:]
-        assert generated == model.greedy(prompt(length), len(generated)), length
+        assert generated == model.greedy(prompt(length), len(generated), generated), length
 
 
 def test_lengths_far_apart_are_split_into_groups(
@@ -168,7 +171,8 @@ def test_lengths_far_apart_are_split_into_groups(
     engine.prefill(*range(5))
     engine.decode(10, 3, 1, 4, 0, 2)
     for slot, length in enumerate(lengths):
-        assert engine.tokens[slot][length:] == model.greedy(prompt(length), 11), length
+        generated = engine.tokens[slot][length:]
+        assert generated == model.greedy(prompt(length), 11, generated), length
 
 
 def test_capped_scores_are_computed_some_at_a_time(
@@ -225,7 +229,7 @@ def test_engines_agree_however_steps_are_scheduled(
     ]
     answers, stats = serve(model.directory, requests, dtype="float32", **scheduling)
     for each, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == model.greedy(each, 40)
+        assert answer.tokens == model.greedy(each, 40, answer.tokens)
     assert (stats.counters.spec_draft_tokens > 0) == ("speculative_ngram" in scheduling)
 
 
