@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS ?=
-PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
+PARALLEL := -n 3 --dist loadfile
 
 .PHONY: help serve chat test test-deploy test-ray lint format bench docs docs-site clean
 help: ## show this list

@@ -243,9 +243,7 @@ class Checkpoint:
         return logits
 
     @torch.inference_mode()
-    def greedy(
-        self, token_ids: list[int], count: int, guess: list[int] | None = None
-    ) -> list[int]:
+    def greedy(self, token_ids: list[int], count: int, guess: list[int] | None = None) -> list[int]:
         """Return the continuation that the reference generates.
 
         Args:
