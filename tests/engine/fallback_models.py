@@ -60,10 +60,24 @@ _SIZES: dict[str, Any] = {
     "layer_types": None,
     "mlp_layer_types": None,
     "no_rope_layers": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    "is_decoder": True,
 }
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_OF_TYPE: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": None,
+    },
+    "dots1": {"n_shared_experts": 1},
+}
+"""What some types of models lack by default."""
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tiny_config(model_type: str, **settings: Any) -> Any:
@@ -81,7 +95,16 @@ def tiny_config(model_type: str, **settings: Any) -> Any:
         sizes["num_key_value_heads"] = 4 if alike else 2
     if getattr(default, "sliding_window", None) is None:
         sizes.pop("sliding_window", None)
-    return config_class(**{**sizes, **settings})
+    config = config_class(**{**sizes, **_OF_TYPE.get(model_type, {}), **settings})
+    for name in _SPECIAL:
+        token = getattr(config, name, None)
+        if token is None or (isinstance(token, int) and token < VOCAB_SIZE):
+            continue
+        try:
+            setattr(config, name, None)
+        except Exception:  # some insist on a number
+            setattr(config, name, 0)
+    return config
 
 
 def save_fallback_model(

@@ -39,13 +39,11 @@ class TransformersModel:
         """Whether it can be told the positions of its tokens."""
         return "position_ids" in inspect.signature(self._states_of).parameters
 
-    def states(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return states [tokens, hidden] of tokens in a row."""
+    def states(self, token_ids: Tensor, positions: Tensor | None) -> Tensor:
+        """Return states [tokens, hidden] of tokens in a row; without positions, of a sequence."""
+        told = {} if positions is None else {"position_ids": positions.unsqueeze(0)}
         out = self._core(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            return_dict=True,
+            input_ids=token_ids.unsqueeze(0), use_cache=False, return_dict=True, **told
         )
         self._made_of = type(out)
         states: Tensor = out[0]

@@ -96,7 +96,7 @@ def _try(
         raise CannotAttend("it cannot be told the positions of tokens")
     tokens = trial_tokens(loaded.get_input_embeddings().num_embeddings, device)
     calls.begin_trial()
-    states = model.states(tokens, torch.arange(len(tokens), device=device))
+    states = model.states(tokens, None)
     calls.end_trial()
     vocabulary = model.logits(states[-1:]).shape[1]
     spec = _spec(raw, generation, config, calls.layers, vocabulary)

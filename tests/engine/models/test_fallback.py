@@ -289,6 +289,12 @@ def test_a_model_that_keeps_more_than_keys_and_values_fails_its_trial(
         load_driver(tmp_path)
 
 
+def test_a_model_that_counts_positions_its_own_way_fails_its_trial(tmp_path: Path) -> None:
+    save_fallback_model("roberta", tmp_path, pad_token_id=1)
+    with pytest.raises(UnsupportedModel, match="computed in parts, and beside others"):
+        load_driver(tmp_path)
+
+
 def test_missing_weights_are_not_made_up(fallback: Fallbacks, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
