@@ -13,6 +13,7 @@ import asyncio
 import json
 import random
 import re
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -48,8 +49,11 @@ def _answer(url: str, body: dict[str, Any]) -> str:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=300) as response:
-        text: str = json.load(response)["choices"][0]["text"]
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            text: str = json.load(response)["choices"][0]["text"]
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{error}: {error.read()[:300]!r}") from error
     return text
 
 

@@ -48,6 +48,7 @@ LLAMA_8B = {
 }
 _BYTES = 2
 _COPIED = 2**31
+"""Bytes."""
 _COPIES = 20
 
 
@@ -60,17 +61,23 @@ def bytes_per_step(spec: ModelSpec, batch: int, context: int) -> int:
     return _BYTES * (weights + batch * keys_values)
 
 
-def copy_bandwidth() -> float:
-    """Return the bytes per second that the device reads while it copies within its memory."""
-    source = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
+def copy_bandwidth(device: str = "cuda", num_bytes: int = _COPIED) -> float:
+    """Return the bytes per second that the device reads and writes while it copies its memory."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    torch.cuda.synchronize()
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(_COPIES):
         target.copy_(source)
-    torch.cuda.synchronize()
-    return 2 * _COPIED * _COPIES / (time.perf_counter() - began)
+    synchronize(device)
+    return 2 * num_bytes * _COPIES / (time.perf_counter() - began)
+
+
+def synchronize(device: str) -> None:
+    """Wait for all that the device was given to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def decode_seconds(core: EngineCore, batch: int, prompt: int, tokens: int) -> float:

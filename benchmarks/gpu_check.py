@@ -1,0 +1,348 @@
+"""All that there is to know of a GPU machine in one command, in less than eight minutes.
+
+    python -m benchmarks.gpu_check
+    python -m benchmarks.gpu_check --device cpu --small     all parts in miniature, without a GPU
+
+Runs the CUDA tests, compares tokens, measures decode steps against the memory's bandwidth, prefills
+against matrix products, and vLLM's figures where it is installed. Each part is a process of its
+own with a time limit, so that none takes the others along.
+Writes gpu_check.json and, for the documentation, gpu-check.md.
+"""
+
+import argparse
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu_decode_bench import (
+    LLAMA_8B,
+    bytes_per_step,
+    copy_bandwidth,
+    decode_seconds,
+    synchronize,
+)
+from engine.core.engine_core import EngineCore
+from engine.executor.in_process import InProcessExecutor
+from engine.models.hf_config import read_spec
+from engine.models.spec import ModelSpec
+from engine.shared.config import (
+    BUNDLED_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AddRequest, SamplingParams
+
+SMALL = {
+    **LLAMA_8B,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+TOTAL_SECONDS = 470.0
+"""All parts together: eight minutes, less the writing of results."""
+_PAGE_HEAD = """# GPU check
+
+`python -m benchmarks.gpu_check` runs what needs a GPU in one command of less than eight minutes:
+the CUDA tests, comparisons of tokens, decode steps against the bandwidth of a copy, prefills
+against the rate of a matrix product, and vLLM's own figures where it is installed.
+`--device cpu --small` runs all parts in miniature.
+"""
+NOT_RUN = "It has not run on a GPU yet: none was at hand. This page is replaced by its results.\n"
+
+
+class Setup(NamedTuple):
+    """What all parts are told."""
+
+    device: str
+    small: bool
+    directory: Path
+    """Holds the config of a model whose weights are random, in the shape of Llama 3 8B."""
+
+    @property
+    def batches(self) -> list[int]:
+        """Sequences that decode at once."""
+        return [1, 4] if self.small else [1, 16, 64, 256]
+
+    def core(self, *, eager: bool = False, tokens: int = 8192, seqs: int = 256) -> EngineCore:
+        """Return an engine with the model of random weights."""
+        cache = CacheConfig(
+            block_size=16 if self.small else 256,
+            enable_prefix_caching=False,
+            num_kv_blocks=400 if self.small else None,
+        )
+        settings = ModelConfig(
+            model=str(self.directory),
+            load_format="dummy",
+            dtype="bfloat16",
+            device="cuda" if self.device == "cuda" else "cpu",
+            max_model_len=1024 if self.small else None,
+        )
+        scheduler = SchedulerConfig(
+            max_num_seqs=8 if self.small else seqs,
+            max_num_batched_tokens=512 if self.small else tokens,
+        )
+        return _core(settings, cache, scheduler, eager=eager)
+
+
+def _core(
+    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, *, eager: bool = False
+) -> EngineCore:
+    config = EngineConfig(
+        model=model,
+        cache=cache,
+        scheduler=scheduler,
+        executor=ExecutorConfig(enforce_eager=eager),
+    )
+    core = EngineCore(config, InProcessExecutor(config), rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    return core
+
+
+def greedy_tokens(core: EngineCore, count: int, tokens: int) -> list[list[int]]:
+    """Return what the engine makes of so many prompts of different lengths."""
+    for number in range(count):
+        prompt = [(7 * number + 3 * i) % 250 for i in range(3 + 20 * number)]
+        sampling = SamplingParams(max_tokens=tokens, seed=0, temperature=0.0, ignore_eos=True)
+        core.handle(AddRequest(number, str(number), 0, 0, prompt, sampling))
+    made: list[list[int]] = [[] for _ in range(count)]
+    while core.has_work:
+        for outputs in core.step().outputs.values():
+            for output in outputs:
+                made[output.id] += output.token_ids
+    return made
+
+
+def agreement(some: list[list[int]], others: list[list[int]]) -> float:
+    """Return the share of tokens before the first that differs, over all sequences."""
+    alike = 0
+    for one, other in zip(some, others, strict=True):
+        for a, b in zip(one, other, strict=True):
+            if a != b:
+                break
+            alike += 1
+    return alike / sum(map(len, some))
+
+
+def cuda_tests(setup: Setup) -> dict[str, Any]:
+    """Run all tests that need a device."""
+    where = "tests/engine/executor/test_cuda.py" if setup.small else "tests"
+    flags = ("-q", "-m", "cuda", "-o", "addopts=", "-p", "no:cacheprovider", where)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags], capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    return {"passed": done.returncode == 0, "summary": lines[-1] if lines else done.stderr[-300:]}
+
+
+def parity(setup: Setup) -> dict[str, Any]:
+    """Compare tokens of the device with the processor's, and of recorded steps with eager ones."""
+
+    def bundled(device: str) -> list[list[int]]:
+        core = _core(
+            ModelConfig(
+                model=str(BUNDLED_MODEL),
+                dtype="float32",
+                device="cuda" if device == "cuda" else "cpu",
+                max_model_len=512,
+            ),
+            CacheConfig(num_kv_blocks=200, block_size=16),
+            SchedulerConfig(max_num_seqs=8),
+        )
+        return greedy_tokens(core, 5, 16)
+
+    shares = {"bundled model, float32": agreement(bundled(setup.device), bundled("cpu"))}
+    recorded = greedy_tokens(setup.core(seqs=8, tokens=512), 4, 16)
+    if setup.device == "cuda":
+        torch.cuda.empty_cache()
+    eager = greedy_tokens(setup.core(seqs=8, tokens=512, eager=True), 4, 16)
+    return {**shares, "graphs against eager, bfloat16": agreement(recorded, eager)}
+
+
+def decode(setup: Setup) -> dict[str, Any]:
+    """Measure decode steps against the time that reading weights, keys and values takes."""
+    bandwidth = copy_bandwidth(setup.device, 2**22 if setup.small else 2**31)
+    core, spec = setup.core(), read_spec(setup.directory)
+    prompt, tokens = (8, 16) if setup.small else (128, 96)
+    rows = {}
+    for batch in setup.batches:
+        seconds = decode_seconds(core, batch, prompt, tokens)
+        bound = bytes_per_step(spec, batch, prompt + tokens // 2) / bandwidth
+        rows[str(batch)] = {
+            "step_ms": 1e3 * seconds, "tokens_per_s": batch / seconds, "of_bound": bound / seconds
+        }  # fmt: skip
+    return {"bandwidth_gb_s": bandwidth / 1e9, "batches": rows}
+
+
+def operations_per_token(spec: ModelSpec) -> int:
+    """Return the multiplications and additions of a dense model's layers for one token."""
+    heads = spec.query_size * 2 + spec.kv_size * 2
+    return 2 * spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
+
+
+def product_rate(device: str, size: int, repeat: int = 10) -> float:
+    """Return the operations per second of a product of two square matrices in bfloat16."""
+    one = torch.randn(size, size, device=device).bfloat16()
+    other = one.clone()
+    one @ other
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeat):
+        one @ other
+    synchronize(device)
+    return 2.0 * size**3 * repeat / (time.perf_counter() - began)
+
+
+def prefill(setup: Setup) -> dict[str, Any]:
+    """Measure steps full of prompt tokens against the rate of a matrix product."""
+    rate = product_rate(setup.device, 256 if setup.small else 8192)
+    core, spec = setup.core(), read_spec(setup.directory)
+    length, prompts = (64, 4) if setup.small else (2048, 8)
+    seconds = 0.0
+    for turn in range(2):  # the first one warms up
+        for number in range(prompts):
+            ids = [(number + 31 * i) % spec.vocab_size for i in range(length)]
+            sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+            core.handle(AddRequest(number + prompts * turn, str(number), 0, 0, ids, sampling))
+        began = time.perf_counter()
+        while core.has_work:
+            core.step()
+        seconds = time.perf_counter() - began
+    needed = operations_per_token(spec) * length * prompts / rate
+    return {
+        "product_tflop_s": rate / 1e12,
+        "tokens_per_s": length * prompts / seconds,
+        "of_bound": needed / seconds,
+    }
+
+
+def vllm(setup: Setup) -> dict[str, Any]:
+    """Return vLLM's latency of a batch of the same model, where it is installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return {"skipped": "vLLM is not installed"}
+    found = {}
+    for batch in setup.batches:
+        output = setup.directory / f"vllm-{batch}.json"
+        command = [
+            "vllm", "bench", "latency", "--model", str(setup.directory), "--load-format", "dummy",
+            "--skip-tokenizer-init", "--input-len", "128", "--output-len", "96",
+            "--num-iters-warmup", "1", "--num-iters", "1", "--batch-size", str(batch),
+            "--output-json", str(output),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, capture_output=True)
+        found[str(batch)] = json.loads(output.read_text())
+    return found
+
+
+PARTS: dict[str, tuple[Callable[[Setup], dict[str, Any]], float]] = {
+    "tests": (cuda_tests, 120),
+    "parity": (parity, 90),
+    "decode": (decode, 90),
+    "prefill": (prefill, 60),
+    "vllm": (vllm, 180),
+}
+"""What is run, in this order, and the most seconds that it may take."""
+
+
+def run_part(name: str, options: argparse.Namespace, directory: Path, limit: float) -> Any:
+    """Run one part in a process; return what it found, or why it found nothing."""
+    if limit <= 0:
+        return {"error": "no time was left"}
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", options.device]
+    command += ["--part", name, "--directory", str(directory)]
+    try:
+        done = subprocess.run(
+            [*command, *(["--small"] if options.small else [])],
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {limit:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"error": (done.stderr.strip() or f"exit code {done.returncode}")[-600:]}
+    return json.loads(lines[-1])
+
+
+def machine(device: str) -> dict[str, str]:
+    """Return on what this runs."""
+    name = platform.processor() or platform.machine()
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def page(report: dict[str, Any] | None) -> str:
+    """Return the page of the documentation for a report; None: it has not run."""
+    if report is None:
+        return f"{_PAGE_HEAD}\n{NOT_RUN}"
+    lines = [_PAGE_HEAD, "| part | what | result |", "|---|---|---|"]
+    for part, found in report.items():
+        lines += [f"| {part} | {what} | {value} |" for what, value in _flat(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _flat(found: Any, name: str = "") -> list[tuple[str, str]]:
+    if isinstance(found, dict):
+        return [
+            row
+            for key, value in found.items()
+            for row in _flat(value, f"{name} {key}".strip().replace("_", " "))
+        ]
+    if isinstance(found, list):
+        return []
+    text = f"{found:.4g}" if isinstance(found, float) else " ".join(str(found).split())
+    return [(name, text.replace("|", "/"))]
+
+
+def main() -> int:
+    """Run all parts, or one of them in this process."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model, few tokens")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
+    parser.add_argument("--page", type=Path, default=Path("gpu-check.md"))
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part is not None:
+        setup = Setup(options.device, options.small, options.directory)
+        print(json.dumps(PARTS[options.part][0](setup)))
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device: --device cpu --small runs all parts in miniature")
+    began = time.monotonic()
+    report: dict[str, Any] = {"machine": machine(options.device)}
+    with tempfile.TemporaryDirectory() as directory:
+        shape = SMALL if options.small else LLAMA_8B
+        (Path(directory) / "config.json").write_text(json.dumps(shape))
+        for name in options.parts:
+            left = TOTAL_SECONDS - (time.monotonic() - began)
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            report[name] = run_part(name, options, Path(directory), min(PARTS[name][1], left))
+    report["machine"]["seconds"] = f"{time.monotonic() - began:.0f}"
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    options.page.write_text(page(report))
+    print(page(report))
+    return int(any("error" in found for found in report.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The parts of the check of a GPU machine, in miniature on a processor."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import PARTS, SMALL, Setup, agreement, operations_per_token, page
+from engine.models.hf_config import read_spec
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return Setup("cpu", True, tmp_path)
+
+
+def test_the_page_says_that_it_has_not_run_until_it_has() -> None:
+    assert (DOCS / "gpu-check.md").read_text() == page(None)
+    found = {
+        "machine": {"device": "H100"},
+        "decode": {"batches": {"16": {"of_bound": 0.8125, "step_ms": 12.5}}},
+        "served": {"error": "it | broke\nthere"},
+        "vllm": {"list": [1, 2]},
+    }
+    text = page(found)
+    assert gpu_check.NOT_RUN not in text
+    assert "| decode | batches 16 of bound | 0.8125 |" in text
+    assert "| served | error | it / broke there |" in text
+
+
+def test_tokens_agree_up_to_the_first_that_differs() -> None:
+    assert agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
+
+
+def test_a_step_is_measured_against_what_the_model_has_to_do(setup: Setup) -> None:
+    spec = read_spec(setup.directory)
+    attention = 128 * (2 * 4 * 32 + 2 * 2 * 32)
+    assert operations_per_token(spec) == 2 * 2 * (attention + 3 * 128 * 256)
+    decoded = PARTS["decode"][0](setup)
+    assert sorted(decoded["batches"]) == ["1", "4"]
+    assert all(row["of_bound"] > 0 for row in decoded["batches"].values())
+    assert PARTS["prefill"][0](setup)["of_bound"] > 0
+
+
+def test_a_part_that_fails_or_has_no_time_leaves_the_others_alone(setup: Setup) -> None:
+    options = argparse.Namespace(device="cpu", small=True)
+    assert gpu_check.run_part("vllm", options, setup.directory, 0) == {"error": "no time was left"}
+    (setup.directory / "config.json").write_text("{}")
+    assert "error" in gpu_check.run_part("decode", options, setup.directory, 300)
