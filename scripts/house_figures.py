@@ -39,6 +39,7 @@ class ClassFigures(NamedTuple):
     methods: list[str]
     is_data: bool
     """Fields only, as messages, settings and bodies of requests are."""
+    docstring: str
 
     @property
     def is_large(self) -> bool:
@@ -72,7 +73,8 @@ def classes(tree: ast.AST) -> Iterator[ClassFigures]:
             names = [method.name for method in methods]
             is_data = "__init__" not in names and len(names) < MAX_DATA_METHODS
             attributes = sorted(_attributes(node, set(names)))
-            yield ClassFigures(node.name, attributes, names, is_data)
+            docstring = ast.get_docstring(node) or ""
+            yield ClassFigures(node.name, attributes, names, is_data, docstring)
 
 
 def _attributes(of: ast.ClassDef, methods: set[str]) -> set[str]:

@@ -2,13 +2,11 @@
 
 import functools
 import time
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from engine.shared.pooling import PoolingSpec
@@ -64,8 +62,6 @@ from server.api.meta.schema import (
     VersionResponse,
 )
 from server.api.openapi import (
-    REQUEST_HEADERS,
-    Responses,
     any_of,
     event_responses,
     json_responses,
@@ -81,6 +77,7 @@ from server.api.responses.endpoint import count_input_tokens, create_response
 from server.api.responses.events import ResponseEvent
 from server.api.responses.kept import KeptRoutes
 from server.api.responses.schema import ResponsesRequest
+from server.api.route import get, plain, post, post_for_model
 from server.api.scores.endpoint import COHERE_PATH, rerank, score
 from server.api.scores.schema import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from server.api.status.endpoint import status_routes
@@ -93,7 +90,7 @@ from server.api.tokenize.schema import (
 )
 from server.config import FrontEndConfig
 from server.fleet.control import SupervisorControl
-from server.http.call import Call, foreseen, raw_endpoint
+from server.http.call import foreseen
 from server.http.direct import Direct
 from server.http.doorstep import Doorstep
 from server.http.errors import ApiError, MessagesErrorResponse
@@ -112,8 +109,6 @@ if TYPE_CHECKING:
     from server.upstreams.forwarder import Forwarder
 
 _POST_ERRORS = (400, 401, 404, 413, 415, 500)
-
-_Handler = Callable[[Call, Context], Awaitable[None]]
 
 
 def build_app(
@@ -143,7 +138,7 @@ def build_app(
         config.overload,
         lambda: client.num_slots,
         config.tenants,
-        several=lambda: tenancy.are_several(doors.api.num_tenants),
+        several=functools.partial(tenancy.are_several, doors),
     )
     created = int(time.time())
     context = make_context(
@@ -171,26 +166,16 @@ def build_app(
     direct = _direct_routes(context)
     app.router.routes += [
         *direct,
-        _get("/v1/models", meta.list_models, json_responses(ModelList, 401)),
-        _get("/v1/models/{model_id:path}", meta.retrieve_model, json_responses(Model, 401, 404)),
-        _get("/health", meta.health, json_responses(HealthResponse)),
-        _get("/ping", meta.ping, json_responses(HealthResponse, 503)),
-        _plain("POST", "/ping", meta.ping, json_responses(HealthResponse, 503)),
-        _get("/ready", meta.ready, json_responses(HealthResponse, 503)),
-        _get("/version", meta.version, json_responses(VersionResponse)),
-        _get("/load", meta.load, json_responses(LoadResponse, 401)),
-        _get("/metrics", meta.metrics, text_responses(401)),
-        _get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 401, 404)),
+        *_open_routes(meta),
         *status_routes(context),
+        *([] if store is None else _kept_routes(context, store)),
     ]
-    if store is not None:
-        app.router.routes += _kept_routes(context, store)
     if config.http.enable_tokenizer_info_endpoint:
         told = json_responses(TokenizerInfo, 401)
-        app.router.routes.append(_get("/tokenizer_info", meta.tokenizer_info, told))
+        app.router.routes.append(get("/tokenizer_info", meta.tokenizer_info, told))
     if doors.has_admin:
         shown = json_responses(ServerInfo, 403)
-        app.router.routes.append(_get("/server_info", meta.server_info, shown))
+        app.router.routes.append(get("/server_info", meta.server_info, shown))
         app.router.routes += _admin_routes(context, control)
     for kind in (ApiError, NoEngineAvailable, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
@@ -206,6 +191,22 @@ def build_app(
     return app
 
 
+def _open_routes(meta: MetaRoutes) -> list[APIRoute]:
+    """Return what says which models there are and how the server does."""
+    return [
+        get("/v1/models", meta.list_models, json_responses(ModelList, 401)),
+        get("/v1/models/{model_id:path}", meta.retrieve_model, json_responses(Model, 401, 404)),
+        get("/health", meta.health, json_responses(HealthResponse)),
+        get("/ping", meta.ping, json_responses(HealthResponse, 503)),
+        plain("POST", "/ping", meta.ping, json_responses(HealthResponse, 503)),
+        get("/ready", meta.ready, json_responses(HealthResponse, 503)),
+        get("/version", meta.version, json_responses(VersionResponse)),
+        get("/load", meta.load, json_responses(LoadResponse, 401)),
+        get("/metrics", meta.metrics, text_responses(401)),
+        get("/metrics/engine/{rank}", meta.engine_metrics, text_responses(400, 401, 404)),
+    ]
+
+
 def _direct_routes(context: Context) -> list[APIRoute]:
     """Return the endpoints whose requests go past the router (`server.http.direct`)."""
     completion = stream_responses(CompletionResponse, CompletionResponse, *_POST_ERRORS, 429, 503)
@@ -217,21 +218,21 @@ def _direct_routes(context: Context) -> list[APIRoute]:
     )
     count = with_errors(json_responses(TokenCount, *_POST_ERRORS, 503), MessagesErrorResponse)
     return [
-        _post_for_model(
+        post_for_model(
             "/v1/completions", create_completion, CompletionRequest, completion, context
         ),
-        _post_for_model(
+        post_for_model(
             "/v1/chat/completions", create_chat_completion, ChatCompletionRequest, chat, context
         ),
-        _post_for_model(
+        post_for_model(
             "/v1/chat/completions/batch",
             create_chat_completions,
             BatchChatRequest,
             json_responses(ChatCompletionResponse, *_POST_ERRORS, 429, 503),
             context,
         ),
-        _post_for_model("/v1/responses", create_response, ResponsesRequest, response, context),
-        _post_for_model(
+        post_for_model("/v1/responses", create_response, ResponsesRequest, response, context),
+        post_for_model(
             "/v1/responses/input_tokens",
             count_input_tokens,
             ResponsesRequest,
@@ -239,25 +240,25 @@ def _direct_routes(context: Context) -> list[APIRoute]:
             context,
         ),
         *_pooling_routes(context),
-        _post_for_model("/v1/messages", create_message, MessagesRequest, message, context),
-        _post_for_model(
+        post_for_model("/v1/messages", create_message, MessagesRequest, message, context),
+        post_for_model(
             "/v1/messages/count_tokens",
             count_tokens,
             CountTokensRequest,
             count,
             context,
         ),
-        _post_for_model(
+        post_for_model(
             "/invocations", invoke, AnyRequest, any_of(chat, completion, response), context
         ),
-        _post_for_model(
+        post_for_model(
             "/tokenize",
             tokenize,
             TokenizeRequest,
             json_responses(TokenizeResponse, *_POST_ERRORS, 503),
             context,
         ),
-        _post_for_model(
+        post_for_model(
             "/detokenize",
             detokenize,
             DetokenizeRequest,
@@ -273,13 +274,11 @@ def _pooling_routes(context: Context) -> list[APIRoute]:
     embeddings = json_responses(EmbeddingsResponse, *errors)
     scored, ranked = json_responses(ScoreResponse, *errors), json_responses(RerankResponse, *errors)
     return [
-        _post_for_model(
-            "/v1/embeddings", create_embeddings, EmbeddingsRequest, embeddings, context
-        ),
-        _post_for_model(
+        post_for_model("/v1/embeddings", create_embeddings, EmbeddingsRequest, embeddings, context),
+        post_for_model(
             "/pooling", pool, PoolingRequest, json_responses(PoolingResponse, *errors), context
         ),
-        _post_for_model(
+        post_for_model(
             "/classify",
             classify,
             ClassifyRequest,
@@ -287,11 +286,11 @@ def _pooling_routes(context: Context) -> list[APIRoute]:
             context,
         ),
         *(
-            _post_for_model(path, score, ScoreRequest, scored, context)
+            post_for_model(path, score, ScoreRequest, scored, context)
             for path in ("/score", "/v1/score")
         ),
         *(
-            _post_for_model(path, rerank, RerankRequest, ranked, context)
+            post_for_model(path, rerank, RerankRequest, ranked, context)
             for path in ("/rerank", "/v1/rerank", COHERE_PATH)
         ),
     ]
@@ -307,18 +306,18 @@ def _kept_routes(context: Context, store: ResponseStore) -> list[APIRoute]:
     item = json_responses(items.OutputMessage, *errors)
     gone = json_responses(items.Deleted, *errors)
     return [
-        _get(one, responses.retrieve, shown),
-        _plain("DELETE", one, responses.delete, gone),
-        _plain("POST", f"{one}/cancel", responses.cancel, shown),
-        _get(f"{one}/input_items", responses.input_items, listed),
-        _post("/v1/conversations", create_conversation, ConversationRequest, conversation, context),
-        _get(many, conversations.retrieve, conversation),
-        _post(many, update_conversation, MetadataRequest, conversation, context),
-        _plain("DELETE", many, conversations.delete, gone),
-        _get(f"{many}/items", conversations.list_items, listed),
-        _post(f"{many}/items", add_items, ItemsRequest, listed, context),
-        _get(f"{many}/items/{{item_id}}", conversations.retrieve_item, item),
-        _plain("DELETE", f"{many}/items/{{item_id}}", conversations.delete_item, conversation),
+        get(one, responses.retrieve, shown),
+        plain("DELETE", one, responses.delete, gone),
+        plain("POST", f"{one}/cancel", responses.cancel, shown),
+        get(f"{one}/input_items", responses.input_items, listed),
+        post("/v1/conversations", create_conversation, ConversationRequest, conversation, context),
+        get(many, conversations.retrieve, conversation),
+        post(many, update_conversation, MetadataRequest, conversation, context),
+        plain("DELETE", many, conversations.delete, gone),
+        get(f"{many}/items", conversations.list_items, listed),
+        post(f"{many}/items", add_items, ItemsRequest, listed, context),
+        get(f"{many}/items/{{item_id}}", conversations.retrieve_item, item),
+        plain("DELETE", f"{many}/items/{{item_id}}", conversations.delete_item, conversation),
     ]
 
 
@@ -330,25 +329,25 @@ def _admin_routes(context: Context, control: SupervisorControl | None) -> list[A
     scaling = ScalingRoutes(control)
     errors = (400, 403, 500)
     return [
-        _get("/admin/scale", scaling.status, json_responses(ScaleStatus, 403, 503)),
-        _post(
+        get("/admin/scale", scaling.status, json_responses(ScaleStatus, 403, 503)),
+        post(
             "/admin/scale",
             scaling.scale,
             ScaleRequest,
             json_responses(ScaleStatus, *errors, 413, 415, 503),
             context,
         ),
-        _plain("POST", "/admin/restart", scaling.restart, json_responses(ScaleStatus, 403, 503)),
-        _get("/admin/engines", admin.list_engines, json_responses(EngineList, 403)),
-        _plain(
+        plain("POST", "/admin/restart", scaling.restart, json_responses(ScaleStatus, 403, 503)),
+        get("/admin/engines", admin.list_engines, json_responses(EngineList, 403)),
+        plain(
             "POST",
             "/admin/reset-prefix-cache",
             admin.reset_prefix_cache,
             json_responses(UtilityAnswers, *errors, 503),
         ),
-        _post("/v1/load_lora_adapter", load_lora_adapter, LoadLoraRequest, changed, context),
-        _post("/v1/unload_lora_adapter", unload_lora_adapter, UnloadLoraRequest, changed, context),
-        _post(
+        post("/v1/load_lora_adapter", load_lora_adapter, LoadLoraRequest, changed, context),
+        post("/v1/unload_lora_adapter", unload_lora_adapter, UnloadLoraRequest, changed, context),
+        post(
             "/admin/utilities",
             call_utility,
             UtilityRequest,
@@ -356,66 +355,6 @@ def _admin_routes(context: Context, control: SupervisorControl | None) -> list[A
             context,
         ),
     ]
-
-
-def _get(path: str, endpoint: Callable[..., Any], responses: Responses) -> APIRoute:
-    return _plain("GET", path, endpoint, responses)
-
-
-def _plain(method: str, path: str, endpoint: Callable[..., Any], responses: Responses) -> APIRoute:
-    return APIRoute(
-        path,
-        endpoint,
-        methods=[method],
-        responses=responses,
-        response_class=Response,
-        response_model=None,
-    )
-
-
-def _post(
-    path: str, handler: _Handler, body: Any, responses: Responses, context: Context
-) -> APIRoute:
-    """Return a route that is documented like any other and served by a raw endpoint."""
-
-    async def documented(request: BaseModel) -> None: ...
-
-    documented.__annotations__["request"] = body
-    documented.__name__ = handler.__name__
-    documented.__doc__ = handler.__doc__
-    route = APIRoute(
-        path,
-        documented,
-        methods=["POST"],
-        responses=responses,
-        response_class=Response,
-        response_model=None,
-        openapi_extra=REQUEST_HEADERS if "text/event-stream" in responses[200]["content"] else None,
-    )
-
-    async def serve(call: Call) -> None:
-        await handler(call, context)
-
-    route.app = raw_endpoint(path, serve, context.metrics, context.body_limits)
-    return route
-
-
-def _post_for_model(
-    path: str, handler: _Handler, body: Any, responses: Responses, context: Context
-) -> APIRoute:
-    """Return a route as `_post` does; another server answers what is for its models."""
-    forwarder = context.forwarder
-
-    @functools.wraps(handler)
-    async def here_or_elsewhere(call: Call, context: Context) -> None:
-        await context.client.acquainted()
-        model = None if forwarder is None else forwarder.elsewhere(call, context.own_models)
-        if forwarder is None or model is None:
-            await handler(call, context)
-        else:
-            await forwarder.forward(call, model)
-
-    return _post(path, here_or_elsewhere, body, responses, context)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -144,18 +144,8 @@ class FrontEnd:
             link.know_adapters(client.adapters.sheet)
 
         link.subscribe(view_changed)
-        interval = self._config.http.log_stats_interval
-        stats = None
-        if interval and not self._launch.place:
-            stats = asyncio.create_task(log_stats(client, interval))
-        mending = asyncio.create_task(self._mend_sockets())
-        control = None
-        if self._launch.control is not None:
-            control = SupervisorControl(
-                self._launch.control,
-                self._transport,
-                engines_may_wait=self._launch.engines_may_wait,
-            )
+        tasks = self._background_tasks(client)
+        control = self._control()
         forwarder = _forwarder(self._config.http.model_routes, metrics)
         store = await asyncio.to_thread(self._store)  # others may be writing
         try:
@@ -173,9 +163,8 @@ class FrontEnd:
             )
             await self._serve_http(app, link, client)
         finally:
-            mending.cancel()
-            if stats is not None:
-                stats.cancel()
+            for task in tasks:
+                task.cancel()
             if control is not None:
                 control.close()
             if store is not None:
@@ -188,6 +177,22 @@ class FrontEnd:
                 await asyncio.to_thread(store.close)
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
+
+    def _background_tasks(self, client: EngineClient) -> list[asyncio.Task[None]]:
+        tasks = [asyncio.create_task(self._mend_sockets())]
+        interval = self._config.http.log_stats_interval
+        if interval and not self._launch.place:
+            tasks.append(asyncio.create_task(log_stats(client, interval)))
+        return tasks
+
+    def _control(self) -> SupervisorControl | None:
+        if self._launch.control is None:
+            return None
+        return SupervisorControl(
+            self._launch.control,
+            self._transport,
+            engines_may_wait=self._launch.engines_may_wait,
+        )
 
     async def _mend_sockets(self) -> None:
         while True:

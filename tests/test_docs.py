@@ -129,6 +129,24 @@ def test_functions_that_the_architecture_names_are_there() -> None:
     assert sorted(f"{c}.{name}" for c, name in named if name not in classes.get(c, ())) == []
 
 
+def test_modules_on_the_way_of_a_request_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(
+        r"`(?:server\.)?((?:http|access|api|generate|router|text|tool_calls)(?:\.\w+)+)`"
+        r"(?:: `([\w.]+)`)?",
+        page,
+    )
+    assert len(named) > 15
+    missing = []
+    for module, function in named:
+        path = ROOT.joinpath("server", *module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        name = function.rpartition(".")[2]
+        if not path.exists() or (name and f"def {name}(" not in path.read_text(encoding="utf-8")):
+            missing.append((module, function))
+    assert missing == []
+
+
 def test_pages_to_read_in_one_go_stay_short() -> None:
     for name, most in (("architecture", 150), ("performance", 120)):
         lines = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,7 @@
 """Which package may import what; read from the sources."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import house_figures
 from tests.support.syntax import tree_of
 
 ROOT = Path(__file__).parent.parent
@@ -206,3 +208,25 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     while free := {name for name in left if not uses[name] & left}:
         left -= free
     assert not left, "these are in circles, or lead into them"
+
+
+LONGEST_FILE, LONGEST_FUNCTION = 400, 80
+"""In lines."""
+
+
+def test_files_and_functions_can_be_read_at_once() -> None:
+    lengths = {str(path): path.read_text(encoding="utf-8").count("\n") for path in INSTALLED}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
+    every = (each for path in INSTALLED for each in house_figures.functions(tree_of(path)))
+    assert [each for each in every if each.lines > LONGEST_FUNCTION] == []
+
+
+def test_a_class_that_holds_much_says_why() -> None:
+    silent = [
+        f"{path}: {figures}"
+        for path in INSTALLED
+        for figures in house_figures.classes(tree_of(path))
+        if figures.is_large
+        and not re.search(r"[Mm]ore\s+(than\s+\d+\s+)?(attributes|methods)", figures.docstring)
+    ]
+    assert not silent

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from engine.executor.checked_memory import NOT_HERE, CheckedMemory, SimulatedSlot
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.simulated_time import StageTimes
 from engine.scheduler.batch import BatchPlan, BatchResult
@@ -72,92 +73,6 @@ def adapted_seed(seed: int, version: str) -> int:
     return (seed ^ int(version[:16], 16)) & _MASK
 
 
-class _Slot:
-    """The state of one slot, as an executor keeps it between steps."""
-
-    __slots__ = ("adapter", "block_ids", "num_prompt_tokens", "sampling", "token_ids")
-
-    def __init__(
-        self,
-        token_ids: list[int],
-        num_prompt_tokens: int,
-        sampling: SamplingParams,
-        adapter: int,
-        num_groups: int,
-    ) -> None:
-        self.adapter = adapter
-        self.token_ids = token_ids
-        self.num_prompt_tokens = num_prompt_tokens
-        self.sampling = sampling
-        self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
-        """By group of layers."""
-
-
-_NOT_HERE = -1
-"""Stands for a block that was behind the window when its sequence came."""
-
-
-class _CheckedMemory:
-    """KV memory that holds (token, position) and knows which step in flight writes what."""
-
-    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...]) -> None:
-        self._windows = windows
-        self._block_size = block_size
-        self._num_blocks = num_blocks
-        self._token_ids = [[-1] * block_size for _ in range(num_blocks)]
-        self._positions = [[-1] * block_size for _ in range(num_blocks)]
-        self._slots_in_flight: dict[int, int] = {}
-        self._writers: dict[int, tuple[int, int]] = {}
-
-    def emptied(self) -> "_CheckedMemory":
-        """Return memory of the same size that holds nothing."""
-        assert not self._slots_in_flight, "a step in flight uses the memory"
-        return _CheckedMemory(self._num_blocks, self._block_size, self._windows)
-
-    def start(self, slot: int) -> None:
-        """A sequence takes a slot."""
-        assert slot not in self._slots_in_flight, f"slot {slot} is in use by a step in flight"
-
-    def read(self, state: _Slot, start: int) -> None:
-        """Compare the context of a row that starts at `start` with the sequence's tokens."""
-        for window, block_ids in zip(self._windows, state.block_ids, strict=True):
-            begin = 0 if window is None else max(0, start - window + 1)
-            self._read(state.token_ids, block_ids, begin, start)
-
-    def _read(self, token_ids: list[int], block_ids: list[int], begin: int, end: int) -> None:
-        size = self._block_size
-        for index in range(begin // size, -(-end // size)):
-            first, after = max(begin, index * size), min(end, (index + 1) * size)
-            block_id = block_ids[index]
-            where = f"block {block_id}, to be read as positions {first} to {after - 1}"
-            assert block_id != _NOT_HERE, f"{where}, was never given"
-            held = slice(first - index * size, after - index * size)
-            positions, tokens = self._positions[block_id][held], self._token_ids[block_id][held]
-            assert positions == list(range(first, after)), f"{where}, has others"
-            assert tokens == token_ids[first:after], f"{where}, has other tokens"
-
-    def write(self, step: int, slot: int, state: _Slot, start: int, count: int) -> None:
-        """Write a row's tokens through the slot's block table."""
-        size = self._block_size
-        places = ((ids, at) for ids in state.block_ids for at in range(start, start + count))
-        for block_ids, position in places:
-            block_id = block_ids[position // size]
-            offset = position % size
-            _, writer = self._writers.setdefault(block_id, (step, slot))
-            assert writer == slot, f"block {block_id} is being written by slot {writer}"
-            self._writers[block_id] = (step, slot)
-            self._token_ids[block_id][offset] = state.token_ids[position]
-            self._positions[block_id][offset] = position
-        self._slots_in_flight[slot] = step
-
-    def done(self, step: int) -> None:
-        """The result of a step has been fetched."""
-        self._writers = {b: entry for b, entry in self._writers.items() if entry[0] > step}
-        self._slots_in_flight = {
-            s: last for s, last in self._slots_in_flight.items() if last > step
-        }
-
-
 class _Pending:
     """A simulated step, over at `over_at` by the clock of the stages."""
 
@@ -167,7 +82,7 @@ class _Pending:
         step: int,
         over_at: float,
         times: StageTimes,
-        memory: _CheckedMemory | None,
+        memory: CheckedMemory | None,
     ) -> None:
         self._result = result
         self._step = step
@@ -234,11 +149,11 @@ class SimulatedExecutor:
         self._step_us = config.executor.simulated_step_us
         self._token_us = config.executor.simulated_token_us
         self.times = StageTimes(self._info.num_stages, virtual=timing == "virtual")
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, SimulatedSlot] = {}
         self._group: Group | None = None
         self._memory = None
         if check:
-            self._memory = _CheckedMemory(num_kv_blocks, config.cache.block_size, cache_windows)
+            self._memory = CheckedMemory(num_kv_blocks, config.cache.block_size, cache_windows)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -331,7 +246,7 @@ class SimulatedExecutor:
         for start in plan.starting:
             if self._memory is not None:
                 self._memory.start(start.slot)
-            self._slots[start.slot] = _Slot(
+            self._slots[start.slot] = SimulatedSlot(
                 start.token_ids.copy(),
                 start.num_prompt_tokens,
                 start.sampling,
@@ -341,7 +256,7 @@ class SimulatedExecutor:
         for added in plan.blocks:
             block_ids = self._slots[added.slot].block_ids[added.group]
             if not block_ids:
-                block_ids += [_NOT_HERE] * added.first
+                block_ids += [NOT_HERE] * added.first
             assert added.first == len(block_ids), f"slot {added.slot}: gap in the block table"
             block_ids += added.block_ids
         if self._grammars is not None:
@@ -407,7 +322,9 @@ class SimulatedExecutor:
         mask_us = {} if grammars is None else grammars.mask_us
         return BatchResult(drawn, scores, prompt_logprobs, accepted, ends, stalls, mask_us)
 
-    def _draw(self, state: _Slot, proposed: list[int], choices: list[list[int]]) -> list[int]:
+    def _draw(
+        self, state: SimulatedSlot, proposed: list[int], choices: list[list[int]]
+    ) -> list[int]:
         """Replace the proposed tokens at the end of a slot by those that are right and one more."""
         token_ids, sampling = state.token_ids, state.sampling
         end = len(token_ids) - len(proposed)
@@ -428,7 +345,7 @@ class SimulatedExecutor:
             new.append(token_id)
         return new
 
-    def _check(self, plan: BatchPlan, memory: _CheckedMemory) -> None:
+    def _check(self, plan: BatchPlan, memory: CheckedMemory) -> None:
         """Read before any write: a row must not depend on what another row of the step computes."""
         assert len(set(plan.slots)) == len(plan.slots), "a slot has two rows"
         rows = list(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))

@@ -67,7 +67,10 @@ _SENT_AHEAD = 16
 
 
 class Worker:
-    """One rank behind the leader."""
+    """One rank behind the leader.
+
+    More than 15 attributes: what its commands load, allocate and begin, they also free and end.
+    """
 
     def __init__(self, launch: WorkerLaunch, grid: Grid, device: torch.device) -> None:
         self._config = launch.config

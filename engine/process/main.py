@@ -9,6 +9,7 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -50,7 +51,7 @@ from engine.shared.logs import name_process
 from engine.shared.membership import JOIN_TIMEOUT
 from engine.shared.messages import AdapterSheet, EngineDead, GroupMember, HeldAdapter
 from engine.shared.model_files import model_directory
-from engine.shared.pooling import read_pooling
+from engine.shared.pooling import PoolingSpec, read_pooling
 from engine.shared.transport import Transport, advertised_host, make_context
 
 logger = logging.getLogger(__name__)
@@ -100,19 +101,7 @@ def build_executor(
         check_pooling(config, pooling)
     check_draft_settings(config)
     if config.executor.executor == "simulated":
-        from engine.executor.simulated import SimulatedExecutor
-        from engine.grammar.masks import grammar_table
-
-        model_config = directory / "config.json"
-        vocab_size = msgspec.json.decode(model_config.read_bytes())["vocab_size"]
-        table = grammar_table(model_config.parent, vocab_size, ())
-        adapters = None
-        if config.lora.enable_lora:
-            modules = AdaptableModules(read_spec(model_config.parent))
-            adapters = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
-        return SimulatedExecutor(
-            config, vocab_size=vocab_size, grammars=table, adapters=adapters, pooling=pooling
-        )
+        return _simulated_executor(config, directory, pooling)
     if pooling is None and implementation(directory, config.model) == "transformers":
         check_fallback(config)
     lifeline.progress("importing torch")
@@ -142,6 +131,26 @@ def build_executor(
     return InProcessExecutor(config, rank, engines_on_node, lifeline.progress)
 
 
+def _simulated_executor(
+    config: EngineConfig, directory: Path, pooling: PoolingSpec | None
+) -> Executor:
+    from engine.executor.simulated import SimulatedExecutor
+    from engine.grammar.masks import grammar_table
+
+    vocab_size = msgspec.json.decode((directory / "config.json").read_bytes())["vocab_size"]
+    adapters = None
+    if config.lora.enable_lora:
+        modules = AdaptableModules(read_spec(directory))
+        adapters = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
+    return SimulatedExecutor(
+        config,
+        vocab_size=vocab_size,
+        grammars=grammar_table(directory, vocab_size, ()),
+        adapters=adapters,
+        pooling=pooling,
+    )
+
+
 def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float) -> Welcomed:
     """Wait until the coordinator has accepted this engine.
 
@@ -159,7 +168,10 @@ def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float) -> Welcomed:
 
 
 class EngineProcess:
-    """Wires the threads together and ends them in order."""
+    """Wires the threads together and ends them in order.
+
+    More than 15 attributes: it is the one place that holds all threads and what they share.
+    """
 
     def __init__(self, config: EngineConfig, lifeline: Lifeline, incarnation: int) -> None:
         self._steps_together = steps_together(config)

@@ -155,6 +155,11 @@ class Doors:
         )  # fmt: skip
 
     @property
+    def num_tenants(self) -> int:
+        """How many tenants have API keys."""
+        return self.api.num_tenants
+
+    @property
     def has_admin(self) -> bool:
         """Whether there is a key for /admin."""
         return bool(self._admin)

@@ -6,6 +6,7 @@ Tenants are known by digests, so they are the same ones in every front end of ev
 """
 
 from hashlib import blake2b
+from typing import Protocol
 
 import msgspec
 
@@ -48,6 +49,13 @@ def _hashed(*parts: str, size: int) -> bytes:
     return blake2b(data, digest_size=size, person=b"swell tenants").digest()
 
 
+class KeyHolders(Protocol):
+    """Whoever has API keys, which may change at any time."""
+
+    @property
+    def num_tenants(self) -> int: ...
+
+
 class Wishes(msgspec.Struct, frozen=True):
     """What a request says of itself that only some operators allow, or that tells tenants apart."""
 
@@ -82,9 +90,9 @@ class Tenancy:
         tenant = self.tenant(key, wishes.user)
         return tenant, self.cache_root(tenant, wishes.cache_salt)
 
-    def are_several(self, num_keys: int) -> bool:
-        """Whether there are tenants to be told apart; `num_keys` of them have keys of their own."""
-        return num_keys > 1 or self._by_user
+    def are_several(self, holders: KeyHolders) -> bool:
+        """Whether there are tenants to be told apart, as of now."""
+        return self._by_user or holders.num_tenants > 1
 
     def tenant(self, key: Tenant, user: str | None) -> Tenant:
         """Return whose a request is that came with a key and names a user."""

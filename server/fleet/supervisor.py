@@ -65,9 +65,8 @@ class Supervisor:
         self._backend = backend
         self._console = console
         self._node = node
-        self._directory = node.path
         config, leads, self._is_alone, is_new = backend.joined
-        cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._directory))
+        cluster = msgspec.structs.replace(config.cluster, socket_dir=str(self._node.path))
         self._config = msgspec.structs.replace(config, cluster=cluster)
         self._listener: socket.socket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
@@ -96,7 +95,7 @@ class Supervisor:
                 self._listener = self._listen()
                 self._front_ends = front_end_roles(
                     self._config,
-                    self._directory,
+                    self._node.path,
                     self._listener.fileno(),
                     numbered=self._is_alone,
                     scalable=not self._is_alone or bool(self._engines),
@@ -186,7 +185,7 @@ class Supervisor:
         """Tell the coordinator at once, so that nobody waits for missing heartbeats."""
         if role.member is None:
             return
-        for left_behind in self._directory.glob(f"{role.incarnation:x}-*"):
+        for left_behind in self._node.path.glob(f"{role.incarnation:x}-*"):
             left_behind.unlink(missing_ok=True)  # the sockets of a front end that was killed
         if self._registration is None:
             try:
@@ -225,7 +224,7 @@ class Supervisor:
             start_within=self._config.supervisor.startup_timeout,
         )
         transport = Transport(self._config.cluster, self._context)
-        socket = transport.bind(zmq.ROUTER, control_address(self._directory))
+        socket = transport.bind(zmq.ROUTER, control_address(self._node.path))
         requests = Inbox(socket, ControlRequest, "control")
         tasks = [asyncio.create_task(_for_ever(scaler.run))]
         handle: Callable[[ControlRequest], ControlStatus] = scaler.handle
@@ -286,7 +285,7 @@ class Supervisor:
             except Exception as error:
                 reason = str(error) or repr(error)
             if reason and reason != told:
-                logger.error("%s cannot be kept whole: %s", self._directory, reason)
+                logger.error("%s cannot be kept whole: %s", self._node.path, reason)
             told = reason
 
     # -- stopping --------------------------------------------------------------------------------

@@ -51,6 +51,9 @@ TICK_INTERVAL = 1.0
 class EngineClient:
     """A front end's two sockets to all engines, around its `Router`.
 
+    More than 15 attributes and 20 methods: the latter are those of `GenerationClient` and what
+    sockets, timers and the coordinator's link call; what is decided is decided in the router.
+
     Args:
         front_end: this front end's number.
         router: decides what goes where.

@@ -64,29 +64,19 @@ async def render_chat(
     Raises:
         ApiError: there is no template, or it does not accept the conversation.
     """
+    own = tokenizer.chat_template
     if template is not None and templates is None:
         raise invalid(
             "chat_template: the server runs without --trust-request-chat-template",
             "chat_template",
         )
-    own = tokenizer.chat_template
     if template is None and own is None:
         raise invalid(
             "The model has no chat template: use /v1/completions, or start the server with "
             "--chat-template FILE.",
             "messages",
         )
-    if add_generation_prompt and continue_final_message:
-        raise invalid(
-            "continue_final_message and add_generation_prompt exclude each other",
-            "continue_final_message",
-        )
-    reserved = RESERVED_ARGUMENTS.intersection(arguments or ())
-    if reserved:
-        name = min(reserved)
-        raise invalid(
-            f"chat_template_kwargs.{name}: is a field of the request", "chat_template_kwargs"
-        )
+    _check_options(arguments, add_generation_prompt, continue_final_message)
     begins_turn = add_generation_prompt
     if begins_turn is None:
         begins_turn = not continue_final_message
@@ -123,6 +113,23 @@ async def render_chat(
     except TemplateFailed as error:
         field = "messages" if template is None else "chat_template"
         raise invalid(f"{field}: {error}", field) from error
+
+
+def _check_options(
+    arguments: JsonObject | None, add_generation_prompt: bool | None, continue_final_message: bool
+) -> None:
+    """Refuse options that exclude each other, and arguments that are fields of requests."""
+    if add_generation_prompt and continue_final_message:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message",
+        )
+    reserved = RESERVED_ARGUMENTS.intersection(arguments or ())
+    if reserved:
+        name = min(reserved)
+        raise invalid(
+            f"chat_template_kwargs.{name}: is a field of the request", "chat_template_kwargs"
+        )
 
 
 def _rendered(template: ChatTemplate, attempts: Sequence[Rendering]) -> str:
