@@ -16,22 +16,18 @@ class BatchConfig(Section, frozen=True, kw_only=True):
     ] = ""
     output_file: Annotated[
         str,
-        "File that gets a line per request; what it has answers for already is not asked again.",
+        "File for the answers, one line per request; requests that it already answers are not"
+        " sent again.",
     ] = ""
     url: Annotated[
         str | None, "Address of a running server; default: one is started for the batch."
     ] = None
     api_key: Annotated[str | None, "Key sent as bearer token, with --url."] = None
-    max_concurrency: Annotated[
-        int, Meta(ge=1, le=10_000), "Maximum requests that are under way at once."
-    ] = 256
-    request_timeout: Annotated[PositiveFloat, "Seconds after which one request is given up."] = (
-        3600.0
-    )
+    max_concurrency: Annotated[int, Meta(ge=1, le=10_000), "Maximum requests in flight."] = 256
+    request_timeout: Annotated[PositiveFloat, "Seconds after which a request is given up."] = 3600.0
     max_retries: Annotated[
         NonNegativeInt,
-        "How often a request is sent again that the server was too busy for, or that got no "
-        "answer.",
+        "How often a request is sent again if the server was too busy or did not answer.",
     ] = 10
 
 

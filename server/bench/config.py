@@ -25,9 +25,7 @@ class TargetConfig(Section, frozen=True, kw_only=True):
     )
     api_key: Annotated[str | None, "Key sent as bearer token."] = None
     header: Annotated[tuple[str, ...], "More request headers, each as NAME=VALUE."] = ()
-    request_timeout: Annotated[PositiveFloat, "Seconds after which one request is given up."] = (
-        120.0
-    )
+    request_timeout: Annotated[PositiveFloat, "Seconds after which a request is given up."] = 120.0
 
     @property
     def address(self) -> str:
@@ -52,7 +50,9 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=1, le=1_000_000), "Number of requests that are measured."
     ] = 1000
     num_warmups: Annotated[
-        int, Meta(ge=0, le=100_000), "Requests sent before, which are not measured."
+        int,
+        Meta(ge=0, le=100_000),
+        "Number of requests sent first to warm up; they are not measured.",
     ] = 8
     random_input_len: Annotated[PositiveInt, "random: prompt tokens after the common prefix."] = (
         1024
@@ -68,8 +68,8 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     ] = 0
     random_vocab_size: Annotated[
         PositiveInt | None,
-        "random: draw token ids below this number; default: draw from those that the server's "
-        "/tokenize gives for a text.",
+        "random: draw token ids below this number; default: draw from the ids that the "
+        "server's /tokenize returns for a text.",
     ] = None
     sharegpt_output_len: Annotated[
         PositiveInt | None, "sharegpt: output tokens; default: as many as the recorded answer has."
@@ -82,7 +82,7 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0)] | None, "Sampling temperature; default: the server's."
     ] = None
     extra_body: Annotated[str | None, "JSON object that is merged into every request body."] = None
-    stream: Annotated[bool, "Stream; without, only whole answers are timed."] = True
+    stream: Annotated[bool, "Stream answers; with --no-stream only whole answers are timed."] = True
     seed: Annotated[int, "Seed of prompts, lengths and arrivals."] = 0
 
 
@@ -102,8 +102,12 @@ class TrafficConfig(Section, frozen=True, kw_only=True):
         "Maximum requests in flight; default: no limit.",
     ] = None
     processes: Annotated[int, Meta(ge=1, le=256), "Processes that send requests."] = 1
-    time_limit: Annotated[PositiveFloat, "Seconds after which what still runs is cut off."] = 600.0
-    keep_alive: Annotated[bool, "Reuse connections; without, each request opens its own."] = True
+    time_limit: Annotated[
+        PositiveFloat, "Seconds after which requests that still run are cut off."
+    ] = 600.0
+    keep_alive: Annotated[
+        bool, "Reuse connections; with --no-keep-alive each request opens its own."
+    ] = True
 
 
 class ReportConfig(Section, frozen=True, kw_only=True):
@@ -111,7 +115,8 @@ class ReportConfig(Section, frozen=True, kw_only=True):
 
     goodput: Annotated[
         tuple[str, ...],
-        "Limits in ms that a good request keeps, e.g. `ttft:500 tpot:50`; also e2el.",
+        "Latency limits in ms that a request must meet to count as good, e.g. `ttft:500 "
+        "tpot:50`; e2el limits the whole answer.",
     ] = ()
     metric_percentiles: Annotated[
         tuple[Annotated[float, Meta(ge=0, le=100)], ...], "Percentiles to show for every latency."

@@ -31,7 +31,7 @@ class ChatSection(Section, frozen=True, kw_only=True):
         "Sampling temperature; default: the model's own, else 1.",
     ] = None
     request_timeout: Annotated[
-        PositiveFloat, "Seconds without a sign of the server after which an answer is given up."
+        PositiveFloat, "Seconds without data from the server after which an answer is given up."
     ] = 60.0
 
 

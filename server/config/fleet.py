@@ -31,7 +31,7 @@ class NodesConfig(Section, frozen=True, kw_only=True):
     data_parallel_rpc_port: Annotated[
         int,
         Meta(ge=1, le=65532),
-        "Port of the head's coordinator, which also takes the next three.",
+        "First of the four consecutive ports of the head's coordinator.",
     ] = 7550
     headless: Annotated[bool, "Run engines only, for the front ends of the head node."] = False
 
@@ -56,12 +56,12 @@ class RayConfig(Section, frozen=True, kw_only=True):
     ] = None
     ray_dp_pack_strategy: Annotated[
         Literal["strict", "fill", "span"],
-        "How ranks are spread over nodes; strict: --data-parallel-size-local (default: all) on "
-        "each node, nodes with less room are left out; fill: on each node as many as fit; span: "
-        "as fill (for ranks larger than a node, which are refused).",
+        "How ranks are spread over nodes; strict: --data-parallel-size-local (default: all) "
+        "on each node, nodes with less room are left out; fill: as many on each node as fit; "
+        "span: the same as fill, since a rank that is larger than a node is refused.",
     ] = "strict"
     ray_wait_for_nodes: Annotated[
-        bool, "Wait at the start for nodes that have room, as an autoscaler brings them."
+        bool, "Wait at the start until there are nodes with room, e.g. from an autoscaler."
     ] = False
     ray_engine_resources: Annotated[
         str,
@@ -71,7 +71,7 @@ class RayConfig(Section, frozen=True, kw_only=True):
     ray_engine_memory: Annotated[
         PositiveInt | None,
         "Bytes of memory that each engine asks Ray for; default: --kv-cache-memory-bytes on "
-        "processors, else none.",
+        "CPUs, else none.",
     ] = None
     ray_placement_groups: Annotated[
         tuple[str, ...],
@@ -84,5 +84,6 @@ class RayConfig(Section, frozen=True, kw_only=True):
     ] = None
     ray_env: Annotated[
         tuple[str, ...],
-        "Environment variables that engines on other nodes get of this one's, by name or pattern.",
+        "Names or patterns of this node's environment variables that are passed to engines on"
+        " other nodes.",
     ] = ("HF_*", "NCCL_*", "UCX_*", "GLOO_*", "TORCH_*")

@@ -14,12 +14,14 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     host: Annotated[str, "Address to listen on; * is all, IPv4 and IPv6."] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), "Port to listen on; 0 takes a free one."] = 8000
     uds: Annotated[
-        str | None, "Unix domain socket to listen on instead; its directory says who may connect."
+        str | None,
+        "Unix domain socket to listen on instead; the permissions of its directory decide who"
+        " may connect.",
     ] = None
     middleware: Annotated[
         tuple[str, ...],
-        "Import path(s) of ASGI middleware around the API, keys included: a class, or a coroutine "
-        "function of a request and call_next.",
+        "Import path(s) of ASGI middleware that wraps the whole API, including the check of "
+        "keys: a class, or a coroutine function of a request and call_next.",
     ] = ()
     model_routes: Annotated[
         str | None,
@@ -55,7 +57,7 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     ] = 2.0
     access_log: Annotated[bool, "Log one line per HTTP answer."] = False
     log_stats_interval: Annotated[
-        float, Meta(ge=0), "Seconds between log lines on what each busy engine does; 0: never."
+        float, Meta(ge=0), "Seconds between log lines about each busy engine; 0: never."
     ] = 10.0
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -99,7 +101,7 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     ] = None
     open_status: Annotated[
         bool | None,
-        "Show the status page and /status.json, which tell hosts and load, without a key; "
+        "Show the status page and /status.json, which reveal hosts and load, without a key; "
         "default: only if there is no API key.",
     ] = None
     open_docs: Annotated[
@@ -135,18 +137,18 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     ] = 4 * 2**20
     max_body_bytes_in_flight: Annotated[
         PositiveInt,
-        "Maximum bytes of unfinished request bodies that this node holds; bodies of requests that "
-        "are not answered yet may have four times as much in each front end. Requests beyond it "
-        "get 503.",
+        "Maximum bytes of request bodies that this node is still receiving; the bodies of "
+        "unanswered requests may take four times as much in each front end. Requests beyond "
+        "it get 503.",
     ] = 128 * 2**20
     max_header_bytes: Annotated[
         int, Meta(ge=1024), "Maximum bytes of a request's headers, and of its trailers."
     ] = 16 * 2**10
     max_connections: Annotated[
         PositiveInt,
-        "Maximum connections per API-server process, within its limit of descriptors. Beyond "
-        "it, the longest idle connection of the client that has most is closed; if none is "
-        "idle, the new one gets 503.",
+        "Maximum connections per API-server process, within its limit of file descriptors. "
+        "Beyond it, the longest idle connection of the client with the most connections is "
+        "closed; if none is idle, the new one gets 503.",
     ] = 8192
     receive_timeout: Annotated[
         PositiveFloat, "Seconds that a client has to send a request's headers or body."
@@ -158,7 +160,8 @@ class GuardConfig(Section, frozen=True, kw_only=True):
         PositiveFloat, "Seconds after which a client that does not read is cut off."
     ] = 60.0
     request_timeout: Annotated[
-        PositiveFloat | None, "Seconds that a request may take in all; default: no limit."
+        PositiveFloat | None,
+        "Seconds that a request may take from start to end; default: no limit.",
     ] = None
 
     @property

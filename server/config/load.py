@@ -25,9 +25,10 @@ class TenantConfig(Section, frozen=True, kw_only=True):
 
     tenant_by: Annotated[
         Literal["key", "user"],
-        "Who shares the server fairly and has limits; key: each API key (keys of the same name "
-        "are one); user: each value of the field user as well, for servers behind a gateway "
-        "that sets it, because whoever may set it can pretend to be many.",
+        "Who counts as a tenant, with a fair share and limits of its own; key: each API key "
+        "(keys of the same name are one); user: also each value of the request field user. "
+        "Use user only behind a gateway that sets this field: a client that sets it itself "
+        "can pretend to be many.",
     ] = "key"
     max_sequences_per_key: Annotated[
         PositiveInt | None,
@@ -42,8 +43,8 @@ class TenantConfig(Section, frozen=True, kw_only=True):
     ] = None
     prefix_cache_isolation: Annotated[
         Literal["none", "tenant"],
-        "Who shares cached prompts; none: everybody, with the same cache_salt; tenant: each "
-        "key (or user) only its own.",
+        "Which requests share cached prompts; none: all with the same cache_salt; tenant: "
+        "only those of the same key (or user).",
     ] = "none"
     hide_cached_tokens: Annotated[
         bool, "Do not tell clients how many tokens of a prompt were cached."
@@ -66,18 +67,19 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     routing_policy: Annotated[
         Literal["least-loaded", "prefix-affinity", "power-of-two", "round-robin"],
         "Which engine gets a request; least-loaded: the one with the least work; "
-        "prefix-affinity: the one that got a prompt with the same beginning, unless it is much "
-        "busier; all front ends agree on the engine of a new beginning; power-of-two: the less "
-        "loaded of two drawn at random; round-robin: each in turn.",
+        "prefix-affinity: the one that got a prompt with the same beginning, unless it is "
+        "much busier (for a new beginning all front ends choose the same engine); "
+        "power-of-two: the less loaded of two drawn at random; round-robin: each in turn.",
     ] = "least-loaded"
     min_ready_engines: Annotated[
         PositiveInt,
-        "Engines that have to be ready before /ready says so for the first time, so that load "
-        "balancers send nothing before there are enough for it; afterwards one is enough.",
+        "Number of engines that must be ready before /ready answers 200 for the first time, "
+        "so that load balancers wait until there are enough; afterwards one is enough.",
     ] = 1
     max_resumes: Annotated[
         NonNegativeInt,
-        "How many engines may die with a request in flight; after one more it has to run alone.",
+        "How many engines may die while the same request is in flight; after one more, that "
+        "request runs alone.",
     ] = 1
     resume_timeout: Annotated[
         PositiveFloat, "Seconds that a moved request waits for another engine."

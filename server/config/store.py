@@ -10,15 +10,18 @@ class StoreConfig(Section, frozen=True, kw_only=True):
 
     response_store: Annotated[
         str,
-        "Where /v1/responses and /v1/conversations are kept: a file of SQLite; a database of "
-        "PostgreSQL by its URL, for all nodes (needs `swell[postgres]`); node: a file that lives "
-        "as long as the node; none: nothing is kept.",
+        "Where /v1/responses and /v1/conversations are kept: a path: in this SQLite file; a "
+        "postgresql:// URL: in a database for all nodes (needs `swell[postgres]`); node: in a"
+        " file that is deleted when the node stops; none: nowhere.",
     ] = "node"
     response_store_bytes: Annotated[
-        PositiveInt, "Bytes that are kept; the tenant that has most gives way first."
+        PositiveInt,
+        "Maximum bytes that are kept; beyond it, the tenant that keeps the most loses its "
+        "oldest entries.",
     ] = 256 << 20
     response_store_age: Annotated[
-        PositiveFloat, "Seconds for which something is kept after its last use."
+        PositiveFloat,
+        "Seconds for which responses and conversations are kept after their last use.",
     ] = 30 * 86_400.0
 
     @property

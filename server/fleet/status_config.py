@@ -8,7 +8,7 @@ from engine.shared.config import Section
 class StatusTarget(Section, frozen=True, kw_only=True):
     """Status"""
 
-    url: Annotated[str, "Where the node serves."] = "http://127.0.0.1:8000"
+    url: Annotated[str, "Base address of an API server of the node."] = "http://127.0.0.1:8000"
     admin_key: Annotated[
         str | None,
         "The node's --admin-key, better given as SWELL_ADMIN_KEY; without it engines that have "

@@ -38,8 +38,8 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     data_parallel_lb: Annotated[
         Literal["internal", "hybrid", "external"],
         "Engines that a front end balances over; internal: all of the cluster; hybrid: those "
-        "of its node; external: only the one of --data-parallel-rank, behind a load balancer "
-        "of yours.",
+        "of its node; external: only the one of --data-parallel-rank, behind your own load "
+        "balancer.",
     ] = "internal"
 
     tensor_parallel_size: Annotated[
@@ -51,13 +51,14 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     pipeline_parallel_size: Annotated[
         int,
         Meta(ge=1, le=256),
-        "Stages that each engine's layers are divided into, each with processes (on CUDA: devices) "
-        "of its own; as many batches are computed at once.",
+        "Number of stages that each engine's layers are divided into. Each stage has "
+        "processes (on CUDA: devices) of its own and computes a batch while the others "
+        "compute theirs.",
     ] = 1
     pipeline_layer_partition: Annotated[
         str | None,
-        "Layers of each stage, as in 10,14; default: equally many, the last stage fewer if need "
-        "be.",
+        "Number of layers of each stage, e.g. 10,14; default: as equal as possible, and never"
+        " more in the last stage than in another.",
     ] = None
     enable_expert_parallel: Annotated[
         bool,
@@ -191,8 +192,9 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     ] = None
     accepted_cluster_key_file: Annotated[
         str | None,
-        "File with a second shared secret that is also accepted, so that the secret can be changed "
-        "while all runs; it may be missing, and both files are read again when they change.",
+        "File with a second shared secret that is also accepted, so that the secret can be "
+        "changed without stopping anything. It may be missing; both files are read again when"
+        " they change.",
     ] = None
     insecure_cluster: Annotated[bool, "Allow plain TCP between nodes (trusted networks only)."] = (
         False
@@ -204,7 +206,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         float, Meta(ge=0), "Seconds that an engine has after SIGTERM to finish its requests."
     ] = 30.0
     engine_timeout: Annotated[
-        PositiveFloat, "Seconds without a heartbeat after which a member is gone."
+        PositiveFloat, "Seconds without a heartbeat after which a member counts as gone."
     ] = 5.0
 
     def __post_init__(self) -> None:

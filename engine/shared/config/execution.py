@@ -68,20 +68,21 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     admission_policy: Annotated[
         Literal["none", "balance", "cadence", "level"] | None,
         "When engines that step together compute prompts; none: whenever they fit; balance: "
-        "not while any engine is full; cadence: every N-th step; level: equal amounts on all "
-        "engines, unless waiting costs more than the stall; default: level in a lockstep "
-        "group, else none.",
+        "not while any engine is full; cadence: in every N-th step; level: when all engines "
+        "have about equal amounts, or waiting for that would cost more than it saves; "
+        "default: level in a lockstep group, else none.",
     ] = None
     admission_cadence: Annotated[
-        PositiveInt, "For cadence: prompts are computed every so many steps."
+        PositiveInt, "For cadence: compute prompts in every N-th step."
     ] = 2
     level_wait_weight: Annotated[
         PositiveInt,
-        "For level: how many decode steps one step of waiting costs. Lower values raise "
-        "throughput, higher ones shorten the time to the first token.",
+        "For level: the cost of a request that waits for one step, in lost decode steps. "
+        "Lower values raise throughput, higher ones shorten the time to the first token.",
     ] = 4
     level_hold_per_rank: Annotated[
-        PositiveInt, "For level: the maximum steps, per engine, that a prompt waits."
+        PositiveInt,
+        "For level: prompts wait for at most this number of steps times the number of engines.",
     ] = 16
 
     def __post_init__(self) -> None:
@@ -116,7 +117,8 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
 
     executor: Annotated[
         Literal["model", "simulated"],
-        "model: compute the model; simulated: a cost model in its place, for tests and benchmarks.",
+        "model: compute the model; simulated: only simulate how long it would take, for tests"
+        " and benchmarks.",
     ] = "model"
     threads: Annotated[
         PositiveInt | None,

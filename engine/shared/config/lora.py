@@ -40,7 +40,8 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     ] = ()
     lora_dir: Annotated[
         str | None,
-        "Directory below which adapters may be loaded while the server runs; default: none may.",
+        "Directory from which adapters may be loaded while the server runs; default: none can"
+        " be loaded.",
     ] = None
 
     def __post_init__(self) -> None:

@@ -29,9 +29,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,
-        "Quantization of linear layers on the CPU. int8: weights and activations in 8 bits; int4: "
-        "weights in 4 bits, the least memory; default: checkpoints in few bits are expanded to "
-        "--dtype.",
+        "Quantization of linear layers on the CPU. int8: weights and activations in 8 bits; "
+        "int4: weights in 4 bits, the least memory; default: none, quantized checkpoints are "
+        "expanded to --dtype.",
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"], "auto: read the checkpoint; dummy: random weights from --seed."
@@ -51,17 +51,18 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     pooler_config: Annotated[
         str,
-        "JSON object that overrides how the model's files pool: `pooling_type` (CLS, MEAN, LAST, "
-        "MAX; ALL or STEP: of each token), `normalize`, `use_activation`, `activation`, "
-        "`logit_mean`, `logit_sigma`, `max_embed_len`, `dimensions`, `step_tag_id`, `task`.",
+        "JSON object that overrides the pooling settings in the model's files: `pooling_type`"
+        " (CLS, MEAN, LAST or MAX; ALL or STEP for one result per token), `normalize`, "
+        "`use_activation`, `activation`, `logit_mean`, `logit_sigma`, `max_embed_len`, "
+        "`dimensions`, `step_tag_id`, `task`.",
     ] = "{}"
     seed: Annotated[int, "Seed of dummy weights."] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], "Where the model runs."] = "auto"
     generation_config: Annotated[
         str,
-        "Source of the defaults of temperature, top_p and the like; auto: the model's "
-        "generation_config.json; vllm or none: neutral values; else a directory that holds "
-        "such a file.",
+        "Where the defaults of temperature, top_p and the like come from; auto: the model's "
+        "generation_config.json; vllm or none: neutral values; else: a directory with such a "
+        "file.",
     ] = "auto"
     override_generation_config: Annotated[
         str,

@@ -16,7 +16,8 @@ class HealthConfig(Section, frozen=True, kw_only=True):
         "interfaces; default: none.",
     ] = None
     stall_timeout: Annotated[
-        PositiveFloat, "Seconds without a turn of its loop after which it is not healthy."
+        PositiveFloat,
+        "Seconds without progress of the main loop after which the process counts as unhealthy.",
     ] = 60.0
 
 
