@@ -210,8 +210,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not left, "these are in circles, or lead into them"
 
 
-LONGEST_FILE, LONGEST_FUNCTION = 400, 80
-"""In lines."""
+LONGEST_FILE, LONGEST_FUNCTION = 420, 80
+"""In lines; most are far shorter."""
 
 
 def test_files_and_functions_can_be_read_at_once() -> None:

@@ -33,7 +33,11 @@ class StepLimits(NamedTuple):
 
 
 class Planner:
-    """Fills the plan of a step within its budget, the slots and the KV blocks."""
+    """Fills the plan of a step within its budget, the slots and the KV blocks.
+
+    More than 20 methods: the passes over running and waiting requests, and the small questions that
+    these share.
+    """
 
     def __init__(
         self,
