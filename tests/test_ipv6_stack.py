@@ -1,7 +1,6 @@
 """A cluster that speaks IPv6 alone: coordinator, engines, front ends, probes."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +14,10 @@ pytestmark = pytest.mark.stack
 QUICK = ("--engine-timeout", "10", "--heartbeat-interval", "0.3")
 
 
-@pytest.fixture
-def flags(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
     """A coordinator on ::1; the flags with which others find it."""
-    with coordinator(tmp_path, *QUICK, host="[::1]") as flags:
+    with coordinator(tmp_path_factory.mktemp("ipv6"), *QUICK, host="[::1]") as flags:
         yield flags
         port = int(flags[1].rpartition(":")[2])
         assert fetch(f"http://[::1]:{port + 4}/ready").status == 200
