@@ -132,12 +132,16 @@ class BlockTable:
 
     def take_new(self) -> list[NewBlocks]:
         """Return the blocks that the executor has not been told, which it is told now."""
+        self.num_untold = 0
+        if len(self.groups) == 1:
+            group = self.groups[0]
+            first, group.told = group.told, len(group.ids)
+            return [NewBlocks(0, first, group.ids[first:])] if first < group.told else []
         new = []
         for number, group in enumerate(self.groups):
             if group.told < len(group.ids):
                 new.append(NewBlocks(number, group.told, group.ids[group.told :]))
                 group.told = len(group.ids)
-        self.num_untold = 0
         return new
 
     def held(self) -> list[int]:

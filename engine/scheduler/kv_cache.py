@@ -28,6 +28,8 @@ class KVCacheManager:
         self.caching = enable_prefix_caching
         self._shape = shape or CacheShape(block_size)
         self._caches = [PrefixCache() for _ in self._shape.windows]
+        self.slides = bool(self._shape.sliding)
+        """Whether sequences free blocks before they end."""
         self._sliding = self._shape.sliding
         self._keeping = [n for n in range(len(self._caches)) if n not in self._sliding]
         self._known = KnownDigests(block_size)
@@ -135,6 +137,16 @@ class KVCacheManager:
             False (and nothing changed) when there are not enough free ones.
         """
         num_blocks = -(-num_tokens // self.block_size)
+        if len(table.groups) == 1:  # as below, without lists: steps of many decodes call it often
+            group = table.groups[0]
+            count = max(0, num_blocks - len(group.ids))
+            if count + headroom > self._pool.num_free:
+                return False
+            group.ids += self._pool.allocate(count) or ()
+            table.capacity = len(group.ids) * self.block_size
+            table.num_blocks += count
+            table.num_untold += count
+            return True
         wanted = [max(0, num_blocks - len(group.ids)) for group in table.groups]
         if sum(wanted) + headroom > self._pool.num_free:
             return False

@@ -41,6 +41,7 @@ class Results:
             if requests[row].lacks_prompt_logprobs:
                 requests[row].add_prompt_logprobs(plan.starts[row], logprobs)
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
+        slides = self._kv.slides
         masked = bool(result.mask_us) or self._turns.any_costly
         first = 0
         for row, (request, start, count, sampled) in enumerate(
@@ -62,7 +63,7 @@ class Results:
                 output = self._accept(request, result, drawn, vector, now) if counts else None
                 computed = min(start + count, len(request.token_ids))
                 table = request.table
-                if computed >= table.next_commit or computed >= table.next_release:
+                if computed >= table.next_commit or (slides and computed >= table.next_release):
                     self._settle_blocks(request, computed)
                 if stall is not None:
                     output = self._arrivals.renew_grammar(request, stall)
