@@ -68,6 +68,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,

@@ -10,8 +10,9 @@ _SEEN_LAYERS = {"full_attention", "sliding_attention"}
 _CHANGING_ROPES = {"dynamic", "longrope"}
 _REFUSED = {
     "Llama4ForCausalLM": "its queries are scaled by the place in a step, not by the position",
+    "RobertaPreLayerNormForCausalLM": "it counts positions from behind its padding token",
 }
-"""What is wrong with classes whose results differ only for long sequences."""
+"""What is wrong with classes whose results differ too little in a trial, or for long sequences."""
 
 
 def transformers_class(config: dict[str, Any]) -> Any:

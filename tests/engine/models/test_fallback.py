@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.executor.loading import load_model
 from engine.models.fallback.choice import check_fallback, implementation
 from engine.models.fallback.loading import load_fallback
+from engine.models.families.registry import FAMILIES
 from engine.models.formats.checkpoint import CheckpointError
 from engine.models.spec import UnsupportedModel
 from engine.runner.model_runner import ModelRunner
@@ -24,6 +28,7 @@ from engine.shared.config import (
     ModelConfig,
     ParallelConfig,
 )
+from scripts.write_fallback_doc import TARGET
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.fallback_models import WINDOW, save_fallback_model
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
@@ -255,6 +260,13 @@ def test_a_gguf_file_is_for_families(tmp_path: Path) -> None:
         ),
         (
             {
+                "model_type": "roberta-prelayernorm",
+                "architectures": ["RobertaPreLayerNormForCausalLM"],
+            },
+            "from behind its padding token",
+        ),
+        (
+            {
                 "model_type": "phi",
                 "architectures": ["PhiForCausalLM"],
                 "rope_scaling": {"type": "dynamic", "factor": 2.0},
@@ -293,6 +305,15 @@ def test_a_model_that_counts_positions_its_own_way_fails_its_trial(tmp_path: Pat
     save_fallback_model("roberta", tmp_path, pad_token_id=1)
     with pytest.raises(UnsupportedModel, match="computed in parts, and beside others"):
         load_driver(tmp_path)
+
+
+def test_the_page_lists_every_causal_model() -> None:
+    page = TARGET.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__} are served" not in page:
+        pytest.skip("the page is of another version")
+    listed = set(re.findall(r"\w+", page))
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(FAMILIES) <= listed
+    assert "WRONG" not in listed
 
 
 def test_missing_weights_are_not_made_up(fallback: Fallbacks, tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""Writes docs/fallback-models.md: which models of transformers are served without a family.
+
+Every causal language model that transformers knows is made at a tiny size, with random weights, and
+computed in chunks beside another sequence over the paged KV cache. That takes a few minutes; each
+runs in a process of its own, as some take more memory than there is. With types of models as
+arguments, results are printed and nothing is written.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engine.models.fallback.loading import load_fallback
+from engine.models.fallback.served import check_class, transformers_class
+from engine.models.families.registry import FAMILIES
+from engine.models.spec import UnsupportedModel
+from engine.runner.model_runner import ModelRunner
+from engine.shared.config import ModelConfig
+from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+from tests.engine.fallback_models import VOCAB_SIZE, save_fallback_model, tiny_config
+
+TARGET = Path(__file__).parent.parent / "docs" / "fallback-models.md"
+
+_MAX_BYTES = 8 << 30
+_MAX_SECONDS = 60
+_MAX_ERROR = 1e-3
+_REASON = "it cannot be served: "
+
+_INTRODUCTION = """# Models without a family
+
+Which causal language models of transformers {version} are served [without a
+family](models.md#without-a-family). Each was made at a tiny size with random weights; it is
+served if its logits in fp32, computed in chunks beside another sequence over the paged KV cache,
+are within 0.001 of those that transformers computes of the whole sequence.
+`scripts/write_fallback_doc.py` writes this page. The {families}
+architectures that have a [family](models.md#families) were not tried.
+"""
+
+
+class Outcome(NamedTuple):
+    """What became of one type of models."""
+
+    served: bool
+    reason: str
+
+
+def tried(model_type: str) -> Outcome:
+    """Make a model of that type and compare its logits."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        try:
+            named = {"model_type": model_type, "architectures": [architecture]}
+            check_class(transformers_class(named), tiny_config(model_type))
+            reference = save_fallback_model(model_type, directory)
+        except UnsupportedModel as error:
+            return Outcome(False, str(error).split(_REASON)[-1])
+        except Exception as error:  # of many kinds: sizes that do not fit each other
+            print(f"{model_type}: {type(error).__name__}: {error}", file=sys.stderr)
+            return Outcome(False, "not tried: no tiny model of it could be made")
+        settings = ModelConfig(model=name, dtype="float32")
+        try:
+            loaded = load_fallback(directory, settings, torch.device("cpu"))
+        except UnsupportedModel as error:
+            return Outcome(False, str(error).split(_REASON)[-1])
+        runner = ModelRunner(
+            loaded.model,
+            max_num_seqs=2,
+            max_model_len=loaded.model.spec.max_position_embeddings,
+            num_kv_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+        )
+        engine = Driver(runner)
+        tokens = [(37 * i + 11) % VOCAB_SIZE for i in range(90)]
+        engine.start(0, tokens)
+        engine.start(1, tokens[49::-1])
+        parts = [engine.logits({0: 30, 1: 10}), engine.logits({1: 5, 0: 50})]
+        parts.append(engine.logits({0: 10, 1: 35}))
+        logits = torch.cat((parts[0][:30], parts[1][5:], parts[2][:10]))
+        difference = float((logits - reference.logits(tokens)).abs().max())
+        if difference < _MAX_ERROR:
+            return Outcome(True, "")
+        return Outcome(False, "WRONG: it is served, but its logits are not those of transformers")
+
+
+def tried_apart(model_type: str) -> Outcome:
+    """Try a type of models in a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(_MAX_SECONDS)
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+        try:
+            outcome = tried(model_type)
+        except BaseException as error:
+            outcome = Outcome(False, f"WRONG: {type(error).__name__}: {error}")
+        os.write(writing, json.dumps(outcome).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    if not said:
+        return Outcome(False, "not tried: it takes too long or too much memory at a tiny size")
+    return Outcome(*json.loads(said))
+
+
+def render(outcomes: dict[str, Outcome]) -> str:
+    """Return the page; outcomes are by type of models."""
+    served: dict[str, list[str]] = {}
+    others: dict[str, str] = {}
+    for model_type, outcome in outcomes.items():
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+        if outcome.served:
+            served.setdefault(name, []).append(f"`{model_type}`")
+        else:
+            others.setdefault(name, outcome.reason)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in others.items():
+        if name not in served:
+            reasons.setdefault(reason, []).append(name)
+    page = _INTRODUCTION.format(version=transformers.__version__, families=len(FAMILIES))
+    page += f"\n## Served\n\n{len(served)} architectures.\n\n"
+    page += "| architecture | `model_type` |\n|---|---|\n"
+    for name in sorted(served):
+        page += f"| {name} | {', '.join(served[name])} |\n"
+    count = sum(map(len, reasons.values()))
+    page += f"\n## Not served\n\n{count} architectures.\n\n"
+    page += "| because | architectures |\n|---|---|\n"
+    for reason, names in sorted(reasons.items(), key=lambda each: (-len(each[1]), each[0])):
+        page += f"| {reason} | {', '.join(sorted(names))} |\n"
+    return page
+
+
+def main(model_types: list[str]) -> None:
+    """Try all types of models and write the page, or print what becomes of some."""
+    torch.set_num_threads(1)
+    _ = transformers.GPT2LMHeadModel  # imports what all models need, once
+    every = [
+        model_type
+        for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if name not in FAMILIES
+    ]
+    outcomes = {}
+    for model_type in model_types or every:
+        outcomes[model_type] = tried_apart(model_type)
+        print(model_type, *outcomes[model_type], flush=True)
+    if not model_types:
+        TARGET.write_text(render(outcomes), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
