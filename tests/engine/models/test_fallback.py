@@ -125,7 +125,7 @@ def test_greedy_tokens_behind_a_cached_prefix_are_those_of_transformers(
 @pytest.mark.parametrize(
     "options",
     [{"num_blocks": 33}, {"async_scheduling": True}, {"speculative_ngram": 4}],
-    ids=["preempted", "overlapped", "guessed"],
+    ids=["few blocks", "overlapped", "guessed"],
 )
 @pytest.mark.parametrize("kind", ["gpt2", "starcoder2"])
 def test_engines_say_the_same_however_steps_are_scheduled(
@@ -140,7 +140,8 @@ def test_engines_say_the_same_however_steps_are_scheduled(
     assert [answer.tokens for answer in answers] == [model.greedy(each, 40) for each in prompts]
     counters = stats.counters
     assert (counters.spec_draft_tokens > 0) == ("speculative_ngram" in options)
-    assert (counters.preemptions > 0) == ("num_blocks" in options)
+    # All layers of starcoder2 slide, so that what is behind their window is given back in time.
+    assert (counters.preemptions > 0) == ("num_blocks" in options and kind == "gpt2")
 
 
 def test_sixteen_bits_stay_close(fallback: Fallbacks, prompt: MakePrompt) -> None:
@@ -301,8 +302,12 @@ def test_a_model_that_keeps_more_than_keys_and_values_fails_its_trial(
         load_driver(tmp_path)
 
 
-def test_a_model_that_counts_positions_its_own_way_fails_its_trial(tmp_path: Path) -> None:
-    save_fallback_model("roberta", tmp_path, pad_token_id=1)
+@pytest.mark.parametrize("model_type", ["roberta", "roberta-prelayernorm"])
+def test_a_model_that_counts_positions_its_own_way_fails_its_trial(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.models.fallback.loading.check_class", lambda *_: None)
+    save_fallback_model(model_type, tmp_path, pad_token_id=1)
     with pytest.raises(UnsupportedModel, match="computed in parts, and beside others"):
         load_driver(tmp_path)
 
