@@ -20,11 +20,9 @@ def implementation(directory: Path, settings: ModelConfig) -> Implementation:
     """
     if settings.model_impl != "auto":
         return settings.model_impl
-    return (
-        "swell"
-        if is_gguf(settings.model) or _has_family(read_config(directory))
-        else ("transformers")
-    )
+    if is_gguf(settings.model) or _has_family(read_config(directory)):
+        return "swell"
+    return "transformers"
 
 
 def check_fallback(config: EngineConfig) -> None:

@@ -69,11 +69,12 @@ def load_fallback(directory: Path, settings: ModelConfig, device: torch.device) 
             decoder = _try(loaded, raw, read_generation(directory), config, device)
     except (CannotAttend, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise refusal(name, str(error)) from error
+    asked = settings.model_impl == "transformers"
     logger.info(
-        "%s has no family here or --model-impl asks for it: computed by transformers %s, "
-        "%d attention layers over the paged KV cache",
+        "%s is computed by transformers %s (%s): %d attention layers over the paged KV cache",
         name,
         transformers.__version__,
+        "--model-impl transformers" if asked else "no family of ours computes it",
         decoder.spec.num_layers,
     )
     return LoadedFallback(decoder, _fingerprint(directory, settings))
