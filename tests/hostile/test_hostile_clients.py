@@ -33,12 +33,12 @@ def rows(trial: Trial, attacks: Callable[[], Iterator[str]]) -> list[Row]:
 
 def test_requests_of_anybody_cost_no_more_than_their_share() -> None:
     trial = Trial(bystanders=0)
-    rows(trial, lambda: chain(trial.costly(), trial.fields(0.005)))
+    rows(trial, lambda: chain(trial.costly(), trial.fields(0.003)))
 
 
 def test_inputs_of_anybody_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, "--runner", "pooling", bystanders=0)
-    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.05, paths=RIGHT_INPUTS)))
+    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.04, paths=RIGHT_INPUTS)))
 
 
 def test_connections_of_anybody_cost_no_more_than_their_share() -> None:
@@ -48,7 +48,7 @@ def test_connections_of_anybody_cost_no_more_than_their_share() -> None:
 
 def test_requests_with_a_key_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, key=KEY, bystanders=0)
-    rows(trial, lambda: chain(trial.large(), trial.kept(), trial.shown(), trial.admin(0.2)))
+    rows(trial, lambda: chain(trial.large(), trial.kept(), trial.shown(), trial.admin(0.1)))
 
 
 def test_of_a_stranger_nothing_is_read() -> None:
@@ -82,6 +82,6 @@ def test_one_request_never_slows_the_streams_of_others_by_more_than_half(
     with RunningStack(*SLOW_STEPS) as stack:
         # What the request does to others it does each time; what else the machine does passes.
         until(
-            lambda: slowdown(stack.url, ask, rounds=3, seconds=1.0) <= GAP_BOUND,
+            lambda: slowdown(stack.url, ask, rounds=3, seconds=0.6) <= GAP_BOUND,
             f"others' gaps are at most {GAP_BOUND} times as long",
         )
