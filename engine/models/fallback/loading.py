@@ -10,8 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.models.attention.paged import PagedAttention
-from engine.models.attention.varlen import Attention, CudaAttention
+from engine.models.attention.choice import attention_of
 from engine.models.fallback.attention import (
     INTERFACE,
     AttentionCalls,
@@ -101,7 +100,7 @@ def _try(
     calls.end_trial()
     vocabulary = model.logits(states[-1:]).shape[1]
     spec = _spec(raw, generation, config, calls.layers, vocabulary)
-    attention = _attention(spec, loaded.dtype, device)
+    attention = attention_of(spec, loaded.dtype, device)
     calls.serve(attention, spec.head_dim, calls.layers[0].scale)
     decoder = FallbackDecoder(spec, model, calls, attention, loaded.dtype, device)
     check_parts(decoder, model, calls, tokens)
@@ -182,28 +181,6 @@ def _spec(
         attention_softcap=first.softcap,
         attention_sinks=any(each.has_sinks for each in layers),
         eos_token_ids=eos_token_ids(raw, generation),
-    )
-
-
-def _attention(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Attention:
-    stock = PagedAttention(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=dtype,
-        device=device,
-        scale=spec.attention_scale,
-        softcap=spec.attention_softcap,
-    )
-    if device.type != "cuda" or spec.attention_softcap is not None:
-        return stock
-    return CudaAttention(
-        stock,
-        shape=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
-        dtype=dtype,
-        device=device,
-        scale=spec.attention_scale,
-        has_sinks=spec.attention_sinks,
     )
 
 

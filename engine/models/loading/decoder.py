@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.distributed.group import Group
 from engine.models.adapters import AdapterBank
-from engine.models.attention.paged import PagedAttention
+from engine.models.attention.choice import attention_of
 from engine.models.attention.projections import (
     HeadProjections,
     HeadwiseProduct,
@@ -17,7 +17,6 @@ from engine.models.attention.projections import (
     Projections,
 )
 from engine.models.attention.rotary import rotary_table
-from engine.models.attention.varlen import Attention, CudaAttention
 from engine.models.decoder import Decoder, DecoderWeights, Followers, LayerWeights
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.layers import (
@@ -150,7 +149,9 @@ class DecoderLoader:
         return Decoder(
             spec,
             weights,
-            self._attend(),
+            attention_of(
+                spec, self._types.cache, self._device, token_by_token=self._batch_invariant
+            ),
             self._types,
             self._device,
             self._expert_group,
@@ -178,32 +179,6 @@ class DecoderLoader:
             device=self._device,
             cut=self._cut,
             by_rows=self._batch_invariant,
-        )
-
-    def _attend(self) -> Attention:
-        spec, dtype, device = self._spec, self._types.cache, self._device
-        stock = PagedAttention(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=dtype,
-            device=device,
-            token_by_token=self._batch_invariant,
-            scale=spec.attention_scale,
-            softcap=spec.attention_softcap,
-            parts=spec.kv_shape[0],
-        )
-        by_kernel = spec.attention_softcap is None and spec.latent is None
-        if device.type != "cuda" or not by_kernel:
-            return stock
-        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        return CudaAttention(
-            stock,
-            shape=shape,
-            dtype=dtype,
-            device=device,
-            scale=spec.attention_scale,
-            has_sinks=spec.attention_sinks,
         )
 
     def spread_experts(self, model: Decoder, place: GroupPlace) -> None:
