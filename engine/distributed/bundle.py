@@ -4,7 +4,7 @@ from engine.distributed.group import Group
 
 
 class Bundle:
-    """The groups; what is exchanged in them is for the class that has them to say."""
+    """The groups; what is exchanged in them is for whoever holds the bundle to say."""
 
     def __init__(self, *groups: Group | None) -> None:
         """Take the groups in the order in which they end; None is none."""

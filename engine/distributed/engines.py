@@ -15,12 +15,12 @@ from engine.distributed.group import CPU, Group, PendingRows, connect, could_not
 from engine.distributed.spec import GroupBroken, GroupSpec
 
 
-class EngineGroup(Bundle):
+class EngineGroup:
     """One process's end of a group of engines; made by `join_engines`."""
 
     def __init__(self, spec: GroupSpec, leaders: Group | None, processes: Group) -> None:
         """Take the groups, the first of which only leaders have."""
-        super().__init__(leaders, processes)
+        self._groups = Bundle(leaders, processes)
         self.rank = spec.rank
         """This engine's."""
         self.size = spec.size
@@ -38,6 +38,14 @@ class EngineGroup(Bundle):
         """
         assert self._leaders is not None, "a worker"
         return self._leaders.all_gather_rows(row)
+
+    def abort(self) -> None:
+        """End all groups at once, from any thread: whoever waits in them is freed."""
+        self._groups.abort()
+
+    def close(self) -> None:
+        """Free sockets and threads; what is in flight has to be aborted first. Idempotent."""
+        self._groups.close()
 
 
 def join_engines(
