@@ -85,12 +85,13 @@ class Member:
         self.executor.prepare_group(position, size)
         return self.shares()
 
-    def serve(self, first: int, scheduling: dict[str, Any]) -> list[Any]:
+    def serve(self, first: int, scheduling: dict[str, Any], first_seed: int = 0) -> list[Any]:
         """Serve half of the requests of all kinds, in steps with the others' engines."""
         scheduler = msgspec.structs.replace(self.config.scheduler, **scheduling)
         config = msgspec.structs.replace(self.config, scheduler=scheduler)
         vocab = self.executor.info.vocab_size
-        made = requests(vocab, grammars=self.executor.grammars is not None)[first::2]
+        grammars = self.executor.grammars is not None
+        made = requests(vocab, grammars=grammars, first_seed=first_seed)[first::2]
         served, counters = serve(self.executor, config, made, self.group)
         return [
             *([sorted(each.items()) for each in served]),

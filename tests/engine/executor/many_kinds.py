@@ -23,8 +23,11 @@ Served: TypeAlias = tuple[
 """Tokens, ends and logprobs, as ranks and the most likely tokens, of each request."""
 
 
-def requests(vocab: int, *, grammars: bool = False) -> list[AddRequest]:
-    """Return requests of all kinds; some begin alike, and together they do not fit the KV cache."""
+def requests(vocab: int, *, grammars: bool = False, first_seed: int = 0) -> list[AddRequest]:
+    """Return requests of all kinds; some begin alike, and together they do not fit the KV cache.
+
+    Their seeds follow each other.
+    """
     rng = random.Random(5)
     beginning = [rng.randrange(vocab) for _ in range(33)]
     kinds: list[dict[str, Any]] = [
@@ -38,7 +41,8 @@ def requests(vocab: int, *, grammars: bool = False) -> list[AddRequest]:
     made = []
     for id in range(12):
         prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
-        sampling = SamplingParams(max_tokens=rng.randint(4, 30), seed=id, **kinds[id % len(kinds)])
+        kind, seed = kinds[id % len(kinds)], first_seed + id
+        sampling = SamplingParams(max_tokens=rng.randint(4, 30), seed=seed, **kind)
         made.append(
             AddRequest(id, f"request-{id}", 0, 0, beginning * (id % 3 == 0) + prompt, sampling)
         )
