@@ -2,15 +2,15 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.executor.environment import num_cores
 from engine.executor.interface import ExecutorInfo, PendingResult
 from engine.executor.loading import device_for, set_threads
-from engine.executor.local import LocalExecutor
 from engine.executor.step_thread import StepThread
 from engine.models.encoders.loading import LoadedEncoder, load_encoder
 from engine.runner.encoder_runner import EncoderRunner
-from engine.runner.host_memory import keep_freed_memory
+from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.pooler import Pooler
 from engine.scheduler.batch import BatchPlan
 from engine.shared.config import EngineConfig
@@ -20,11 +20,16 @@ from engine.shared.pooling import PoolingSpec
 logger = logging.getLogger(__name__)
 
 
-class EncoderExecutor(LocalExecutor):
+class EncoderExecutor:
     """Executor of a model without a KV cache.
 
     Where steps overlap they run in a thread of their own, as those of `InProcessExecutor` do.
     """
+
+    grammars = None
+    """Nothing is generated."""
+    adapters = None
+    """Encoders have none."""
 
     def __init__(
         self,
@@ -46,7 +51,7 @@ class EncoderExecutor(LocalExecutor):
         self._device = device_for(config)
         set_threads(config, engines_on_node, cores=num_cores())
         loaded = self._load()
-        info = ExecutorInfo(
+        self.info = ExecutorInfo(
             num_kv_blocks=config.scheduler.max_num_seqs,
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
@@ -56,19 +61,10 @@ class EncoderExecutor(LocalExecutor):
             in_one_step=True,
             has_kv=False,
         )
-        super().__init__(info, StepThread(own=config.scheduler.steps_overlap), self._device)
+        """What was found while loading."""
+        self._steps = StepThread(own=config.scheduler.steps_overlap)
         self._runner: EncoderRunner | None = self._new_runner(loaded)
         keep_freed_memory()
-
-    @property
-    def grammars(self) -> None:
-        """Nothing is generated."""
-        return
-
-    @property
-    def adapters(self) -> None:
-        """Encoders have none."""
-        return None
 
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Run a step, or have the worker thread run it after those before it.
@@ -85,7 +81,7 @@ class EncoderExecutor(LocalExecutor):
         """Free the weights, at level 1 only those on an accelerator."""
         if level > 1 or self._device.type != "cpu":
             self._runner = None
-        self._give_back_memory()
+        give_back_freed_memory(self._device)
 
     def wake_up(self) -> None:
         """Load the weights again if they are gone.
@@ -96,8 +92,16 @@ class EncoderExecutor(LocalExecutor):
         if self._runner is not None:
             return
         loaded = self._load()
-        self._check_unchanged(loaded.fingerprint)
+        self.info.check_unchanged(loaded.fingerprint)
         self._runner = self._new_runner(loaded)
+
+    def start_profile(self) -> None:
+        """Begin to record what steps do; raises as `StepThread.start_profile`."""
+        self._steps.start_profile()
+
+    def stop_profile(self, path: Path) -> None:
+        """End the recording and write its trace; raises as `StepThread.stop_profile`."""
+        self._steps.stop_profile(path)
 
     def shutdown(self) -> None:
         """Free the model."""

@@ -3,15 +3,16 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from socket import socket
 
-import msgspec
 import torch
 
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupSpec
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
+from engine.executor.kv_sizing import KvSizing
 from engine.executor.leader import Leader
 from engine.executor.loading import (
     device_for,
@@ -20,7 +21,6 @@ from engine.executor.loading import (
     max_head_threads,
     set_threads,
 )
-from engine.executor.local import LocalExecutor
 from engine.executor.pipelining import PipelinedSteps
 from engine.executor.step_thread import StepThread
 from engine.grammar.masks import GrammarTable, grammar_table
@@ -33,13 +33,10 @@ from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
-from engine.models.parallel.exchange import MirrorGroup
 from engine.models.settings import model_length
 from engine.models.spec import ModelSpec
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
-from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
-from engine.runner.memory_profile import profiled_memory
-from engine.runner.model_runner import EarlierStages, ModelRunner
+from engine.runner.model_runner import ModelRunner
 from engine.runner.pooler import Pooler
 from engine.scheduler.batch import BatchPlan
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
@@ -49,14 +46,14 @@ from engine.shared.model_files import model_directory
 logger = logging.getLogger(__name__)
 
 
-class InProcessExecutor(LocalExecutor):
+class InProcessExecutor:
     """Executor without a process of its own.
 
     Where steps overlap they run in a thread of their own and `submit` returns at once (torch
     releases the GIL while it computes); else `submit` returns when the step is done.
 
-    More than 15 attributes and 20 methods: half of these are the interface's, and it holds what
-    has to be made anew when the group or the model's memory changes.
+    More than 15 attributes: it holds what has to be made anew when the group or the model's memory
+    changes.
     """
 
     def __init__(
@@ -104,9 +101,9 @@ class InProcessExecutor(LocalExecutor):
         spec = model.spec
         self._max_head_threads = max_head_threads(spec, config, engines_on_node)
         self._report("allocating the KV cache")
-        info = self._size_cache(model, fingerprint, engines_on_node * processes)
-        in_thread = config.scheduler.steps_overlap or self._num_stages > 1
-        super().__init__(info, StepThread(own=in_thread), self._device)
+        self.info = self._size_cache(model, fingerprint, engines_on_node * processes)
+        """What was found while loading."""
+        self._steps = StepThread(own=config.scheduler.steps_overlap or self._num_stages > 1)
         self._grammars = grammar_table(
             model_directory(config.model, weights=False),
             spec.vocab_size,
@@ -191,7 +188,7 @@ class InProcessExecutor(LocalExecutor):
         self._runner = self._pipelined = None
         if level > 1 or self._device.type != "cpu":
             self._model = self._draft = None
-        self._give_back_memory()
+        give_back_freed_memory(self._device)
 
     def wake_up(self) -> None:
         """Load the weights again if they are gone, and allocate the KV cache.
@@ -203,12 +200,20 @@ class InProcessExecutor(LocalExecutor):
             return
         if self._model is None:
             model, fingerprint = self._load()
-            self._check_unchanged(fingerprint)
+            self.info.check_unchanged(fingerprint)
             self._model = model
             if self._experts is not None:
                 self._share_experts(self._experts)
         self._runner = self._new_runner(self._model)
         self._pipelined = self._pipeline(self._runner)
+
+    def start_profile(self) -> None:
+        """Begin to record what steps do; raises as `StepThread.start_profile`."""
+        self._steps.start_profile()
+
+    def stop_profile(self, path: Path) -> None:
+        """End the recording and write its trace; raises as `StepThread.stop_profile`."""
+        self._steps.stop_profile(path)
 
     def shutdown(self) -> None:
         """Free the model and the KV cache."""
@@ -246,7 +251,6 @@ class InProcessExecutor(LocalExecutor):
         max_model_len = model_length(spec, self._config.model)
         if pooling is not None and self._config.model.max_model_len is None:
             max_model_len = min(max_model_len, pooling.max_length or max_model_len)
-        free = self._free_blocks(model, max_model_len, processes)
         windows = _cache_windows(self._config, spec)
         in_one_step = pooling is not None and pooling.in_one_step
         lookahead = lookahead_tokens(
@@ -256,8 +260,9 @@ class InProcessExecutor(LocalExecutor):
             in_one_step=in_one_step,
         )
         shape = CacheShape(self._config.cache.block_size, windows, lookahead)
+        sizing = KvSizing(self._config, self._device, processes, self._leader, self._draft)
         return ExecutorInfo(
-            num_kv_blocks=self._num_blocks(model, max_model_len, free, shape),
+            num_kv_blocks=sizing.num_blocks(model, max_model_len, shape),
             max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
@@ -284,100 +289,30 @@ class InProcessExecutor(LocalExecutor):
         self._report(f"loading the experts of engine {place.position + 1} of {place.size}")
         with torch.inference_mode():
             self._loader.spread_experts(model, place)
-        give_back_freed_memory()
+        give_back_freed_memory(self._device)
 
     def _new_runner(self, model: Decoder) -> ModelRunner:
         if self._leader is not None:
-            self._leader.allocate(self._info.num_kv_blocks)
+            self._leader.allocate(self.info.num_kv_blocks)
         return ModelRunner(
             model,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            max_model_len=self._info.max_model_len,
-            num_kv_blocks=self._info.num_kv_blocks,
+            max_model_len=self.info.max_model_len,
+            num_kv_blocks=self.info.num_kv_blocks,
             block_size=self._config.cache.block_size,
             grammars=self._grammars,
             record_decodes=not self._config.executor.enforce_eager,
             max_head_threads=self._max_head_threads,
             pooler=None if self._pooling is None else Pooler(self._pooling, model.classify),
             adapters=self._adapters,
-            earlier=self._earlier(model),
+            earlier=None if self._leader is None else self._leader.earlier(model),
             draft=self._draft,
         )
-
-    def _earlier(self, model: Decoder) -> EarlierStages | None:
-        return None if self._leader is None else self._leader.earlier(model)
 
     def _pipeline(self, runner: ModelRunner) -> PipelinedSteps | None:
         if self._num_stages == 1 or self._steps.pool is None:
             return None
         return PipelinedSteps(runner, self._steps.pool)
-
-    def _free_blocks(self, model: Decoder, max_model_len: int, processes: int) -> int:
-        """Return the KV blocks that all processes of this engine have memory for.
-
-        On CUDA the largest step is tried first.
-        """
-        cache = self._config.cache
-        budget = cache.kv_cache_memory_bytes or available_memory(self._device, processes)
-        free = budget // self._block_bytes(model)
-        if self._leader is not None:
-            free = self._leader.min_blocks(free)
-        is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
-        if self._device.type != "cuda" or is_given:
-            return free
-        return self.blocks_after_trial(model, max_model_len, processes)
-
-    def blocks_after_trial(self, model: Decoder, max_model_len: int, processes: int) -> int:
-        """Run the largest step in all processes of this engine; return what it leaves room for.
-
-        The other engines that hold experts are not there yet: the step is run as if they did the
-        same as this one. Nothing may be in the KV cache.
-        """
-        leader, experts = self._leader, model.expert_group
-        if experts is not None:
-            assert self._place is not None
-            experts.join(MirrorGroup(self._place.size * self._num_shards))
-        try:
-            left = profiled_memory(
-                model,
-                self._config.cache,
-                self._config.scheduler,
-                max_model_len,
-                processes=processes,
-                prepare=(lambda _: None) if leader is None else leader.begin_trial,
-                earlier=self._earlier(model),
-            )
-        finally:
-            if experts is not None:
-                experts.leave()
-        free = left // self._block_bytes(model)
-        if leader is None:
-            return free
-        leader.end_trial()
-        return leader.min_blocks(free)
-
-    def _num_blocks(
-        self, model: Decoder, max_model_len: int, available_blocks: int, shape: CacheShape
-    ) -> int:
-        block_bytes, cache = self._block_bytes(model), self._config.cache
-        if cache.kv_cache_memory_bytes is not None:  # a stage with more layers has fewer blocks
-            cache = msgspec.structs.replace(
-                cache, kv_cache_memory_bytes=max(1, available_blocks * block_bytes)
-            )
-        return count_blocks(
-            cache,
-            block_bytes=block_bytes,
-            max_model_len=max_model_len,
-            max_num_seqs=self._config.scheduler.max_num_seqs,
-            available_bytes=available_blocks * block_bytes,
-            shape=shape,
-        )
-
-    def _block_bytes(self, model: Decoder) -> int:
-        """Return the memory of one block, in the KV caches of both models if there are two."""
-        models = (model,) if self._draft is None else (model, self._draft)
-        size = self._config.cache.block_size
-        return sum(bytes_per_block(each.spec, size, each.cache_dtype) for each in models)
 
 
 def _adapter_store(config: EngineConfig, model: Decoder) -> AdapterStore[AdapterWeights]:

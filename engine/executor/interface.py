@@ -36,6 +36,15 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     num_stages: int = 1
     """Steps that are computed at once, each in another part of the model."""
 
+    def check_unchanged(self, fingerprint: str) -> None:
+        """Compare a model that was loaded again with this one.
+
+        Raises:
+            CannotDo: they differ.
+        """
+        if fingerprint != self.model_fingerprint:
+            raise CannotDo("the model's weights have changed: the engine has to be restarted")
+
 
 class CannotDo(Exception):
     """What an operator asked for cannot be done, for the reason given; nothing has changed."""

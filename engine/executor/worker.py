@@ -185,7 +185,7 @@ class Worker:
         is_new = place != before or self._balance is not None
         if self._model is not None and self._loader is not None and is_new:
             self._loader.spread_experts(self._model, place)
-            give_back_freed_memory()
+            give_back_freed_memory(self._device)
 
     def _join_group(self, spec: GroupSpec) -> None:
         shards = self._grid.shards
@@ -257,9 +257,7 @@ class Worker:
         self._cache = []
         if level > 1 or self._device.type != "cpu":
             self._model = self._loader = None
-        give_back_freed_memory()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back_freed_memory(self._device)
 
     def _stop_profile(self, path: Path) -> None:
         profiler, self._profiler = self._profiler, None

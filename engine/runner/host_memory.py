@@ -32,9 +32,11 @@ def keep_freed_memory() -> None:
             logger.warning("mallopt(%d, %d) was refused", option, value)
 
 
-def give_back_freed_memory() -> None:
-    """Return all that was freed to the operating system, also what would have been kept."""
+def give_back_freed_memory(device: torch.device) -> None:
+    """Return all that was freed, here and on the device, also what would have been kept."""
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

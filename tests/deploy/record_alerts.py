@@ -120,11 +120,11 @@ class Stack:
         finally:
             over.set()
 
-    def goes_on(self, minutes: float) -> None:
+    def goes_on(self, minutes: float, mark: str | None = None) -> None:
+        """Record for so long, and mark the end of it if it has a name."""
         self.recorder.goes_on(int(minutes * MINUTE))
-
-    def mark(self, name: str) -> None:
-        self.recorder.mark(name)
+        if mark is not None:
+            self.recorder.mark(mark)
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -134,74 +134,61 @@ class Stack:
 def healthy(stack: Stack) -> None:
     """Three engines under a load that they carry."""
     with stack.load(6, 40):
-        stack.goes_on(22)
-        stack.mark("end")
+        stack.goes_on(22, "end")
 
 
 @state(3)
 def lost(stack: Stack) -> None:
     """Of three engines under load one is killed and not started again, later the others too."""
     with stack.load(6, 40):
-        stack.goes_on(6)
-        stack.mark("healthy")
+        stack.goes_on(6, "healthy")
         stack.engines[0].kill()
-        stack.goes_on(16)
-        stack.mark("one lost")
+        stack.goes_on(16, "one lost")
         for rank in (1, 2):
             stack.engines[rank].kill()
-        stack.goes_on(12)
-        stack.mark("all lost")
+        stack.goes_on(12, "all lost")
 
 
 @state(4, engines=3)
 def absent(stack: Stack) -> None:
     """Of four engines one has never come, and one ended in order and nobody came in its place."""
     stack.engines[2].terminate()
-    stack.goes_on(14)
-    stack.mark("end")
+    stack.goes_on(14, "end")
 
 
 @state(2)
 def unheard(stack: Stack) -> None:
     """The coordinator is killed under load, and started again."""
     with stack.load(8, 40):
-        stack.goes_on(6)
-        stack.mark("healthy")
+        stack.goes_on(6, "healthy")
         stack.coordinator.kill()
-        stack.goes_on(12)
-        stack.mark("lost")
+        stack.goes_on(12, "lost")
         stack.coordinate()
-        stack.goes_on(6)
-        stack.mark("back")
+        stack.goes_on(6, "back")
 
 
 @state(1)
 def queue(stack: Stack) -> None:
     """One engine of four slots and 60 clients."""
     with stack.load(2, 40):
-        stack.goes_on(12)
-        stack.mark("healthy")
+        stack.goes_on(12, "healthy")
     with stack.load(60, 40):
-        stack.goes_on(9)
-        stack.mark("grown")
-        stack.goes_on(20)
-        stack.mark("steady")
+        stack.goes_on(9, "grown")
+        stack.goes_on(20, "steady")
 
 
 @state(1, front=("--max-queue", "4"))
 def refusing(stack: Stack) -> None:
     """One engine of four slots and 40 clients, of whom four may wait at each API server."""
     with stack.load(40, 20):
-        stack.goes_on(14)
-        stack.mark("end")
+        stack.goes_on(14, "end")
 
 
 @state(2, engine=("--num-kv-blocks", "40", "--max-num-seqs", "16"))
 def memory(stack: Stack) -> None:
     """Engines of 640 tokens' KV memory, with clients that want eight times as much."""
     with stack.load(24, 400):
-        stack.goes_on(16)
-        stack.mark("end")
+        stack.goes_on(16, "end")
 
 
 @state(2)
@@ -212,8 +199,7 @@ def hang(stack: Stack) -> None:
     stack.engines[1] = stack.engine(1, "--simulated-step-us", "600000000")
     until(lambda: metric(stack.urls[0], "engine_up").get("1"), "it is ready")
     with stack.load(4, 40, rank=0), stack.load(2, 40, rank=1):
-        stack.goes_on(14)
-        stack.mark("end")
+        stack.goes_on(14, "end")
 
 
 @state(2)
@@ -223,16 +209,14 @@ def paused(stack: Stack) -> None:
         until(lambda: metric(stack.urls[0], "num_requests_running").get("1"), "it has requests")
         pause = {"name": "pause", "rank": 1, "arguments": {"mode": "keep"}}
         call(f"{stack.urls[0]}/admin/utilities", pause)
-        stack.goes_on(14)
-        stack.mark("end")
+        stack.goes_on(14, "end")
 
 
 @state(1, front=("--resume-timeout", "0.5"))
 def dying(stack: Stack) -> None:
     """The only engine is killed and started again, five times, while it has streams."""
     with stack.load(12, 200):
-        stack.goes_on(4)
-        stack.mark("healthy")
+        stack.goes_on(4, "healthy")
         for number in range(1, 6):
             stack.engines[0].kill()
             stack.engines[0].wait()
@@ -240,7 +224,7 @@ def dying(stack: Stack) -> None:
             until(lambda: starts(stack) == number, "it is back")  # noqa: B023
             until(lambda: total(stack.urls[0], "num_requests_running") > 2, "it has streams")
             stack.goes_on(1)
-        stack.mark("end")
+        stack.recorder.mark("end")
 
 
 def starts(stack: Stack) -> float:
@@ -255,11 +239,9 @@ def draining(stack: Stack) -> None:
     """One of two engines is to end, and its answers are long."""
     with stack.load(2, 900, rank=1):
         until(lambda: metric(stack.urls[0], "num_requests_running").get("1"), "it has requests")
-    stack.goes_on(4)
-    stack.mark("healthy")
+    stack.goes_on(4, "healthy")
     stack.engines[1].terminate()
-    stack.goes_on(18)
-    stack.mark("end")
+    stack.goes_on(18, "end")
 
 
 @state(2, engines=1)
@@ -270,8 +252,7 @@ def unreadable(stack: Stack) -> None:
     os.mkfifo(model / "model.safetensors")
     stack.engine(1, str(model), simulated=False)
     until(lambda: metric(stack.urls[0], "engine_starting").get("1"), "it has joined")
-    stack.goes_on(34)
-    stack.mark("end")
+    stack.goes_on(34, "end")
 
 
 @state(2, engines=1)
@@ -279,19 +260,16 @@ def refused(stack: Stack) -> None:
     """A second engine comes with other weights than the first, and is sent away."""
     came = stack.engine(1, simulated=False)
     until(lambda: came.poll() is not None, "it has been sent away")
-    stack.goes_on(14)
-    stack.mark("end")
+    stack.goes_on(14, "end")
 
 
 @state(2)
 def unscraped(stack: Stack) -> None:
     """Both API servers are killed."""
-    stack.goes_on(6)
-    stack.mark("healthy")
+    stack.goes_on(6, "healthy")
     for front in stack.fronts:
         front.kill()
-    stack.goes_on(14)
-    stack.mark("end")
+    stack.goes_on(14, "end")
 
 
 def record(name: str) -> None:

@@ -1,5 +1,6 @@
 """Whether a model is computed by its family here or as transformers does; knows no torch."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,11 @@ from engine.shared.gguf.directory import is_gguf
 Implementation = Literal["swell", "transformers"]
 
 
+@cache
 def implementation(directory: Path, settings: ModelConfig) -> Implementation:
     """Return what computes the model: what is set, else its family, else transformers.
+
+    A process reads config.json for this once.
 
     Raises:
         UnsupportedModel: config.json holds no JSON object.

@@ -13,6 +13,7 @@ from engine.distributed.grid import Grid
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
 from engine.executor.in_process import InProcessExecutor
+from engine.executor.kv_sizing import KvSizing
 from engine.executor.layout import Layout
 from engine.executor.multi_process import MultiProcessExecutor, TeamLeader
 from engine.executor.team import Team
@@ -117,10 +118,11 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
     try:
         inner = executor._inner
         assert inner._model is not None
-        blocks = inner.blocks_after_trial(inner._model, executor.info.max_model_len, 2)
+        sizing = KvSizing(config, inner._device, 2, executor._leader)
+        blocks = sizing.blocks_after_trial(inner._model, executor.info.max_model_len)
         assert blocks > 0
         request.getfixturevalue("made_up_device")  # the other process has all that is free
-        share = inner.blocks_after_trial(inner._model, executor.info.max_model_len, 2)
+        share = sizing.blocks_after_trial(inner._model, executor.info.max_model_len)
         assert share == blocks_of(SHARES[0], inner._model)
         executor._leader.allocate(NUM_BLOCKS)
         cut, whole = Driver(Steps(executor)), driver(model.directory)
@@ -141,7 +143,9 @@ def test_the_share_of_a_device_holds_where_experts_are_spread_too(checkpoint: Sa
         executor = InProcessExecutor(config, rank=1)
         loaded = executor._model
         assert loaded is not None
-        blocks = executor.blocks_after_trial(loaded, executor.info.max_model_len, 1)
+        blocks = KvSizing(config, executor._device, 1).blocks_after_trial(
+            loaded, executor.info.max_model_len
+        )
         assert blocks == blocks_of(share, loaded)
         executor.shutdown()
 
@@ -174,7 +178,8 @@ def test_an_engine_with_a_part_of_the_experts_tries_the_step_that_all_of_them_fi
         return run_experts(x, *arguments)
 
     monkeypatch.setattr(experts, "run_experts", watched)
-    assert executor.blocks_after_trial(loaded, executor.info.max_model_len, 1) > 0
+    sizing = KvSizing(config, executor._device, 1)
+    assert sizing.blocks_after_trial(loaded, executor.info.max_model_len) > 0
     assert rows == [2 * TOKENS] * len(loaded.sparse_layers), "tokens of both engines"
     with pytest.raises(GroupBroken):
         _ = loaded.expert_group.group

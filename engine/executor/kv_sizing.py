@@ -1,0 +1,108 @@
+"""How many KV blocks the processes of an engine have memory for."""
+
+import msgspec
+import torch
+
+from engine.executor.leader import Leader
+from engine.models.decoder import Decoder
+from engine.models.parallel.exchange import MirrorGroup
+from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
+from engine.runner.memory_profile import profiled_memory
+from engine.scheduler.block_table import CacheShape
+from engine.shared.config import EngineConfig
+
+
+class KvSizing:
+    """Sizes the KV cache of an engine whose model has been loaded."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        processes: int,
+        leader: Leader | None = None,
+        draft: Decoder | None = None,
+    ) -> None:
+        """Keep what the size depends on beside the model.
+
+        Args:
+            processes: how many share this node's memory.
+            leader: leads the processes that hold the other parts of the model.
+            draft: the draft model, whose keys and values lie in the same blocks.
+        """
+        self._config = config
+        self._device = device
+        self._processes = processes
+        self._leader = leader
+        self._draft = draft
+
+    def num_blocks(self, model: Decoder, max_model_len: int, shape: CacheShape) -> int:
+        """Return how many blocks the KV cache has.
+
+        Raises:
+            NotEnoughMemory: it cannot hold one sequence.
+        """
+        available = self._free_blocks(model, max_model_len)
+        block_bytes, cache = self._block_bytes(model), self._config.cache
+        if cache.kv_cache_memory_bytes is not None:  # a stage with more layers has fewer blocks
+            cache = msgspec.structs.replace(
+                cache, kv_cache_memory_bytes=max(1, available * block_bytes)
+            )
+        return count_blocks(
+            cache,
+            block_bytes=block_bytes,
+            max_model_len=max_model_len,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            available_bytes=available * block_bytes,
+            shape=shape,
+        )
+
+    def blocks_after_trial(self, model: Decoder, max_model_len: int) -> int:
+        """Run the largest step in all processes of this engine; return what it leaves room for.
+
+        The other engines that hold experts are not there yet: the step is run as if they did the
+        same as this one. Nothing may be in the KV cache.
+        """
+        leader, experts, parallel = self._leader, model.expert_group, self._config.parallel
+        if experts is not None:
+            size = parallel.data_parallel_size * parallel.tensor_parallel_size
+            experts.join(MirrorGroup(size))
+        try:
+            left = profiled_memory(
+                model,
+                self._config.cache,
+                self._config.scheduler,
+                max_model_len,
+                processes=self._processes,
+                prepare=(lambda _: None) if leader is None else leader.begin_trial,
+                earlier=None if leader is None else leader.earlier(model),
+            )
+        finally:
+            if experts is not None:
+                experts.leave()
+        free = left // self._block_bytes(model)
+        if leader is None:
+            return free
+        leader.end_trial()
+        return leader.min_blocks(free)
+
+    def _free_blocks(self, model: Decoder, max_model_len: int) -> int:
+        """Return the KV blocks that all processes of this engine have memory for.
+
+        On CUDA the largest step is tried first.
+        """
+        cache = self._config.cache
+        budget = cache.kv_cache_memory_bytes or available_memory(self._device, self._processes)
+        free = budget // self._block_bytes(model)
+        if self._leader is not None:
+            free = self._leader.min_blocks(free)
+        is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
+        if self._device.type != "cuda" or is_given:
+            return free
+        return self.blocks_after_trial(model, max_model_len)
+
+    def _block_bytes(self, model: Decoder) -> int:
+        """Return the memory of one block, in the KV caches of both models if there are two."""
+        models = (model,) if self._draft is None else (model, self._draft)
+        size = self._config.cache.block_size
+        return sum(bytes_per_block(each.spec, size, each.cache_dtype) for each in models)
