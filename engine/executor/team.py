@@ -21,6 +21,8 @@ from engine.shared.messages import ChildFailed, ChildStatus
 
 logger = logging.getLogger(__name__)
 
+WORKER_MODULE = "engine.executor.worker_main"
+"""What workers run."""
 END_TIMEOUT = 5.0
 """Seconds that workers get to end after their sockets were closed."""
 CAUSE_TIMEOUT = 0.5
@@ -203,7 +205,7 @@ class Team:
 
 def _started(lifeline: int, commands: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "engine.executor.worker_main"],
+        [sys.executable, "-m", WORKER_MODULE],
         stdin=subprocess.DEVNULL,
         env={**os.environ, LIFELINE_VARIABLE: str(lifeline)},
         pass_fds=(lifeline, commands),

@@ -4,6 +4,7 @@ It is as strict as CUDA and NCCL are, on a machine without either: tensors of th
 processor do not mix, and whatever travels over the wrong connections is refused.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -27,16 +28,23 @@ class OnDevice(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        assert func not in _OF_PROCESSORS, f"{func.__name__}: of a tensor on the device"
+        copies = func in _COPIES
         for each in _tensors((*args, *kwargs.values())):
-            assert isinstance(each, OnDevice) or each.dim() == 0, (
+            assert copies or isinstance(each, OnDevice) or each.dim() == 0, (
                 f"{func.__name__}: a tensor of the processor among those of the device"
             )
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        return plain(result) if func.__name__ == "cpu" else result
+        return plain(result).clone() if func.__name__ == "cpu" else result
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return DEVICE
+
+
+_COPIES = {Tensor.copy_}
+"""Take tensors of both kinds."""
+_OF_PROCESSORS = {Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.pin_memory}
 
 
 def on_device(values: Tensor) -> Tensor:
@@ -63,12 +71,21 @@ class _Placement(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == DEVICE:
+        if _is_device(kwargs.get("device")):
             kwargs["device"] = CPU
             return on_device(func(*args, **kwargs))
-        if func is Tensor.to and args[1] == DEVICE:
-            return on_device(args[0])
+        if func is Tensor.to and _is_device(args[1]):
+            kwargs.pop("non_blocking", None)
+            moved = args[0].to(*args[2:], **kwargs) if args[2:] or kwargs else args[0]
+            return moved if isinstance(moved, OnDevice) else on_device(moved.clone())
+        if func is Tensor.pin_memory:
+            assert type(args[0]) is Tensor, "pin_memory of a tensor on the device"
+            return args[0]
         return func(*args, **kwargs)
+
+
+def _is_device(where: object) -> bool:
+    return isinstance(where, torch.device | str) and torch.device(where).type == DEVICE.type
 
 
 class StrictBackend:
@@ -98,6 +115,18 @@ def _without_device(argument: Any) -> Any:
     return plain(argument) if isinstance(argument, Tensor) else argument
 
 
+_MEMORY: dict[str, Callable[..., Any]] = {
+    "is_available": lambda: True,
+    "device_count": lambda: 8,
+    "mem_get_info": lambda _=None: (1 << 30, 1 << 31),
+    "reset_peak_memory_stats": lambda _: None,
+    "max_memory_allocated": lambda _: 1 << 20,
+    "memory_reserved": lambda _: 0,
+    "synchronize": lambda _: None,
+}
+"""What torch says of eight devices that nothing fills."""
+
+
 def install() -> None:
     """Have this process's groups keep tensors of the device apart from those of the processor."""
     gloo = backend._gloo
@@ -107,10 +136,19 @@ def install() -> None:
         return cast("Backend", StrictBackend(inner, Tensor, inner.abort))
 
     def of_device(store: Store, spec: GroupSpec, device: torch.device) -> Backend:
-        assert device == DEVICE
+        assert _is_device(device)
         inner = Connections(store, "device", spec, CPU)
         return cast("Backend", StrictBackend(inner.backend, OnDevice, inner.cut))
 
     backend._gloo = of_processor
     backend._nccl = of_device
     _Placement().__enter__()  # type: ignore[no-untyped-call]
+    run = threading.Thread.run
+
+    def run_with_placement(thread: threading.Thread) -> None:
+        with _Placement():
+            run(thread)
+
+    threading.Thread.run = run_with_placement  # type: ignore[assignment]
+    for name, answer in _MEMORY.items():
+        setattr(torch.cuda, name, answer)

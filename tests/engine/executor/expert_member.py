@@ -1,12 +1,17 @@
-"""A process that is one engine of an expert-parallel group, told what to do line by line."""
+"""A process that is one engine of an expert-parallel group, told what to do line by line.
 
-from typing import Any
+With the argument `device` it computes on a device that there is not (`strict_device`).
+"""
+
+import sys
+from typing import Any, Literal
 
 import msgspec
 import torch
 
 from engine.distributed.engines import EngineGroup
 from engine.distributed.spec import GroupBroken, GroupSpec
+from engine.executor import team
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, WorkerFailed
@@ -21,6 +26,7 @@ from engine.shared.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from tests.engine.distributed import strict_device
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.executor.many_kinds import requests, serve
 from tests.engine.processes import answer_lines
@@ -29,7 +35,8 @@ from tests.engine.processes import answer_lines
 class Member:
     """What can be asked of it; answers are JSON too."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Literal["cpu", "cuda"]) -> None:
+        self.device = device
         self.group: EngineGroup | None = None
         self.failed: BatchPlan | None = None
         self.team: Team | None = None
@@ -40,28 +47,32 @@ class Member:
         position: int,
         size: int,
         shards: int = 1,
-        num_blocks: int = NUM_BLOCKS,
+        num_blocks: int | None = NUM_BLOCKS,
         balance: tuple[int, int] | None = None,
+        stages: int = 1,
     ) -> None:
         if self.team is not None:
             self.executor.shutdown()
             self.team = None
         self.config = EngineConfig(
-            model=ModelConfig(model=directory, device="cpu", dtype="float32", max_model_len=160),
+            model=ModelConfig(
+                model=directory, device=self.device, dtype="float32", max_model_len=160
+            ),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=num_blocks),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40),
-            executor=ExecutorConfig(threads=1),
+            executor=ExecutorConfig(threads=1, enforce_eager=True),
             parallel=ParallelConfig(
                 data_parallel_size=size,
                 tensor_parallel_size=shards,
-                enable_expert_parallel=True,
+                pipeline_parallel_size=stages,
+                enable_expert_parallel=stages == 1,
                 enable_eplb=balance is not None,
                 num_redundant_experts=0 if balance is None else balance[0],
                 eplb_step_interval=1 if balance is None else balance[1],
             ),
         )
         self.executor: InProcessExecutor | MultiProcessExecutor
-        if shards == 1:
+        if shards * stages == 1:
             self.executor = InProcessExecutor(self.config, position)
         else:
             self.team = Team(self.config, position, 1)
@@ -85,13 +96,15 @@ class Member:
         self.executor.prepare_group(position, size)
         return self.shares()
 
-    def serve(self, first: int, scheduling: dict[str, Any], first_seed: int = 0) -> list[Any]:
-        """Serve half of the requests of all kinds, in steps with the others' engines."""
+    def serve(
+        self, first: int, scheduling: dict[str, Any], first_seed: int = 0, engines: int = 2
+    ) -> list[Any]:
+        """Serve every second of the requests of all kinds, in steps with the others' engines."""
         scheduler = msgspec.structs.replace(self.config.scheduler, **scheduling)
         config = msgspec.structs.replace(self.config, scheduler=scheduler)
         vocab = self.executor.info.vocab_size
         grammars = self.executor.grammars is not None
-        made = requests(vocab, grammars=grammars, first_seed=first_seed)[first::2]
+        made = requests(vocab, grammars=grammars, first_seed=first_seed)[first::engines]
         served, counters = serve(self.executor, config, made, self.group)
         return [
             *([sorted(each.items()) for each in served]),
@@ -148,6 +161,13 @@ class Member:
         assert inner._model is not None
         return inner._model
 
+    def on_device(self) -> bool:
+        """Return whether its KV cache is on the device that there is not."""
+        inner = self.executor
+        runner = (inner._inner if isinstance(inner, MultiProcessExecutor) else inner)._runner
+        assert runner is not None
+        return all(isinstance(layer, strict_device.OnDevice) for layer in runner._cache)
+
     def sleep_and_wake(self) -> None:
         self.executor.sleep(2)
         self.executor.wake_up()
@@ -155,7 +175,12 @@ class Member:
 
 def main() -> None:
     torch.set_num_threads(1)
-    answer_lines(Member(), {GroupBroken: "broken", WorkerFailed: "failed"})
+    device: Literal["cpu", "cuda"] = "cpu"
+    if sys.argv[1:] == ["device"]:
+        device = "cuda"
+        strict_device.install()
+        team.WORKER_MODULE = "tests.engine.executor.strict_worker"
+    answer_lines(Member(device), {GroupBroken: "broken", WorkerFailed: "failed"})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,17 @@
+"""A worker process of an engine on a device that there is not (`strict_device`)."""
+
+from engine.executor.environment import settle_environment
+
+
+def main() -> int:
+    """Run it as `engine.executor.worker_main` does."""
+    settle_environment()
+    from engine.executor.worker import run  # imports torch
+    from tests.engine.distributed import strict_device
+
+    strict_device.install()
+    return run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
