@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo
@@ -263,6 +264,12 @@ def test_balancing_what_cannot_be_balanced_is_refused(checkpoint: SaveModel) -> 
     )
     with pytest.raises(UnsupportedModel, match="is more than 4, with which each of 2 processes"):
         InProcessExecutor(config)
+    fewer = replace(config.parallel, num_redundant_experts=1)
+    invariant = replace(
+        config, parallel=fewer, executor=replace(config.executor, batch_invariant=True)
+    )
+    with pytest.raises(UnsupportedModel, match=r"--batch-invariant: only engines .* whole model"):
+        InProcessExecutor(invariant)
 
 
 def settings(directory: Path, **parallel: Any) -> EngineConfig:

@@ -77,7 +77,7 @@ def settings(directory: Path, num_blocks: int, **parallel: Any) -> EngineConfig:
         ("gpt-oss-mxfp4", {}, BALANCE),  # experts with biases
         ("deepseek2", {}, None),  # the best of each group of experts
         ("deepseek3", {}, BALANCE),  # latent attention, experts in groups
-        ("", {"speculative_ngram": 3}, None),  # the bundled model, with grammars
+        ("", {"speculative_ngram": 3}, BALANCE),  # the bundled model, with grammars
     ],
 )
 def test_two_engines_of_two_processes_give_the_tokens_of_one_process(

@@ -87,7 +87,12 @@ def test_engines_that_share_experts_have_adapters_of_attention(
         scheduler=SchedulerConfig(max_num_seqs=8),
         executor=ExecutorConfig(threads=1),
         parallel=ParallelConfig(
-            enable_expert_parallel=True, data_parallel_size=1, tensor_parallel_size=shards
+            enable_expert_parallel=True,
+            data_parallel_size=1,
+            tensor_parallel_size=shards,
+            enable_eplb=shards > 1,
+            num_redundant_experts=2 if shards > 1 else 0,
+            eplb_step_interval=3,
         ),
         lora=LORA,
     )
@@ -116,6 +121,9 @@ def test_engines_that_share_experts_have_adapters_of_attention(
     engine.decode(15, 1, 0)
     assert engine.tokens[0][30:] == adapter.merged.greedy(prompt(30), 16)
     assert engine.tokens[1][20:] == checkpoint("mixtral").greedy(prompt(20), 16)
+    if shards > 1:
+        assert executor.expert_balance is not None
+        assert executor.expert_balance.moved_layers > 0
     executor.shutdown()
 
 
