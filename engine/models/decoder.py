@@ -14,6 +14,7 @@ from engine.models.attention.varlen import Attention
 from engine.models.layers import Rows
 from engine.models.moe import SparseMlp
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
+from engine.models.products.dense import add_to
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 
@@ -203,10 +204,10 @@ class Decoder:
             if len(x):
                 sinks = layer.attention.sinks
                 attended = self.attention.attend(queries, layer_cache, plan, sinks)
-                x += layer.attention.output(attended.to(x.dtype))
+                x = add_to(x, layer.attention.output, attended.to(x.dtype))
                 if not layer.is_parallel:
                     normed = x if layer.mlp_norm is None else layer.mlp_norm(x)
-                x += layer.mlp(normed)
+                x = add_to(x, layer.mlp, normed)
         if self.expert_group is not None:
             self.expert_group.end_step()
         return x if self._weights.norm is None else self._weights.norm(x)

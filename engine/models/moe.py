@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.models.adapters import AdapterBank
 from engine.models.layers import Rows, sigmoid, swiglu
-from engine.models.products.dense import DenseLinear, Linear
+from engine.models.products.dense import DenseLinear, Linear, Summand, add_to
 from engine.models.spec import MoeSpec
 
 _SMALLEST_SUM = 1e-20
@@ -80,7 +80,7 @@ class GroupRouter:
         return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
 
 
-class Expert:
+class Expert(Summand):
     """One expert: a gated MLP."""
 
     __slots__ = ("_down", "_gate_up", "_gated")
@@ -93,6 +93,10 @@ class Expert:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._gated(self._gate_up(x)))
+
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add with the last product, where that can."""
+        return add_to(sums, self._down, self._gated(self._gate_up(x)))
 
 
 class Experts(Protocol):

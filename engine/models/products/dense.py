@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -9,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.products.processor import float32_is_faster
+from engine.models.products.processor import float32_is_faster, has_matrix_unit
 from engine.models.products.row_padding import pad_rows
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,9 @@ _MAX_CONVERTED = 1 << 26
 """Maximum weights that are converted at once, which bounds the memory for it (256 MB)."""
 _UNPACKED_WEIGHTS = 1 << 18
 """Weights up to which float32 products are faster from the plain layout."""
+_ADDING_WEIGHTS = 1 << 19
+"""Weights from which on a product is added to sums in one operation. With smaller ones it gains
+little, and as without a matrix unit a row's bits depend more on how many rows there are."""
 
 
 class Linear(Protocol):
@@ -30,6 +35,23 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         ...
+
+
+class Summand(ABC):
+    """A function of rows that can add its result to others for less than a sum costs."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Return sums [rows, out] plus the result for x [rows, in]; may overwrite `sums`."""
+
+
+def add_to(sums: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return sums [rows, out] plus a function of x [rows, in]; may overwrite `sums`."""
+    if isinstance(function, Summand):
+        return function.add_to(sums, x)
+    return sums.add_(function(x))
 
 
 class DenseLinear:
@@ -49,10 +71,18 @@ class DenseLinear:
         return F.linear(pad_rows(x, self._weight.numel()), self._weight, self._bias)[: len(x)]
 
 
-class PackedLinear:
+class PackedLinear(Summand):
     """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
 
-    __slots__ = ("_bias", "_float32_rows", "_num_weights", "_product", "_weight")
+    __slots__ = (
+        "_adds",
+        "_bias",
+        "_float32_rows",
+        "_num_weights",
+        "_product",
+        "_product_and_sum",
+        "_weight",
+    )
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, float32_rows: int = sys.maxsize
@@ -69,6 +99,10 @@ class PackedLinear:
         self._bias = bias
         self._float32_rows = float32_rows
         self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._product_and_sum = torch.ops.mkldnn._linear_pointwise.binary
+        self._adds = (
+            weight.dtype.itemsize == 2 and weight.numel() >= _ADDING_WEIGHTS and has_matrix_unit()
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) >= self._float32_rows:
@@ -76,6 +110,15 @@ class PackedLinear:
         rows = pad_rows(x, self._num_weights)
         product: Tensor = self._product(rows, self._weight, self._bias, "none", [], "")
         return product[: len(x)]
+
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add the product before it is rounded, where that is one operation."""
+        rows = len(x)
+        if not self._adds or rows >= self._float32_rows:
+            return sums.add_(self(x))
+        x, sums = pad_rows(x, self._num_weights), pad_rows(sums, self._num_weights)
+        result: Tensor = self._product_and_sum(x, sums, self._weight, self._bias, "add")
+        return result[:rows]
 
     def _in_float32(self, x: Tensor) -> Tensor:
         bias = None if self._bias is None else self._bias.float()
@@ -143,8 +186,12 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return packed if _packable[key] else DenseLinear(weight, bias)
 
 
-def _agree(packed: Linear, dense: Linear, weight: Tensor) -> bool:
+def _agree(packed: PackedLinear, dense: Linear, weight: Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(3, weight.shape[1], generator=generator).to(weight.dtype)
     tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
-    return torch.allclose(packed(x), dense(x), rtol=tolerance, atol=tolerance)
+    product = dense(x)
+    sums = torch.rand(product.shape, generator=generator).to(weight.dtype)
+    return torch.allclose(packed(x), product, rtol=tolerance, atol=tolerance) and torch.allclose(
+        packed.add_to(sums.clone(), x), sums + product, rtol=tolerance, atol=tolerance
+    )

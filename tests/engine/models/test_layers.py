@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from engine.models.attention.rotary import rotary_table, rotate, rotation
 from engine.models.layers import rms_norm, swiglu
 from engine.models.moe import Expert, GroupedExperts, Router, SparseMlp, StackedExperts
-from engine.models.products.dense import DenseLinear, PackedLinear, prepare_linear
+from engine.models.products.dense import DenseLinear, PackedLinear, add_to, prepare_linear
 from engine.models.spec import RopeSpec
 
 CPU = torch.device("cpu")
@@ -47,6 +47,54 @@ def test_linear_whose_packed_product_differs_stays_dense(monkeypatch: pytest.Mon
     monkeypatch.setattr("engine.models.products.dense._packable", {})
     monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: torch.zeros(x.shape[0], 8))
     assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 16, 100])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("has_unit", [False, True])
+def test_a_product_is_added_to_sums(
+    dtype: torch.dtype, rows: int, biased: bool, has_unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.models.products.dense.has_matrix_unit", lambda: has_unit)
+    monkeypatch.setattr("engine.models.products.dense._packable", {})
+    monkeypatch.setattr("engine.models.products.dense._ADDING_WEIGHTS", 0)
+    weight, x = torch.randn(48, 40).to(dtype), torch.randn(rows, 40).to(dtype)
+    bias = torch.randn(48).to(dtype) if biased else None
+    sums = torch.randn(rows, 48).to(dtype)
+    expected = sums.float() + x.float() @ weight.float().T + (0 if bias is None else bias.float())
+    result = add_to(sums, prepare_linear(weight, bias), x)
+    assert result.dtype == dtype
+    assert result.shape == sums.shape
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    assert torch.allclose(result.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_an_mlp_is_added_to_sums_like_any_function() -> None:
+    gate_up, down = torch.randn(24, 16).bfloat16(), torch.randn(16, 12).bfloat16()
+    x, sums = torch.randn(5, 16).bfloat16(), torch.randn(5, 16).bfloat16()
+    mlp = Expert(prepare_linear(gate_up), prepare_linear(down))
+    added = add_to(sums.clone(), mlp, x)
+    plain = add_to(sums.clone(), lambda rows: mlp(rows), x)
+    assert torch.equal(plain, sums + mlp(x))
+    assert torch.allclose(added, plain, rtol=2e-2, atol=2e-2)
+
+
+def test_a_packed_product_that_adds_otherwise_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.models.products.dense._packable", {})
+    monkeypatch.setattr(PackedLinear, "add_to", lambda self, sums, x: sums)
+    assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_are_normalized_like_few(dtype: torch.dtype) -> None:
+    width = 96
+    rows = (torch.get_num_threads() << 18) // width + 5
+    x, weight = torch.randn(rows, width).to(dtype), torch.rand(width).to(dtype)
+    many = rms_norm(x, weight, 1e-6)
+    few = torch.cat([rms_norm(some, weight, 1e-6) for some in torch.split(x, 100)])
+    assert many.dtype == dtype
+    assert torch.equal(many, few)
 
 
 def test_rms_norm_and_swiglu() -> None:
