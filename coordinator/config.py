@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.shared.config import ClusterConfig, HealthConfig, LogConfig, PositiveFloat, Section
+from engine.shared.cpu.lists import CpuList
 
 ExpectedEngines = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._-]+=)?[0-9]{1,5}$")]
 
@@ -46,3 +47,5 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True):
     config: CoordinatorConfig
     has_predecessors: bool = True
     """Whether members of a coordinator before it may be alive."""
+    cpus: CpuList = ()
+    """What it runs on; empty: any."""

@@ -38,7 +38,8 @@ def table(config_type: type[Section]) -> str:
             lines += ["| flag | variable | default | what |", "|---|---|---|---|"]
         absent = setting.default in (None, ()) or setting.name == "model"
         default = "" if absent else setting.default
-        lines.append(f"| `{setting.flag}` | `{setting.variable}` | {default} | {setting.help} |")
+        text = setting.help.replace("|", r"\|")
+        lines.append(f"| `{setting.flag}` | `{setting.variable}` | {default} | {text} |")
     return "\n".join(lines[1:]) + "\n"
 
 

@@ -42,12 +42,20 @@ def _coordinator(config: CoordinatorConfig) -> int:
 
 def _engine(config: EngineConfig) -> int:
     from engine.process import main as process
-    from engine.shared.lifeline import Lifeline
+    from engine.shared.cpu.plan import BadCpuBind
+    from engine.shared.lifeline import CANNOT_START, Lifeline
+    from server.fleet.cpu_binding import of_engine_alone
 
     if config.parallel.data_parallel_size_local is None:
         parallel = msgspec.structs.replace(config.parallel, data_parallel_size_local=1)
         config = msgspec.structs.replace(config, parallel=parallel)
-    return process.run(config, Lifeline(None))
+    lifeline = Lifeline(None)
+    try:
+        config = of_engine_alone(config)
+    except BadCpuBind as error:
+        lifeline.failed(str(error))
+        return CANNOT_START
+    return process.run(config, lifeline)
 
 
 def _api_server(config: ApiServerConfig) -> int:
@@ -113,7 +121,8 @@ COMMANDS = {
         "swell serve Qwen/Qwen3-0.6B --data-parallel-size 4 --port 8080\n"
         "swell serve --data-parallel-address 10.0.0.1            # the first of several nodes\n"
         "swell serve --data-parallel-address 10.0.0.1 --headless # the others\n"
-        "swell serve --data-parallel-backend ray --data-parallel-size-local 1",
+        "swell serve --data-parallel-backend ray --data-parallel-size-local 1\n"
+        "swell serve --cpu-bind '1-31|33-63'                     # CPUs of either engine",
         ServeConfig,
         MODEL,
         frozenset({"data_parallel_rank_local"}),

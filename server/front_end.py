@@ -17,6 +17,8 @@ from fastapi import FastAPI
 
 from engine.shared.addresses import is_loopback, join_host_port
 from engine.shared.cluster_keys import InsecureCluster
+from engine.shared.cpu.lists import CpuList
+from engine.shared.cpu.machine import bind_process
 from engine.shared.group_config import model_identity
 from engine.shared.heap import settle_heap
 from engine.shared.lifeline import CANNOT_START, Lifeline
@@ -91,6 +93,8 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     """Path of the table in which the front ends of this node see each other's sends."""
     admission_table: str | None = None
     """Directory of the table in which they count what the node has taken on."""
+    cpus: CpuList = ()
+    """What it runs on; empty: any."""
 
 
 class FrontEnd:
@@ -348,6 +352,7 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
         return _run_in_own_directory(launch, lifeline)
     name = f"api {launch.index}" if launch.index >= 0 else "api"
     name_process(name, launch.config.log.log_level, launch.config.log.log_format)
+    bind_process(launch.cpus)
     make_room_for_descriptors()
     lifeline.watch()
     try:

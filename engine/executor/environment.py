@@ -6,6 +6,7 @@ What the environment says already is left alone.
 import os
 
 from engine.executor.openmp import load_openmp
+from engine.shared.cpu.machine import cpu_quota
 
 SPIN_COUNT = 10_000
 """Iterations of libgomp's wait loop, of about 0.05 us each: some 0.5 ms, as with LLVM's runtime."""
@@ -17,7 +18,7 @@ CACHED_PRIMITIVES = 256
 def settle_environment(processes: int = 1) -> None:
     """Have compute threads sleep soon, bound what oneDNN keeps, and use huge pages.
 
-    `processes`: how many compute on this node.
+    `processes`: how many share the cores that this one may use.
 
     Between two parallel regions of a step threads wait for some 0.2 ms, so a spin of that length
     spares them the way through the kernel, which in a virtual machine takes as long again. LLVM's
@@ -43,6 +44,12 @@ def settle_environment(processes: int = 1) -> None:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return how many cores this process may use, within the CPU quota of its control group.
+
+    More threads than the quota has CPUs use it up early in each period, and all stop for the rest.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return cores or 1
+    quota = cpu_quota()
+    if quota is not None:
+        cores = min(cores or 1, int(quota))
+    return max(1, cores or 1)

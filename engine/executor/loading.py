@@ -21,6 +21,7 @@ from engine.models.parallel.stages import divide_layers
 from engine.models.settings import compute_types, fits_caches, model_length, open_checkpoint
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.shared.config import EngineConfig, LoraConfig, ParallelConfig
+from engine.shared.cpu.machine import usable_cores
 from engine.shared.model_files import model_directory
 from engine.shared.pooling import PoolingSpec, read_pooling
 
@@ -176,14 +177,20 @@ def adapter_room(config: LoraConfig) -> AdapterRoom | None:
 def set_threads(config: EngineConfig, engines_on_node: int, cores: int | None = None) -> None:
     """Set this process's threads: its share of the cores, or of the configured threads.
 
+    A process that is bound has cores of its own, with a thread for each.
     `cores` are those that the node's engines share; None: those that suit the decoder.
 
     Raises:
         ModelNotFound: there is no such model.
         UnsupportedModel: the model's config asks for something that is not implemented.
     """
-    of_engine = config.executor.threads or (cores or _free_cores(config)) // engines_on_node
-    torch.set_num_threads(max(1, of_engine // config.parallel.processes))
+    processes = config.parallel.processes
+    if config.executor.bound_to and not config.executor.threads:
+        of_process = min(usable_cores(), num_cores())
+    else:
+        of_engine = config.executor.threads or (cores or _free_cores(config)) // engines_on_node
+        of_process = of_engine // processes
+    torch.set_num_threads(max(1, of_process))
     if torch.get_num_interop_threads() == 1:
         return
     try:
@@ -197,6 +204,8 @@ def max_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int
     parallel, executor = config.parallel, config.executor
     is_spread = parallel.enable_expert_parallel or parallel.processes > 1
     if is_spread or executor.threads or executor.batch_invariant or not fits_caches(spec):
+        return 1
+    if executor.bound_to:  # whose threads have all cores that there are for it
         return 1
     return min(_MAX_HEAD_THREADS, num_cores() // engines_on_node)
 

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import msgspec
 
 from engine.distributed.spec import listener_address, open_listener
+from engine.executor.binding import sharers
 from engine.executor.environment import settle_environment
 from engine.executor.team_messages import Answer, Command, WorkerLaunch
 from engine.shared.config import EngineConfig
@@ -73,7 +74,7 @@ class Team:
             OSError: a process cannot be started; none is left.
         """
         self.size = config.parallel.processes
-        settle_environment(engines_on_node * self.size)  # which the workers inherit
+        settle_environment(sharers(config, engines_on_node))  # which the workers inherit
         self.on_failure: Callable[[str], None] | None = None
         """Called once, in a thread of its own, with the reason."""
         self.listener = open_listener("127.0.0.1")

@@ -361,10 +361,8 @@ def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
             connection.sendall(pack_frame(Answer(0, str(error))))
 
 
-def run() -> int:
+def run(launch: WorkerLaunch, lifeline: Lifeline) -> int:
     """Run a worker for the engine that started this process; return the exit code."""
-    lifeline = Lifeline.from_environment()
-    launch = lifeline.read_launch(WorkerLaunch)
     log = launch.config.log
     name_process(f"engine {launch.engine} worker {launch.rank}", log.log_level, log.log_format)
     # The engine ends its workers; what a whole control group is sent is for the engine to decide.

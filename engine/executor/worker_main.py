@@ -1,14 +1,28 @@
-"""Where a tensor-parallel worker starts: its environment is set before libraries are imported."""
+"""Where a tensor-parallel worker starts: all is settled before libraries are imported."""
 
+import msgspec
+
+from engine.executor.binding import bound
 from engine.executor.environment import settle_environment
+from engine.executor.team_messages import WorkerLaunch
+from engine.shared.lifeline import Lifeline
+
+
+def begin() -> tuple[WorkerLaunch, Lifeline]:
+    """Wait for the launch parameters; bind this process and settle its environment."""
+    lifeline = Lifeline.from_environment()
+    launch = lifeline.read_launch(WorkerLaunch)
+    launch = msgspec.structs.replace(launch, config=bound(launch.config, launch.rank))
+    settle_environment()
+    return launch, lifeline
 
 
 def main() -> int:
     """Run a worker for the engine that started this process; return the exit code."""
-    settle_environment()
+    launch, lifeline = begin()
     from engine.executor.worker import run  # imports torch
 
-    return run()
+    return run(launch, lifeline)
 
 
 if __name__ == "__main__":

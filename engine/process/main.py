@@ -19,6 +19,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import AdaptersSettled, GrammarsSettled
 from engine.core.steps import StepFailed
 from engine.core.wave_clock import OwnClock
+from engine.executor.binding import bound, sharers
 from engine.executor.draft_rules import check_draft_settings
 from engine.executor.environment import settle_environment
 from engine.executor.interface import Executor, GroupExecutor
@@ -106,7 +107,7 @@ def build_executor(
         check_fallback(config)
     lifeline.progress("importing torch")
     engines_on_node = max(1, config.parallel.engines_on_node)
-    settle_environment(engines_on_node * processes)
+    settle_environment(sharers(config, engines_on_node))
     if pooling is not None and pooling.is_encoder:
         from engine.executor.encoding import EncoderExecutor
 
@@ -349,6 +350,8 @@ class EngineProcess:
         info = executor.info
         tokens = info.num_kv_blocks * self._config.cache.block_size
         self._summary = f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)"
+        if self._config.executor.bound_to:
+            self._summary += f", on CPUs {self._config.executor.cpu_bind}"
         self._receiver.tell(Serve(core.setup))
 
     def _routed(self) -> None:
@@ -381,6 +384,7 @@ class EngineProcess:
 def run(config: EngineConfig, lifeline: Lifeline, incarnation: int | None = None) -> int:
     """Run one engine until SIGTERM or SIGINT and return the exit code."""
     name_process("engine", config.log.log_level, config.log.log_format)
+    config = bound(config)
     lifeline.watch()
     if incarnation is None:
         incarnation = secrets.randbits(48)

@@ -1,11 +1,19 @@
 """Where the engines of a supervisor run: processes of its node, or actors of a Ray cluster."""
 
+import logging
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from engine.shared.cpu.lists import CpuList
+from engine.shared.cpu.plan import BadCpuBind
 from server.config import ServeConfig
+from server.fleet.cpu_binding import plan_cpus
 from server.fleet.joining import Joining, joining
 from server.fleet.role import Role, engine_role
+
+logger = logging.getLogger(__name__)
 
 
 class CannotServe(Exception):
@@ -22,6 +30,10 @@ class Backend(Protocol):
     @property
     def has_all(self) -> bool:
         """Whether the engines of all nodes are here, so that no other supervisor has a share."""
+
+    @property
+    def cpus_of_others(self) -> CpuList:
+        """CPUs of this node's front ends and coordinator; empty: any."""
 
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
         """Return the place of one engine."""
@@ -42,12 +54,31 @@ class ProcessBackend:
     """Engines as processes of this node."""
 
     def __init__(self, config: ServeConfig, directory: Path) -> None:
-        """Make it; raises what `joining` does."""
+        """Make it; raises what `joining` does.
+
+        Raises:
+            CannotServe: the lists of `--cpu-bind` do not fit the machine or the engines.
+        """
         self.joined = joining(config, f"ipc://{directory}/coordinator")
         self.has_all = self.joined.is_alone
+        config = self.joined.config
+        others = config.supervisor.api_server_count + (1 if self.joined.leads else 0)
+        try:
+            self._cpus = plan_cpus(config.engine(), others=others)
+        except BadCpuBind as error:
+            raise CannotServe(str(error)) from error
+        if not self._cpus.engines:
+            logger.debug("engines run on any CPU: %s", self._cpus.reason)
+
+    @property
+    def cpus_of_others(self) -> CpuList:
+        """CPUs of this node's front ends and coordinator; empty: any."""
+        return self._cpus.others
 
     def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
         """Return the place of one engine of this node."""
+        executor = msgspec.structs.replace(config.executor, cpu_bind=self._cpus.of_engine(place))
+        config = msgspec.structs.replace(config, executor=executor)
         return engine_role(config, place, numbered=numbered)
 
     def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:

@@ -1,6 +1,7 @@
 """The places that a supervisor fills: the program and parameters of each."""
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import msgspec
 
 from coordinator.config import CoordinatorLaunch
 from engine.shared.config import EngineLaunch
+from engine.shared.cpu.lists import CpuList
 from engine.shared.messages import MemberKind
 from server.access.admission_table import create_admission_table
 from server.config import ServeConfig
@@ -46,14 +48,18 @@ class Role:
     restarts: Restarts = field(default_factory=Restarts)
 
 
-def coordinator_role(config: ServeConfig, *, is_new: bool) -> Role:
-    """Return the coordinator's place; in a new cluster the first one has no predecessors."""
+def coordinator_role(config: ServeConfig, *, is_new: bool, cpus: CpuList = ()) -> Role:
+    """Return the coordinator's place; in a new cluster the first one has no predecessors.
+
+    Args:
+        cpus: what it runs on; empty: any.
+    """
     starts = itertools.count()
     return Role(
         name="coordinator",
         module="coordinator",
         launch=lambda _: CoordinatorLaunch(
-            config.coordinator(), has_predecessors=next(starts) > 0 or not is_new
+            config.coordinator(), has_predecessors=next(starts) > 0 or not is_new, cpus=cpus
         ),
     )
 
@@ -64,7 +70,13 @@ def control_address(directory: Path) -> str:
 
 
 def front_end_roles(
-    config: ServeConfig, directory: Path, listen_fd: int, *, numbered: bool, scalable: bool
+    config: ServeConfig,
+    directory: Path,
+    listen_fd: int,
+    *,
+    numbered: bool,
+    scalable: bool,
+    cpus: CpuList = (),
 ) -> list[Role]:
     """Return the places of all front ends of a node.
 
@@ -73,16 +85,17 @@ def front_end_roles(
         listen_fd: the bound HTTP socket that front ends inherit.
         numbered: whether they are the cluster's only ones, so that their places are their numbers.
         scalable: whether the node runs engines, whose number can be changed.
+        cpus: what they run on; empty: any.
     """
     metrics = directory / "metrics"
     metrics.mkdir(exist_ok=True)
     load_table = directory / "loads"
     create_load_table(load_table, config.supervisor.api_server_count)
     create_admission_table(directory / "admission", config.supervisor.api_server_count)
-    return [
-        _front_end_role(config, place, directory, listen_fd, numbered=numbered, scalable=scalable)
-        for place in range(config.supervisor.api_server_count)
-    ]
+    make = functools.partial(
+        _front_end_role, config, directory, listen_fd, numbered=numbered, scalable=scalable
+    )
+    return [make(place, cpus) for place in range(config.supervisor.api_server_count)]
 
 
 def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Role:
@@ -109,9 +122,10 @@ def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Ro
 
 def _front_end_role(
     config: ServeConfig,
-    place: int,
     directory: Path,
     listen_fd: int,
+    place: int,
+    cpus: CpuList,
     *,
     numbered: bool,
     scalable: bool,
@@ -132,6 +146,7 @@ def _front_end_role(
             "engines_may_wait": config.ray.data_parallel_backend == "ray",
             "load_table": str(directory / "loads"),
             "admission_table": str(directory / "admission"),
+            "cpus": cpus,
         }
 
     return Role(

@@ -72,7 +72,10 @@ class Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         self._registration: zmq.Socket[bytes] | None = None
         self._keeper = Keeper(console, config.log.log_format, self._report_death, node.keep)
-        self._coordinator = [coordinator_role(self._config, is_new=is_new)] if leads else []
+        cpus = backend.cpus_of_others
+        self._coordinator = (
+            [coordinator_role(self._config, is_new=is_new, cpus=cpus)] if leads else []
+        )
         self._front_ends: list[Role] = []
         self._engines = {
             place: backend.engine_role(self._config, place, numbered=True)
@@ -99,6 +102,7 @@ class Supervisor:
                     self._listener.fileno(),
                     numbered=self._is_alone,
                     scalable=not self._is_alone or bool(self._engines),
+                    cpus=self._backend.cpus_of_others,
                 )
             if self._config.ray.api_server_placement == "every-node":
                 self._elsewhere = self._api_servers_elsewhere()

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from engine.shared.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from engine.shared.cpu.lists import BadCpuList, CpuList, read_lists
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):
@@ -122,10 +123,18 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
     ] = "model"
     threads: Annotated[
         PositiveInt | None,
-        "Compute threads per engine; default: cores divided by the engines of this node. "
+        "Compute threads per engine; default: cores divided by the engines of this node, within "
+        "the CPU quota of its control group. "
         "Engines of a small model leave one core to the front ends, except while the LM head "
         "of a large batch is computed.",
     ] = None
+    cpu_bind: Annotated[
+        str,
+        "CPUs that engines run on; auto: an equal share of a NUMA node for each process that "
+        "computes, where there are several nodes and the shares come out even, else none; none: "
+        "any; or a list for each engine of this node, e.g. 0-15|16-31, or for each of its "
+        "processes. A bound process computes with a thread for each core of its list.",
+    ] = "auto"
     step_timeout: Annotated[
         PositiveFloat,
         "Seconds after which a step of up to 1,024 tokens counts as hung and the engine ends; "
@@ -149,3 +158,16 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
     simulated_token_us: Annotated[
         NonNegativeInt, "Simulated executor: microseconds per computed token."
     ] = 10
+
+    def __post_init__(self) -> None:
+        try:
+            self.bound_to  # noqa: B018 - it is read for the check
+        except BadCpuList as error:
+            raise ValueError(
+                f"--cpu-bind has to be auto, none or lists of CPUs as 0-3|4-7: {error}"
+            ) from error
+
+    @property
+    def bound_to(self) -> tuple[CpuList, ...]:
+        """The CPUs that `cpu_bind` lists; none for auto and none."""
+        return () if self.cpu_bind in ("auto", "none") else read_lists(self.cpu_bind)

@@ -44,6 +44,8 @@ class RayBackend:
     """
 
     has_all = True
+    cpus_of_others = ()
+    """Any: Ray does not say which CPUs of a node its actors have."""
 
     def __init__(self, config: ServeConfig, directory: Path) -> None:
         _check(config)
@@ -161,6 +163,11 @@ def _check(config: ServeConfig) -> None:
     if config.ray.api_server_placement == "every-node" and config.http.uds is not None:
         raise CannotServe(
             "--api-server-placement every-node listens on the nodes' addresses: leave out --uds"
+        )
+    if config.executor.bound_to:
+        raise CannotServe(
+            "--cpu-bind with lists of CPUs is for engines of this node, and Ray chooses the nodes: "
+            "leave it out"
         )
     if parallel.data_parallel_size_local == 0:
         raise CannotServe("--data-parallel-size-local has to be at least 1 rank on each node")

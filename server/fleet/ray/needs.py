@@ -66,7 +66,7 @@ def engine_config(config: EngineConfig, *, gpus: bool, most_on_node: int) -> Eng
     """Return the settings of an engine that runs in bundles of its own.
 
     Ray shows it only its own devices, so it counts as the first engine of its node; threads are
-    the cores that it asked for.
+    the cores that it asked for. It is not bound to any: Ray counts cores and does not say which.
 
     Args:
         most_on_node: how many engines may share a node's memory.
@@ -74,7 +74,8 @@ def engine_config(config: EngineConfig, *, gpus: bool, most_on_node: int) -> Eng
     parallel = msgspec.structs.replace(
         config.parallel, data_parallel_rank_local=0, data_parallel_size_local=most_on_node
     )
-    executor, model = config.executor, config.model
+    executor = msgspec.structs.replace(config.executor, cpu_bind="none")
+    model = config.model
     if not gpus:
         executor = msgspec.structs.replace(executor, threads=cpus(config))
         model = msgspec.structs.replace(model, device="cpu")

@@ -1,16 +1,16 @@
 """A worker process of an engine on a device that there is not (`strict_device`)."""
 
-from engine.executor.environment import settle_environment
+from engine.executor.worker_main import begin
 
 
 def main() -> int:
     """Run it as `engine.executor.worker_main` does."""
-    settle_environment()
+    launch, lifeline = begin()
     from engine.executor.worker import run  # imports torch
     from tests.engine.distributed import strict_device
 
     strict_device.install()
-    return run()
+    return run(launch, lifeline)
 
 
 if __name__ == "__main__":

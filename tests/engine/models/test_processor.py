@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.executor.environment import num_cores
 from engine.executor.loading import max_head_threads, set_threads
 from engine.models import settings
 from engine.models.hf_config import read_spec
@@ -152,3 +153,35 @@ def test_a_small_model_leaves_a_core_to_front_ends_but_while_its_head_computes(
             assert max_head_threads(spec, EngineConfig(executor=given), engines) == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_bound_process_has_a_thread_for_each_of_its_cores_within_the_quota(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, spec = torch.get_num_threads(), read_spec(BUNDLED_MODEL)
+    own = EngineConfig(executor=ExecutorConfig(cpu_bind="0-7|8-15"))
+    chosen = EngineConfig(executor=ExecutorConfig(cpu_bind="0-7|8-15", threads=2))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("engine.executor.loading.usable_cores", lambda: 4)
+    try:
+        for config, quota, threads in (
+            (own, None, 4),
+            (own, 3.5, 3),
+            (own, 0.5, 1),
+            (chosen, None, 2),
+        ):
+            monkeypatch.setattr("engine.executor.environment.cpu_quota", lambda at=quota: at)
+            set_threads(config, engines_on_node=2)
+            assert torch.get_num_threads() == threads
+            assert max_head_threads(spec, config, engines_on_node=2) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (16.0, 8), (3.5, 3), (0.5, 1)])
+def test_cores_are_counted_within_the_quota(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("engine.executor.environment.cpu_quota", lambda: quota)
+    assert num_cores() == cores

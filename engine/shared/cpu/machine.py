@@ -1,0 +1,125 @@
+"""What CPUs this machine lets a process use, and how a process is bound to some of them."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.shared.cpu.lists import BadCpuList, CpuList, list_text, read_list
+from engine.shared.cpu.plan import Core, Topology
+
+logger = logging.getLogger(__name__)
+
+_ROOT = Path("/")
+
+
+def read_topology(root: Path = _ROOT) -> Topology | None:
+    """Return the CPUs that this process may use; None where processes cannot be bound.
+
+    In a container, or below a program such as taskset, these are not all of the machine's.
+
+    Args:
+        root: where `/sys` and `/proc` are.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    usable = os.sched_getaffinity(0)
+    cores = sorted({_core(cpu, usable, root) for cpu in usable})
+    nodes = []
+    for cpus in _numa_nodes(root):
+        if own := tuple(core for core in cores if core[0] in cpus):
+            nodes.append(own)
+    if sum(map(len, nodes)) != len(cores):  # a kernel without NUMA, or a part of /sys is hidden
+        nodes = [tuple(cores)]
+    return Topology(tuple(nodes), cpu_quota(root))
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """Return how many cores this process may use, whichever of their hardware threads."""
+    usable = os.sched_getaffinity(0)
+    return len({_core(cpu, usable, root) for cpu in usable})
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """Return how many CPUs' time the control groups of this process grant; None: no limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found: list[float] = []
+    for line in lines:
+        _, _, named = line.partition(":")
+        controllers, _, path = named.partition(":")
+        if controllers == "":
+            base, read = root / "sys/fs/cgroup", _quota
+        elif "cpu" in controllers.split(","):
+            base, read = root / "sys/fs/cgroup/cpu", _quota_of_version_1
+        else:
+            continue
+        # A container sees its own group as the root, whatever path it has outside.
+        found += [quota for each in _and_above(base, path) if (quota := read(each)) is not None]
+    return min(found, default=None)
+
+
+def bind_process(cpus: CpuList) -> bool:
+    """Have all threads of this process run on these CPUs only; return whether they do.
+
+    Called before libraries are loaded, as they count CPUs, and before memory is written, which is
+    then near these CPUs. Without any, nothing is done.
+    """
+    if not cpus:
+        return False
+    try:
+        os.sched_setaffinity(0, cpus)
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread.name), cpus)
+    except OSError as error:  # they were taken from the container since they were chosen
+        logger.warning("cannot be bound to CPUs %s: %s", list_text(cpus), error)
+        return False
+    return True
+
+
+def _core(cpu: int, usable: set[int], root: Path) -> Core:
+    path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+    siblings = _list_in(path) or (cpu,)
+    return tuple(each for each in siblings if each in usable) or (cpu,)
+
+
+def _numa_nodes(root: Path) -> Iterator[set[int]]:
+    directory = root / "sys/devices/system/node"
+    for number in _list_in(directory / "online"):
+        yield set(_list_in(directory / f"node{number}/cpulist"))
+
+
+def _list_in(path: Path) -> CpuList:
+    try:
+        return read_list(path.read_text().strip())
+    except (OSError, BadCpuList):  # not there, or empty, as of a node with memory only
+        return ()
+
+
+def _and_above(base: Path, path: str) -> Iterator[Path]:
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts:  # a group that is not below the one that is seen here
+        parts = []
+    for length in range(len(parts), -1, -1):
+        yield base.joinpath(*parts[:length])
+
+
+def _quota(group: Path) -> float | None:
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _quota_of_version_1(group: Path) -> float | None:
+    try:
+        quota = int((group / "cpu.cfs_quota_us").read_text())
+        period = int((group / "cpu.cfs_period_us").read_text())
+        return None if quota < 0 else quota / period
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
