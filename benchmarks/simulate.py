@@ -54,12 +54,16 @@ from benchmarks.simulation.workload import (
     poisson,
     read_trace,
 )
-from engine.shared.config import SchedulerConfig
+from engine.shared.config import EngineConfig, SchedulerConfig
+from engine.shared.settings import settings_of
 from engine.shared.writable import writable_directory, writable_file
 from server.router.routing import POLICIES as ROUTING_POLICIES
 
 DOCS = Path(__file__).parent.parent / "docs"
 TIMELINE_POINTS = 400
+[ADMISSION_POLICIES] = (
+    each.choices for each in settings_of(EngineConfig) if each.name == "admission_policy"
+)
 DRAWN = [Case("pub", policy) for policy in ("none", "balance", "level")]
 
 
@@ -77,8 +81,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     fleet.add_argument("--hop-us", type=int, default=200, help="network time of a message")
     fleet.add_argument("--publish-interval", type=float, default=0.1, metavar="S")
     # Simulated prompts have nothing in common that an affinity could go by.
-    routing = ("least-loaded", "power-of-two", "round-robin")
-    fleet.add_argument("--routing-policy", choices=routing, default=routing[0])
+    routing = [name for name in ROUTING_POLICIES if name != "prefix-affinity"]
+    fleet.add_argument("--routing-policy", choices=routing, default="least-loaded")
     lockstep = commands.add_parser("lockstep", help="one group that steps together")
     lockstep.add_argument("--ranks", type=int, default=4)
     lockstep.add_argument(
@@ -122,7 +126,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-batched-tokens", type=int, default=2048)
     engine.add_argument("--num-kv-blocks", type=int, default=4096)
     engine.add_argument("--block-size", type=int, default=64)
-    engine.add_argument("--admission-policy", choices=("none", "balance", "cadence", "level"))
+    engine.add_argument("--admission-policy", choices=ADMISSION_POLICIES)
     engine.add_argument("--admission-cadence", type=int, default=2)
     engine.add_argument("--level-wait-weight", type=int, default=4)
     engine.add_argument("--level-hold-per-rank", type=int, default=16)

@@ -127,6 +127,8 @@ def test_functions_that_the_architecture_names_are_there() -> None:
     named = set(re.findall(r"`([A-Z]\w+)\.(\w+)", page))
     assert len(named) > 25
     assert sorted(f"{c}.{name}" for c, name in named if name not in classes.get(c, ())) == []
+    ways = page[page.index("## Three ways") : page.index("## Who knows what")]
+    assert set(re.findall(r"`([A-Z]\w+)`", ways)) <= classes.keys()
 
 
 def test_modules_on_the_way_of_a_request_are_there() -> None:

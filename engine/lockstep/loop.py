@@ -182,7 +182,7 @@ class LockstepLoop:
             interval = 1 if self._core.steps.joined_group(group.size) else GATHER_INTERVAL
             self._wave.regroup(group.topology, leads=group.rank == 0, gather_interval=interval)
             self._group = group
-            logger.info("in group %d as %d of %d", group.topology, group.rank + 1, group.size)
+            logger.info("joined group %d as %d of %d", group.topology, group.rank + 1, group.size)
             self._on_joined()
         elif self._group is not None and not self._grouping.is_joined:
             self._wave.group_lost()

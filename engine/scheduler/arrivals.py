@@ -53,7 +53,7 @@ class Arrivals:
         if message.id in self._books.all:
             name = message.request_id
             fields = {"request_id": name}
-            logger.warning("request %s (%d) is here already", name, message.id, extra=fields)
+            logger.warning("request %s (%d) arrived twice", name, message.id, extra=fields)
             return None
         reason = refusal(
             message,

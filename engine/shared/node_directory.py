@@ -87,7 +87,7 @@ class NodeDirectory:
             path.unlink(missing_ok=True)  # a link that leads nowhere
             path.symlink_to(f"/proc/{os.getpid()}/fd/{self._held[path]}")
         if is_new or lost:
-            logger.warning("somebody removed files in %s: put back", self.path)
+            logger.warning("files in %s were removed: put back", self.path)
         self._note()
         return is_new or bool(lost)
 

@@ -97,7 +97,7 @@ class Child:
             except OSError:
                 return
             except msgspec.DecodeError as error:
-                logger.error("%s cannot be heard any more: %s", self.name, error)
+                logger.error("%s is ignored from now on: %s", self.name, error)
                 return
             if not data:
                 return

@@ -289,7 +289,7 @@ class Supervisor:
             except Exception as error:
                 reason = str(error) or repr(error)
             if reason and reason != told:
-                logger.error("%s cannot be kept whole: %s", self._node.path, reason)
+                logger.error("removed files in %s cannot be put back: %s", self._node.path, reason)
             told = reason
 
     # -- stopping --------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._address = address
         self._wait(self.receive_timeout)
         if victim is not None:
-            logger.info("a connection gives way to a new one (%s)", self.client)
+            logger.info("closed an idle connection to accept a new one (%s)", self.client)
             victim.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -187,7 +187,7 @@ class CudaAttention:
             )
             return self._stock
         if difference > _MAX_DIFFERENCE:
-            logger.warning("attention: the kernel is off by %.3f and not used", difference)
+            logger.warning("attention: the kernel differs by %.3f and is not used", difference)
             return self._stock
         return varlen
 

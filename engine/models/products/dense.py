@@ -150,7 +150,7 @@ def gelu_product(weight: Tensor, bias: Tensor) -> Linear | None:
         plain = F.gelu(F.linear(x, weight, bias))
         agrees = torch.allclose(fused(x), plain, rtol=tolerance, atol=tolerance)
     except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type
-        logger.info("GELU of weights of type %s is computed apart: %s", weight.dtype, error)
+        logger.info("GELU of weights of type %s is computed separately: %s", weight.dtype, error)
         return None
     return fused if agrees else None
 

@@ -109,7 +109,7 @@ async def _make(
     try:
         await keeping.put(ended)
     except _NOT_KEPT:
-        logger.warning("response %s could not be noted as %s", ended.id, ended.status)
+        logger.warning("response %s could not be stored as %s", ended.id, ended.status)
 
 
 def _failed(begun: Response, code: str, message: str) -> Response:
