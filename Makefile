@@ -41,7 +41,7 @@ test: $(VENV)/.test ## run the whole test suite (ARGS="..." adds pytest argument
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-quick: $(VENV)/.test ## run the tests of state machines and plain functions: no processes, sockets or models
-	$(BIN)/python -m pytest --quick $(PARALLEL) --timeout 30 $(ARGS)
+	$(BIN)/python -m pytest --quick $(PARALLEL) --timeout 120 $(ARGS)
 
 $(VENV)/.deploy: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[deploy-test]'
