@@ -25,6 +25,7 @@ def engine_setup(
         cache.gpu_memory_utilization,
         cache.num_kv_blocks,
         cache.kv_cache_memory_bytes,
+        len(info.cache_windows),
     )
 
 

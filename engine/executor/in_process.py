@@ -34,7 +34,6 @@ from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.settings import model_length
-from engine.models.spec import ModelSpec
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.pooler import Pooler
@@ -251,7 +250,7 @@ class InProcessExecutor:
         max_model_len = model_length(spec, self._config.model)
         if pooling is not None and self._config.model.max_model_len is None:
             max_model_len = min(max_model_len, pooling.max_length or max_model_len)
-        windows = _cache_windows(self._config, spec)
+        windows = spec.cache_groups.windows if self._draft is None else (None,)
         in_one_step = pooling is not None and pooling.in_one_step
         lookahead = lookahead_tokens(
             self._config.scheduler,
@@ -322,18 +321,3 @@ def _adapter_store(config: EngineConfig, model: Decoder) -> AdapterStore[Adapter
     )
     convert = partial(adapter_weights, dtype=model.dtype)
     return AdapterStore(modules, config.lora.max_lora_rank, convert)
-
-
-def _cache_windows(config: EngineConfig, spec: ModelSpec) -> tuple[int | None, ...]:
-    """Return how far back the model's layers attend, if all of them slide alike.
-
-    A draft model has its keys and values in the same blocks, and may look back further.
-
-    Args:
-        spec: the part of the model that is here.
-    """
-    windows = set(spec.windows)
-    if config.parallel.pipeline_parallel_size > 1:
-        windows = set(read_spec(model_directory(config.model, weights=False)).windows)
-    alike = len(windows) == 1 and config.scheduler.speculative_model is None
-    return tuple(windows) if alike else (None,)

@@ -9,6 +9,7 @@ import torch
 from engine.executor.draft_rules import check_draft_model
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
+from engine.models.cache_groups import CacheGroups, divide, one_group
 from engine.models.decoder import Decoder
 from engine.models.fallback.choice import implementation
 from engine.models.fallback.loading import load_fallback
@@ -73,6 +74,7 @@ def load_model(
     if pooling is not None:
         outputs = pooling.size if pooling.task == "classify" else 0
         spec = msgspec.structs.replace(spec, num_outputs=outputs)
+    spec = msgspec.structs.replace(spec, cache_groups=_cache_groups(config, spec, device))
     report(f"loading weights of {directory.name}")
     checkpoint = open_checkpoint(directory, spec, settings)
     place = None if spec.moe is None else place
@@ -102,6 +104,19 @@ def load_model(
         model = loader.load()
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
         return LoadedModel(model, fingerprint, loader, pooling)
+
+
+def _cache_groups(config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheGroups:
+    """Return which layers share KV blocks.
+
+    A draft model has its keys and values in the same blocks, whatever its windows are. Recorded
+    steps of CUDA devices have one block table.
+    """
+    if config.scheduler.speculative_model is not None:
+        return CacheGroups()
+    if device.type != "cpu":
+        return one_group(spec.windows)
+    return divide(spec.windows, model_length(spec, config.model))
 
 
 def load_draft_model(

@@ -80,7 +80,8 @@ class TeamLeader:
         if self._layout.shards == 1:
             return
         token_ids, positions, slots = map(_array, (step.token_ids, step.positions, step.slots))
-        command = _forward(token_ids, positions, slots, step.rows, _slots(step.adapters))
+        others = [_array(each.slots) for each in step.others]
+        command = _forward(token_ids, positions, slots, step.rows, _slots(step.adapters), others)
         self._team.tell(command, self._layout.mates)
 
     def dummy_step(self) -> None:
@@ -159,7 +160,9 @@ class _TeamStages:
         )
         arriving = self._grid.begin_receive(states)
         adapters = rows.adapters.tobytes() if (rows.adapters != NO_ADAPTER).any() else b""
-        command = _forward(rows.token_ids, rows.positions, rows.cache_slots, shape, adapters)
+        command = _forward(
+            rows.token_ids, rows.positions, rows.cache_slots, shape, adapters, rows.other_slots
+        )
         self._team.tell(command, self._layout.earlier)
         return arriving
 
@@ -381,6 +384,7 @@ def _forward(
     slots: IntArray,
     rows: AttentionRows,
     adapters: bytes = b"",
+    other_slots: Sequence[IntArray] = (),
 ) -> Forward:
     return Forward(
         token_ids=token_ids.tobytes(),
@@ -392,6 +396,8 @@ def _forward(
         block_tables=rows.block_tables.tobytes(),
         block_size=rows.block_size,
         adapters=adapters,
+        other_slots=tuple(each.tobytes() for each in other_slots),
+        other_tables=tuple(each.tobytes() for each in rows.other_tables),
     )
 
 

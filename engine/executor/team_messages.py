@@ -39,6 +39,9 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     block_size: int
     adapters: bytes = b""
     """Slot of each token's adapter; empty if none has one."""
+    other_slots: tuple[bytes, ...] = ()
+    """Of the groups of layers after the first, as the next."""
+    other_tables: tuple[bytes, ...] = ()
 
 
 class DummyStep(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -54,6 +54,7 @@ from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.kv_memory import allocate_cache, available_memory, bytes_per_block
 from engine.runner.memory_profile import MemoryTrial
 from engine.runner.profiling import StepProfiler
+from engine.runner.step_input import other_groups, plans_of
 from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
 from engine.shared.logs import name_process
 
@@ -247,7 +248,9 @@ class Worker:
     def _end_trial(self) -> None:
         trial, self._trial = self._trial, None
         assert trial is not None, "no trial was begun"
-        peak = trial.peak(sum(layer.nbytes for layer in self._cache))
+        peak = trial.peak(
+            sum(layer.nbytes for layer in {id(each): each for each in self._cache}.values())
+        )
         self._cache = []
         left = trial.left(peak, self._config.cache.gpu_memory_utilization)
         self.free_blocks = left // self._block_bytes
@@ -277,14 +280,18 @@ class Worker:
             first_token=_integers(command.first_token),
             block_tables=tables,
             block_size=command.block_size,
+            other_tables=tuple(
+                np.frombuffer(each, np.int32).reshape(tables.shape) for each in command.other_tables
+            ),
         )
         return StepTokens(
             token_ids=self._tensor(command.token_ids),
             positions=self._tensor(command.positions),
             slots=self._tensor(command.slots),
             rows=rows,
-            plans={window: model.attention.plan(rows, window) for window in model.windows},
+            plans=plans_of(model, rows, 0),
             adapters=self._rows(command.adapters),
+            others=other_groups(model, rows, [self._tensor(each) for each in command.other_slots]),
         )
 
     def _rows(self, slots: bytes) -> AdapterRows | None:

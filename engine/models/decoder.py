@@ -57,6 +57,13 @@ class FinalTokens(msgspec.Struct, frozen=True):
     """How they attend in the last layer, each as a row of its own."""
 
 
+class GroupTokens(msgspec.Struct, frozen=True):
+    """The tokens of one step as the layers of another group than the first see them."""
+
+    slots: Tensor
+    plans: dict[int | None, Any]
+
+
 class StepTokens(msgspec.Struct, frozen=True):
     """The tokens of one step, rows one after the other."""
 
@@ -74,6 +81,8 @@ class StepTokens(msgspec.Struct, frozen=True):
     """None if all states are needed."""
     adapters: AdapterRows | None = None
     """Which adapter each token is computed with; None if none has one."""
+    others: tuple[GroupTokens, ...] = ()
+    """What differs for all groups of layers but the first, which have KV blocks of their own."""
 
 
 class Followers(Protocol):
@@ -126,11 +135,16 @@ class Decoder:
         self.attention = attention
         self.expert_group = expert_group
         self._weights = weights
+        groups = spec.cache_groups
+        self._group_of = [groups.group_of(layer) for layer in range(spec.num_layers)]
+        self._windows: list[set[int | None]] = [set() for _ in groups.windows]
+        for group, window in zip(self._group_of, spec.windows, strict=True):
+            self._windows[group].add(window)
 
     @property
-    def windows(self) -> set[int | None]:
-        """The sliding windows for which `StepTokens.plans` needs a plan."""
-        return set(self.spec.windows)
+    def windows(self) -> list[set[int | None]]:
+        """For each group of layers the sliding windows that `StepTokens.plans` needs plans for."""
+        return self._windows
 
     @property
     def is_alone(self) -> bool:
@@ -156,6 +170,11 @@ class Decoder:
         """The layers with experts, by number."""
         layers = enumerate(self._weights.layers)
         return {i: layer.sparse for i, layer in layers if layer.sparse is not None}
+
+    @property
+    def last_group(self) -> int:
+        """The group of the last layer."""
+        return self._group_of[-1]
 
     @property
     def last_window(self) -> int | None:
@@ -188,12 +207,16 @@ class Decoder:
             x = incoming
         rotations = [rotation(table, step.positions) for table in self._weights.rotary]
         last = self._weights.layers[-1]
-        for layer, layer_cache in zip(self._weights.layers, cache, strict=True):
+        parts: tuple[StepTokens | GroupTokens, ...] = (step, *step.others)
+        for layer, layer_cache, group in zip(
+            self._weights.layers, cache, self._group_of, strict=True
+        ):
+            part = parts[group]
             final = step.final if layer is last else None
             normed = x if layer.attention_norm is None else layer.attention_norm(x)
             rotated = None if layer.rope is None else rotations[layer.rope]
-            queries = layer.attention.write_and_query(normed, layer_cache, step.slots, rotated)
-            plan = step.plans[layer.window]
+            queries = layer.attention.write_and_query(normed, layer_cache, part.slots, rotated)
+            plan = part.plans[layer.window]
             if final is not None:
                 x, queries = (each.index_select(0, final.tokens) for each in (x, queries))
                 if layer.is_parallel:

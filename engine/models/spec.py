@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.models.cache_groups import CacheGroups
+
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -150,6 +152,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `head_dim` is the width of latent and rotated key together."""
     windows: tuple[int | None, ...]
     """Per layer: how many last positions a token attends to, itself included; None for all."""
+    cache_groups: CacheGroups = CacheGroups()
+    """Which layers share KV blocks."""
     moe: MoeSpec | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

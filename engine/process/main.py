@@ -348,7 +348,8 @@ class EngineProcess:
         self._serving = True
         settle_heap()
         info = executor.info
-        tokens = info.num_kv_blocks * self._config.cache.block_size
+        num_groups = len(info.cache_windows)
+        tokens = info.num_kv_blocks // num_groups * self._config.cache.block_size
         self._summary = f"KV cache of {info.num_kv_blocks} blocks ({tokens:,} tokens)"
         if self._config.executor.bound_to:
             self._summary += f", on CPUs {self._config.executor.cpu_bind}"

@@ -39,6 +39,7 @@ def can_record(model: Decoder, block_size: int) -> bool:
     return (
         isinstance(attention, CudaAttention)
         and model.is_recordable
+        and len(model.windows) == 1
         and isinstance(attention.for_blocks(block_size), VarlenAttention)
     )
 
@@ -119,7 +120,7 @@ class DecodeGraphs:
             rows=shape,
             plans={
                 window: msgspec.structs.replace(plan, window=kernel_window(window))
-                for window in self._model.windows
+                for window in self._model.windows[0]
             },
         )
         return step, plan

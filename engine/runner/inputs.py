@@ -28,7 +28,9 @@ class BatchRows(msgspec.Struct, frozen=True):
     adapters: IntArray
     """Slot of each token's adapter; -1 for none."""
     cache_slots: IntArray
-    """Flat place of each token in a layer's cache."""
+    """Flat place of each token in a layer's cache, for layers of the first group."""
+    other_slots: tuple[IntArray, ...] = ()
+    """The same for the other groups."""
 
     @property
     def last_tokens(self) -> IntArray:
@@ -54,7 +56,11 @@ def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
         row_of_token = np.repeat(rows, counts)
         token_slots = slots[row_of_token]
         positions = np.arange(ends[-1]) - (first_token - starts)[row_of_token]
-    block = table.block_tables[token_slots, positions // table.block_size]
+    index, offsets = positions // table.block_size, positions % table.block_size
+    cache_slots, *others = [
+        tables[token_slots, index].astype(np.int64) * table.block_size + offsets
+        for tables in (table.block_tables, *table.other_tables)
+    ]
     return BatchRows(
         slots=slots,
         starts=starts,
@@ -65,7 +71,8 @@ def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
         token_ids=table.token_ids[token_slots, positions].astype(np.int64),
         positions=positions,
         adapters=table.adapters[token_slots],
-        cache_slots=block.astype(np.int64) * table.block_size + positions % table.block_size,
+        cache_slots=cache_slots,
+        other_slots=tuple(others),
     )
 
 
@@ -91,4 +98,5 @@ def attention_rows(rows: BatchRows, table: SlotTable) -> AttentionRows:
         first_token=first_token,
         block_tables=table.block_tables[slots, :width],
         block_size=table.block_size,
+        other_tables=tuple(tables[slots, :width] for tables in table.other_tables),
     )

@@ -23,8 +23,8 @@ class NotEnoughMemory(ValueError):
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Return the memory of one block over all layers."""
-    return spec.num_layers * block_size * prod(spec.kv_shape) * dtype.itemsize
+    """Return the memory of one block: of all layers of a group."""
+    return _layers_of_block(spec) * block_size * prod(spec.kv_shape) * dtype.itemsize
 
 
 def count_blocks(
@@ -45,9 +45,10 @@ def count_blocks(
     Raises:
         NotEnoughMemory: the blocks do not hold one sequence of `max_model_len`.
     """
-    per_sequence = (shape or CacheShape(config.block_size)).blocks_for(max_model_len)
+    shape = shape or CacheShape(config.block_size)
+    per_sequence, num_groups = shape.blocks_for(max_model_len), len(shape.windows)
     if config.num_kv_blocks is not None:
-        blocks = config.num_kv_blocks
+        blocks = config.num_kv_blocks * num_groups
         source = "--num-kv-blocks"
     else:
         budget = config.kv_cache_memory_bytes or available_bytes
@@ -55,9 +56,10 @@ def count_blocks(
         source = "--kv-cache-memory-bytes" if config.kv_cache_memory_bytes else "free memory"
     if blocks < per_sequence:
         needed = per_sequence * block_bytes / 2**20
+        groups = f" in {num_groups} cache groups" if num_groups > 1 else ""
         raise NotEnoughMemory(
-            f"{blocks} KV blocks of {config.block_size} tokens (from {source}) do not hold one "
-            f"sequence of {max_model_len} tokens, which needs {per_sequence} blocks "
+            f"{blocks} KV blocks of {config.block_size} tokens{groups} (from {source}) do not hold "
+            f"one sequence of {max_model_len} tokens, which needs {per_sequence} blocks "
             f"({needed:.0f} MiB): lower --max-model-len or give the cache more memory"
         )
     return blocks
@@ -96,11 +98,19 @@ def _control_group_free() -> int | None:
 def allocate_cache(
     spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Return one zeroed [num_blocks, block_size, parts, kv_heads, head_dim] tensor per layer.
+    """Return the zeroed [num_blocks, block_size, parts, kv_heads, head_dim] tensor of each layer.
 
+    Layers of different groups share one, in blocks of their own.
     On the CPU resident memory grows only as blocks are used.
     """
-    shape = (num_blocks, block_size, *spec.kv_shape)
+    shape, count = (num_blocks, block_size, *spec.kv_shape), _layers_of_block(spec)
     if device.type == "cpu":
-        return [untouched_zeros(shape, dtype) for _ in range(spec.num_layers)]
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        shared = [untouched_zeros(shape, dtype) for _ in range(count)]
+    else:
+        shared = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
+    return [shared[place] for place in spec.cache_groups.places(spec.num_layers)]
+
+
+def _layers_of_block(spec: ModelSpec) -> int:
+    """Return how many of the layers that are here a block holds at most."""
+    return 1 + max(spec.cache_groups.places(spec.num_layers), default=-1)

@@ -119,6 +119,7 @@ class ModelRunner:
             block_size=block_size,
             vocab_size=model.spec.vocab_size,
             eos_token_ids=model.spec.eos_token_ids,
+            num_groups=len(model.spec.cache_groups.windows),
         )
         self._draft = None if draft is None else DraftModel(draft, self._table, num_kv_blocks)
         self._graphs: DecodeGraphs | None = None

@@ -123,7 +123,9 @@ class SlotTable:
         block_size: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        num_groups: int = 1,
     ) -> None:
+        """Make room; each of the groups of layers has block tables of its own."""
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
@@ -131,7 +133,9 @@ class SlotTable:
         self.adapters = np.full(max_num_seqs, -1, np.int64)
         """Slot of each sequence's adapter; -1 for none."""
         blocks = -(-(max_model_len + 1) // block_size)
-        self.block_tables = np.zeros((max_num_seqs, blocks), np.int32)
+        tables = [np.zeros((max_num_seqs, blocks), np.int32) for _ in range(num_groups)]
+        self.block_tables, *self.other_tables = tables
+        """Of the first group of layers, and of the others."""
         self.sampling = SamplingTable(max_num_seqs, vocab_size, eos_token_ids)
 
     def start(self, start: SlotStart) -> None:
@@ -156,4 +160,5 @@ class SlotTable:
     def append_blocks(self, blocks: SlotBlocks) -> None:
         """Extend the block table of a slot."""
         end = blocks.first + len(blocks.block_ids)
-        self.block_tables[blocks.slot, blocks.first : end] = blocks.block_ids
+        table = self.other_tables[blocks.group - 1] if blocks.group else self.block_tables
+        table[blocks.slot, blocks.first : end] = blocks.block_ids

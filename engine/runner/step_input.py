@@ -1,9 +1,14 @@
 """From the rows of a step to the tensors that a decoder takes."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
 from engine.models.adapters import AdapterRows
 from engine.models.attention.plan import AttentionRows
 from engine.models.attention.varlen import to_device
-from engine.models.decoder import Decoder, FinalTokens, StepTokens
+from engine.models.decoder import Decoder, FinalTokens, GroupTokens, StepTokens
 from engine.runner.inputs import BatchRows
 from engine.runner.slots import SlotTable
 from engine.runner.verification import Draws, draw_rows
@@ -30,7 +35,7 @@ def step_tokens(
     """
     device, final = model.device, None
     if draws is not None:
-        ends = draw_rows(draws, table)
+        ends = draw_rows(draws, table).of_group(model.last_group)
         plan = model.attention.plan(ends, model.last_window) if len(draws.tokens) else None
         final = FinalTokens(to_device(draws.tokens, device), plan)
     return StepTokens(
@@ -38,7 +43,23 @@ def step_tokens(
         positions=to_device(rows.positions, device),
         slots=to_device(rows.cache_slots, device),
         rows=shape,
-        plans={window: model.attention.plan(shape, window) for window in model.windows},
+        plans=plans_of(model, shape, 0),
         final=final,
         adapters=adapters,
+        others=other_groups(model, shape, [to_device(each, device) for each in rows.other_slots]),
+    )
+
+
+def plans_of(model: Decoder, shape: AttentionRows, group: int) -> dict[int | None, Any]:
+    """Return how the layers of a group attend, by their windows."""
+    rows = shape.of_group(group)
+    return {window: model.attention.plan(rows, window) for window in model.windows[group]}
+
+
+def other_groups(
+    model: Decoder, shape: AttentionRows, slots: Sequence[Tensor]
+) -> tuple[GroupTokens, ...]:
+    """Return what differs for the groups of layers after the first, whose cache slots are given."""
+    return tuple(
+        GroupTokens(each, plans_of(model, shape, group)) for group, each in enumerate(slots, 1)
     )

@@ -70,6 +70,7 @@ def draw_rows(draws: Draws, table: SlotTable) -> AttentionRows:
         first_token=np.arange(len(draws.positions)),
         block_tables=table.block_tables[draws.slots, :width],
         block_size=table.block_size,
+        other_tables=tuple(tables[draws.slots, :width] for tables in table.other_tables),
     )
 
 

@@ -58,7 +58,7 @@ _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
     "enable_prefix_caching": lambda setup: setup.enable_prefix_caching,
     "gpu_memory_utilization": lambda setup: setup.gpu_memory_utilization,
     "kv_cache_memory_bytes": lambda setup: setup.kv_cache_memory_bytes,
-    "kv_cache_size_tokens": lambda setup: setup.num_kv_blocks * setup.block_size,
+    "kv_cache_size_tokens": lambda setup: setup.kv_tokens,
     "num_cpu_blocks": lambda setup: None,
     "num_gpu_blocks": lambda setup: setup.num_kv_blocks,
     "num_gpu_blocks_override": lambda setup: setup.num_kv_blocks_set,

@@ -4,9 +4,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
+from engine.models.cache_groups import divide
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader
 from engine.models.settings import compute_types, model_length, open_checkpoint
@@ -29,7 +31,8 @@ class Driver:
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.blocks: dict[int, list[int]] = {}
-        self._free = list(range(num_blocks))
+        self._num_groups = _num_groups(runner)
+        self._free = list(range(num_blocks // self._num_groups))
         random.Random(7).shuffle(self._free)
         self._starting: list[SlotStart] = []
         self._new_blocks: list[SlotBlocks] = []
@@ -56,7 +59,7 @@ class Driver:
         self.blocks[slot] = list(cached_blocks or [])
         self.computed[slot] = len(self.blocks[slot]) * BLOCK_SIZE
         if self.blocks[slot]:
-            self._new_blocks.append(SlotBlocks(slot, 0, list(self.blocks[slot])))
+            self._append(slot, 0, self.blocks[slot])
 
     def plan(self, rows: dict[int, int]) -> BatchPlan:
         """Return a plan that computes so many tokens of each slot, in the order given."""
@@ -67,7 +70,7 @@ class Driver:
             new = [self._free.pop() for _ in range(needed)]
             self.blocks[slot] += new
             if new:
-                self._new_blocks.append(SlotBlocks(slot, first, new))
+                self._append(slot, first, new)
             self.computed[slot] = start + count
         plan = BatchPlan(
             step=self._step,
@@ -83,6 +86,14 @@ class Driver:
         self._step += 1
         self._starting, self._new_blocks = [], []
         return plan
+
+    def _append(self, slot: int, first: int, blocks: list[int]) -> None:
+        """Give a slot blocks: of each number one in each group of layers."""
+        count = self._num_groups
+        self._new_blocks += [
+            SlotBlocks(slot, first, [count * block + group for block in blocks], group)
+            for group in range(count)
+        ]
 
     def step(self, rows: dict[int, int]) -> BatchResult:
         """Run one plan and append its tokens."""
@@ -131,6 +142,8 @@ def load_driver(
     device = torch.device("cpu")
     files = model_directory(config, weights=True)
     spec = read_spec(files)
+    groups = divide(spec.windows, model_length(spec, config))
+    spec = msgspec.structs.replace(spec, cache_groups=groups)
     weights = open_checkpoint(files, spec, config)
     loader = DecoderLoader(
         spec,
@@ -148,7 +161,15 @@ def load_driver(
         model,
         max_num_seqs=32,
         max_model_len=model_length(spec, config),
-        num_kv_blocks=NUM_BLOCKS,
+        num_kv_blocks=NUM_BLOCKS * len(groups.windows),
         block_size=BLOCK_SIZE,
     )
-    return Driver(runner)
+    return Driver(runner, NUM_BLOCKS * len(groups.windows))
+
+
+def _num_groups(runner: Any) -> int:
+    """Return how many groups of layers have blocks of their own."""
+    if isinstance(runner, ModelRunner):
+        return len(runner.model.spec.cache_groups.windows)
+    executor = getattr(runner, "executor", None)
+    return 1 if executor is None else len(executor.info.cache_windows)

@@ -135,6 +135,17 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3-long": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 6,
+            "sliding_window": 512,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "query_pre_attn_scalar": 24,
+            "max_position_embeddings": 8448,
+        },
+    ),
     "phi3": ("Phi3", {"sliding_window": 50}),
     "phi3-partial": (
         "Phi3",

@@ -41,6 +41,15 @@ class AttentionRows(msgspec.Struct, frozen=True):
     block_tables: npt.NDArray[np.int32]
     """[rows, blocks]: unused entries may hold any valid block."""
     block_size: int
+    other_tables: tuple[npt.NDArray[np.int32], ...] = ()
+    """The block tables of all groups of layers but the first, which are as large."""
+
+    def of_group(self, group: int) -> "AttentionRows":
+        """Return the rows with the block tables of a group of layers."""
+        if group == 0:
+            return self
+        tables = self.other_tables[group - 1]
+        return msgspec.structs.replace(self, block_tables=tables, other_tables=())
 
 
 class PaddedGroup(msgspec.Struct, frozen=True):

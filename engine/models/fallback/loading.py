@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.models.attention.choice import attention_of
+from engine.models.cache_groups import one_group
 from engine.models.fallback.attention import (
     INTERFACE,
     AttentionCalls,
@@ -177,6 +178,7 @@ def _spec(
         max_position_embeddings=positions,
         tie_word_embeddings=False,
         windows=tuple(each.window for each in layers),
+        cache_groups=one_group([each.window for each in layers]),
         attention_scale=first.scale,
         attention_softcap=first.softcap,
         attention_sinks=any(each.has_sinks for each in layers),

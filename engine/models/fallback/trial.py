@@ -84,5 +84,5 @@ def _step(
         positions=torch.cat(parts),
         slots=torch.cat([part + i * blocks * _BLOCK_SIZE for i, part in enumerate(parts)]),
         rows=rows,
-        plans={window: decoder.attention.plan(rows, window) for window in decoder.windows},
+        plans={window: decoder.attention.plan(rows, window) for window in decoder.windows[0]},
     )

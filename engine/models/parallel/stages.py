@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from engine.models.cache_groups import CacheGroups
 from engine.models.spec import ModelSpec, UnsupportedModel
 
 
@@ -43,8 +44,10 @@ class Stage(NamedTuple):
         moe = spec.moe
         if moe is not None:
             moe = msgspec.structs.replace(moe, layers=moe.layers[chosen])
+        groups = spec.cache_groups
         return msgspec.structs.replace(
             spec,
+            cache_groups=CacheGroups(groups.windows, groups.of_layers[chosen]),
             num_layers=len(self.layers),
             ropes=spec.ropes[chosen],
             windows=spec.windows[chosen],

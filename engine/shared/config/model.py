@@ -80,7 +80,9 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
     block_size: Annotated[int, Meta(ge=1, le=256), "Tokens per KV block."] = 16
     num_kv_blocks: Annotated[
-        PositiveInt | None, "Number of KV blocks; default: sized from memory."
+        PositiveInt | None,
+        "Number of KV blocks for each cache group (one, unless only some layers have a sliding "
+        "window); default: sized from memory.",
     ] = None
     kv_cache_memory_bytes: Annotated[
         PositiveInt | None,

@@ -26,6 +26,13 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     gpu_memory_utilization: float | None = None
     num_kv_blocks_set: int | None = None
     kv_cache_memory_bytes: int | None = None
+    num_cache_groups: int = 1
+    """Groups of layers, each of which has KV blocks of its own for a sequence's tokens."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache keeps, if none of them slide out of a window."""
+        return self.num_kv_blocks // self.num_cache_groups * self.block_size
 
 
 class FrontEndAddresses(msgspec.Struct, frozen=True, array_like=True):

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from engine.core.engine_core import EngineCore
-from engine.executor import in_process
+from engine.executor import loading
 from engine.executor.in_process import InProcessExecutor
+from engine.models.cache_groups import CacheGroups
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -16,7 +17,8 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
-from tests.engine.fixtures import SaveModel
+from tests.engine.fixtures import MakePrompt, SaveModel
+from tests.engine.serving import request, serve
 
 STREAMS = 200
 
@@ -26,7 +28,10 @@ def settings(directory: Path, num_blocks: int, guesses: int = 0) -> EngineConfig
         model=ModelConfig(model=str(directory), dtype="float32", max_model_len=256, device="cpu"),
         cache=CacheConfig(num_kv_blocks=num_blocks, block_size=4),
         scheduler=SchedulerConfig(
-            max_num_seqs=STREAMS, max_num_batched_tokens=512, speculative_ngram=guesses
+            max_num_seqs=STREAMS,
+            max_num_batched_tokens=512,
+            speculative_ngram=guesses,
+            max_slowdown=0,  # what is scheduled depends on no clock
         ),
         executor=ExecutorConfig(threads=1, batch_invariant=True),
     )
@@ -53,8 +58,8 @@ def served(config: EngineConfig) -> tuple[dict[int, list[int]], EngineCore]:
     arrivals, tokens = streams(), {id: list[int]() for id in range(STREAMS)}
     aborted: set[int] = set()
     while arrivals or core.has_work:
-        for request in arrivals[:3]:
-            core.handle(request)
+        for arrival in arrivals[:3]:
+            core.handle(arrival)
         del arrivals[:3]
         for output in core.step().outputs.get(0, []):
             if output.id in aborted:
@@ -70,15 +75,89 @@ def served(config: EngineConfig) -> tuple[dict[int, list[int]], EngineCore]:
     return tokens, core
 
 
-@pytest.mark.parametrize("guesses", [0, 3])
-@pytest.mark.parametrize("name", ["mistral-window"])
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "guesses"),
+    [("mistral-window", 900, 0), ("gemma3", 300, 3), ("cohere2", 300, 0)],
+)
 def test_two_hundred_streams_get_the_tokens_of_an_engine_that_frees_nothing(
-    name: str, guesses: int, checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    num_blocks: int,
+    guesses: int,
+    checkpoint: SaveModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = checkpoint(name).directory
-    tokens, core = served(settings(directory, 900, guesses))
-    assert core.stats().counters.prefix_cache_hits > 1000
-    monkeypatch.setattr(in_process, "_cache_windows", lambda *_: (None,))
+    tokens, core = served(settings(directory, num_blocks, guesses))
+    assert core.stats().counters.prefix_cache_hits > 500
+    monkeypatch.setattr(loading, "_cache_groups", lambda *_: CacheGroups())
     others, plain = served(settings(directory, 20_000, guesses))
     assert plain.stats().counters.preemptions == 0
     assert tokens == others
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3", "gpt-oss", "olmo3", "cohere2", "qwen2-some-windows"]
+)
+def test_chunked_cached_and_preempted_sequences_get_the_tokens_of_transformers(
+    name: str, overlap: bool, checkpoint: SaveModel, prompt: MakePrompt
+) -> None:
+    model, shared = checkpoint(name), prompt(60)
+    prompts = [[*shared[: 60 - 4 * (id % 3)], *prompt(70)[id : id + 9 + id]] for id in range(12)]
+    answers, stats = serve(
+        model.directory,
+        [request(id, each, temperature=0.0) for id, each in enumerate(prompts)],
+        dtype="float32",
+        num_blocks=64,
+        block_size=4,
+        async_scheduling=overlap,
+        max_slowdown=0,  # what is scheduled depends on no clock
+    )
+    assert stats.counters.prefix_cache_hits > 100
+    assert stats.counters.preemptions
+    assert stats.kv_usage == 0
+    for given, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == model.greedy(given, 60, answer.tokens)
+
+
+def after_8192_tokens(directory: Path, num_blocks: int) -> tuple[list[int], list[int], int]:
+    """Serve a prompt of 8,192 tokens and 40 more.
+
+    Returns:
+        The tokens, the blocks in use after each step, and how many blocks there are.
+    """
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), dtype="float32", max_model_len=8240, device="cpu"),
+        cache=CacheConfig(num_kv_blocks=num_blocks, block_size=16),
+        scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512),
+        executor=ExecutorConfig(threads=1),
+    )
+    executor = InProcessExecutor(config)
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    prompt = [(7 * i + i * i % 11) % 256 for i in range(8192)]
+    core.handle(request(0, prompt, max_tokens=40, temperature=0.0))
+    tokens, used = list[int](), list[int]()
+    while core.has_work:
+        for output in core.step().outputs.get(0, []):
+            tokens += output.token_ids
+        used.append(round(core.stats().kv_usage * executor.info.num_kv_blocks))
+    executor.shutdown()
+    return tokens, used, executor.info.num_kv_blocks
+
+
+def test_five_of_six_layers_that_slide_take_the_blocks_of_their_window(
+    checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint("gemma3-long").directory
+    tokens, used, num_blocks = after_8192_tokens(directory, 182)
+    assert num_blocks == 6 * 182
+    # After the prompt the next token attends to what follows position 7680, from block 480 on.
+    assert used[8192 // 512 - 1] == 512 + 5 * (512 - 480)
+    # Each planned step has its blocks in advance, as of a prompt's chunks.
+    in_advance = 2 * (512 + 1)
+    assert max(used) <= 515 + 5 * (-(-(511 + in_advance) // 16) + 1)
+    monkeypatch.setattr(loading, "_cache_groups", lambda *_: CacheGroups())
+    others, kept, _ = after_8192_tokens(directory, 515)
+    assert tokens == others
+    assert kept[8192 // 512 - 1] == 512  # each as large as six of the others

@@ -52,11 +52,12 @@ def settings(
     shards: int = 1,
     partition: str | None = None,
     batch_invariant: bool = False,
+    num_blocks: int = NUM_BLOCKS,
     **scheduler: Any,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(directory), device="cpu", dtype="float32", max_model_len=160),
-        cache=CacheConfig(block_size=8, num_kv_blocks=NUM_BLOCKS),
+        cache=CacheConfig(block_size=8, num_kv_blocks=num_blocks),
         scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40, **scheduler),
         executor=ExecutorConfig(threads=1, batch_invariant=batch_invariant),
         parallel=ParallelConfig(
@@ -139,7 +140,7 @@ def test_steps_in_flight_with_grammars_and_guesses_change_no_token(
     [
         ("llama-deep", {"stages": 3}),
         ("qwen3-moe-deep", {"stages": 2, "shards": 2}),
-        ("gpt-oss-mxfp4", {"stages": 2}),
+        ("gpt-oss-mxfp4", {"stages": 2, "num_blocks": 20}),
         ("deepseek3", {"stages": 2, "shards": 2}),
         ("glm4-moe", {"stages": 3}),
     ],
@@ -149,7 +150,7 @@ def test_every_layout_gives_the_tokens_of_one_process(
 ) -> None:
     model = checkpoint(name)
     pipeline, made = stages(model.directory, **layout), requests(256)
-    expected = alone(model.directory, made)
+    expected = alone(model.directory, made, num_blocks=layout.get("num_blocks", NUM_BLOCKS))
     overlapped = msgspec.structs.replace(pipeline.config.scheduler, async_scheduling=True)
     for scheduler in (pipeline.config.scheduler, overlapped):
         config = msgspec.structs.replace(pipeline.config, scheduler=scheduler)

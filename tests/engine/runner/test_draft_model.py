@@ -100,9 +100,18 @@ def test_another_draft_model_changes_no_token(
     assert (counters.preemptions > 0) == (num_blocks == 40)
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "deepseek3", "gpt-oss", "gemma3"])
-def test_it_may_be_of_another_family(name: str, checkpoint: SaveModel) -> None:
-    target, other = checkpoint("llama").directory, checkpoint(name).directory
+@pytest.mark.parametrize(
+    ("served", "drafting"),
+    [
+        ("llama", "mistral-window"),
+        ("llama", "deepseek3"),
+        ("llama", "gpt-oss"),
+        ("llama", "gemma3"),
+        ("gemma3", "llama"),  # the layers of both are one group
+    ],
+)
+def test_it_may_be_of_another_family(served: str, drafting: str, checkpoint: SaveModel) -> None:
+    target, other = checkpoint(served).directory, checkpoint(drafting).directory
     requests = [
         request(id, SOME_TEXT[: 9 + 7 * id], temperature=id % 2 * 0.8, max_tokens=30)
         for id in range(5)

@@ -3,9 +3,11 @@
 import os
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from engine.models.cache_groups import CacheGroups
 from engine.models.hf_config import parse_spec, read_spec
 from engine.runner.kv_memory import (
     NotEnoughMemory,
@@ -14,6 +16,7 @@ from engine.runner.kv_memory import (
     bytes_per_block,
     count_blocks,
 )
+from engine.scheduler.block_table import CacheShape
 from engine.shared.config import CacheConfig
 from tests.engine.fixtures import SaveModel
 
@@ -33,13 +36,14 @@ SPEC = parse_spec(
 )
 
 
-def count(available: int = 10_000, **cache: Any) -> int:
+def count(available: int = 10_000, shape: CacheShape | None = None, **cache: Any) -> int:
     return count_blocks(
         CacheConfig(block_size=16, **cache),
         block_bytes=100,
         max_model_len=100,
         max_num_seqs=4,
         available_bytes=available,
+        shape=shape,
     )
 
 
@@ -92,12 +96,34 @@ def test_set_bytes_win_over_free_memory() -> None:
     assert count(kv_cache_memory_bytes=1234) == 12
 
 
+def test_a_set_number_of_blocks_is_for_each_cache_group() -> None:
+    shape = CacheShape(16, [None, 20, 20], lookahead=8)
+    assert count(num_kv_blocks=50, shape=shape) == 3 * 50
+    with pytest.raises(NotEnoughMemory, match="12 KV blocks of 16 tokens in 3 cache groups"):
+        count(num_kv_blocks=4, shape=shape)
+
+
+def test_layers_of_different_cache_groups_share_memory() -> None:
+    spec = msgspec.structs.replace(
+        SPEC,
+        num_layers=3,
+        windows=(9, None, 9),
+        cache_groups=CacheGroups((9, None, 9), (0, 1, 2)),
+    )
+    cache = allocate_cache(spec, 5, 16, torch.bfloat16, CPU)
+    assert len({layer.data_ptr() for layer in cache}) == 1
+    assert cache[0].nbytes == 5 * bytes_per_block(spec, 16, torch.bfloat16)
+    assert bytes_per_block(spec, 16, torch.bfloat16) * 2 == bytes_per_block(
+        SPEC, 16, torch.bfloat16
+    )
+
+
 def test_no_more_than_can_ever_be_used() -> None:
     assert count(available=10**9) == 7 * 4
 
 
 @pytest.mark.parametrize("cache", [{"num_kv_blocks": 6}, {"kv_cache_memory_bytes": 699}])
-def test_one_sequence_has_to_fit(cache: dict[str, int]) -> None:
+def test_one_sequence_has_to_fit(cache: dict[str, Any]) -> None:
     with pytest.raises(NotEnoughMemory, match="needs 7 blocks"):
         count(**cache)
 

@@ -318,6 +318,21 @@ def test_the_kv_cache_of_an_engine_is_described(http: Any, engines: Any) -> None
     assert value(text, "cache_config_info", engine="3", **labels) == 1
 
 
+def test_tokens_of_a_cache_in_groups_are_those_that_every_group_holds(
+    http: Any, engines: Any
+) -> None:
+    setup = EngineSetup(300, 16, 512, "f", num_kv_blocks_set=100, num_cache_groups=3)
+    engines.view = view(engine(3, setup=setup))
+    labels = {
+        "kv_cache_size_tokens": "1600",
+        "num_gpu_blocks": "300",
+        "num_gpu_blocks_override": "100",
+    }
+    text = http.get("/metrics").text
+    (found,) = [dict(each) for name, each in samples(text) if name.endswith("cache_config_info")]
+    assert found.items() >= labels.items()
+
+
 def test_one_engine_can_be_read_alone(http: Any, engines: Any) -> None:
     engines.view = view(engine(0, running=3), engine(1, running=4))
     text = http.get("/metrics/engine/1").text

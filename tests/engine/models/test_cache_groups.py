@@ -1,0 +1,65 @@
+"""Layers in groups of about equally many, of which none slides beside one that does not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.models.cache_groups import MAX_GROUPS, CacheGroups, divide, one_group
+
+
+def gemma3(layers: int, window: int) -> list[int | None]:
+    return [None if (layer + 1) % 6 == 0 else window for layer in range(layers)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "longest", "groups", "layers_of_block"),
+    [
+        ([None] * 32, 8192, [None], 32),
+        ([4096] * 32, 32768, [4096], 32),
+        ([128, None] * 12, 131072, [128, None], 12),
+        (gemma3(26, 512), 32768, [512] * 6 + [None], 4),
+        (gemma3(48, 1024), 131072, [1024] * 5 + [None], 8),
+        (gemma3(62, 1024), 131072, [1024] * 6 + [None], 10),
+        ([20, 20, 20, None] * 16, 65536, [20] * 3 + [None], 16),
+        ([None] * 21 + [4096] * 7, 32768, [None] * 3 + [4096], 7),
+    ],
+)
+def test_groups_of_published_models(
+    windows: list[int | None], longest: int, groups: list[int | None], layers_of_block: int
+) -> None:
+    found = divide(windows, longest)
+    assert list(found.windows) == groups
+    assert 1 + max(found.places(len(windows))) == layers_of_block
+
+
+@given(
+    windows=st.lists(st.sampled_from([None, 4, 9]), min_size=1, max_size=40),
+    longest=st.integers(1, 100),
+)
+def test_each_layer_has_a_place_of_its_own_in_a_group_of_its_kind(
+    windows: list[int | None], longest: int
+) -> None:
+    found = divide(windows, longest)
+    assert len(found.windows) <= MAX_GROUPS
+    if len(found.windows) == 1:
+        assert found == one_group(windows)
+        return
+    groups = [found.group_of(layer) for layer in range(len(windows))]
+    assert [found.windows[group] for group in groups] == windows
+    assert len(set(zip(groups, found.places(len(windows)), strict=True))) == len(windows)
+    assert sorted(set(groups)) == list(range(len(found.windows)))
+
+
+def test_stages_keep_the_groups_of_the_whole_model() -> None:
+    found = divide(gemma3(12, 512), 4096)
+    assert found.windows == (512,) * 5 + (None,)
+    first = CacheGroups(found.windows, found.of_layers[:6])
+    assert [first.windows[first.group_of(layer)] for layer in range(6)] == gemma3(6, 512)
+    assert first.places(6) == [0] * 6
+
+
+def test_mixed_layers_in_one_group_slide_only_if_all_do_alike() -> None:
+    assert one_group([7, 7]).windows == (7,)
+    assert one_group([7, None]).windows == (None,)
+    assert one_group([7, 8]).windows == (None,)
+    assert one_group([None]).places(1) == [0]
