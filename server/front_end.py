@@ -304,6 +304,7 @@ class FrontEnd:
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not link.replaced.done():
+            server.end_connections()
             cut_off = await client.drain(http.shutdown_timeout)
             if cut_off:
                 logger.warning("%d requests did not end within --shutdown-timeout", cut_off)

@@ -28,6 +28,14 @@ class HttpServer(uvicorn.Server):
         """Leave signals alone."""
         yield
 
+    def end_connections(self) -> None:
+        """Close connections that wait, and each of the others when its answer has ended.
+
+        A client that keeps its connection would else ask once more where it is refused.
+        """
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         config = self.config

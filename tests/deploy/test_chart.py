@@ -285,6 +285,23 @@ def test_more_than_one_replica_is_protected_and_spread() -> None:
             assert constraint["topologyKey"] == "kubernetes.io/hostname"
 
 
+def test_pods_of_a_version_that_is_replaced_keep_none_of_the_new_one_on_their_node() -> None:
+    def spread(version: str, name: str) -> Manifest:
+        pod = dict(pods(render(version=version)))[name]
+        constraint: Manifest = pod["topologySpreadConstraints"][0]
+        return constraint
+
+    for version, keys in (("1.26", None), ("1.27", ["pod-template-hash"])):
+        assert spread(version, "demo-swell-api").get("matchLabelKeys") == keys
+    assert "matchLabelKeys" not in spread("1.30", "demo-swell-engine")
+
+
+def test_nobody_is_sent_to_a_coordinator_on_a_dead_node() -> None:
+    service = find(render(), "Service", "demo-swell-coordinator")["spec"]
+    assert "publishNotReadyAddresses" not in service
+    assert service["ports"]
+
+
 def test_the_network_is_open_only_where_it_has_to_be() -> None:
     manifests = render(CHART / "examples" / "gateway.yaml")
     policies = {m["metadata"]["name"]: m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"}

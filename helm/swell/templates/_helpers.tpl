@@ -206,7 +206,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 
 {{- /* Where a component's pods may run: list ROOT COMPONENT. Without wishes they spread over nodes,
-the groups of a component together. */}}
+the groups of engines together. */}}
 {{- define "swell.scheduling" -}}
 {{- $root := index . 0 }}{{- $name := index . 1 }}{{- $component := index $root.Values $name }}
 {{- with $root.Values.image.pullSecrets }}
@@ -237,6 +237,10 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "swell.selector" $root | nindent 8 }}
         app.kubernetes.io/component: {{ $name }}
+    {{- if and (eq $name "api") (semverCompare ">=1.27-0" $root.Capabilities.KubeVersion.Version) }}
+    # Pods of a version that is replaced do not count: else all new ones may be left on one node.
+    matchLabelKeys: [pod-template-hash]
+    {{- end }}
 {{- end }}
 {{- end }}
 

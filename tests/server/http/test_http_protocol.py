@@ -41,6 +41,13 @@ HEAD = head(len(BODY))
 @contextlib.asynccontextmanager
 async def served(app: Any, guards: GuardConfig) -> AsyncIterator[int]:
     """Serve an app on a free port of this process, as a front end does."""
+    async with served_by(app, guards) as (_, port):
+        yield port
+
+
+@contextlib.asynccontextmanager
+async def served_by(app: Any, guards: GuardConfig) -> AsyncIterator[tuple[HttpServer, int]]:
+    """Serve an app so; give the server too."""
     server = HttpServer(
         uvicorn.Config(
             app,
@@ -60,7 +67,7 @@ async def served(app: Any, guards: GuardConfig) -> AsyncIterator[int]:
         listening.listen()
         task = asyncio.create_task(server.serve(sockets=[listening]))
         try:
-            yield listening.getsockname()[1]
+            yield server, listening.getsockname()[1]
         finally:
             server.should_exit = True
             await task
@@ -576,5 +583,38 @@ def test_a_handshake_that_is_never_complete_is_not_waited_for(
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
             writer.close()
+
+    run(scenario)
+
+
+def test_connections_end_before_the_server_does() -> None:
+    answering, may_end = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/long":
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+            answering.set()
+            await may_end.wait()
+        await send({"type": "http.response.body", "body": b"ended"})
+
+    async def scenario() -> None:
+        async with served_by(app, GuardConfig()) as (server, port):
+            waiting, its_writer = await connect(port)
+            its_writer.write(b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n")
+            await waiting.readuntil(b"ended\r\n0\r\n\r\n")
+            reader, writer = await connect(port)
+            writer.write(b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n")
+            await answering.wait()
+            server.end_connections()
+            assert await waiting.read() == b""
+            later, later_writer = await connect(port)  # it still listens, to refuse
+            later_writer.write(b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n")
+            await later.readuntil(b"ended\r\n0\r\n\r\n")
+            may_end.set()
+            answer = await reader.read()
+            assert answer.endswith(b"begun\r\n5\r\nended\r\n0\r\n\r\n")
+            for each in (its_writer, writer, later_writer):
+                each.close()
 
     run(scenario)
