@@ -45,6 +45,19 @@ PEER = "vLLM"
 SWELL = "Swell"
 QUANTIZED = "Swell int8"
 SIDES = (PEER, SWELL, QUANTIZED)
+FEATURES = (
+    "amx_bf16",
+    "amx_int8",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512f",
+    "avx_vnni",
+    "avx2",
+    "sve",
+    "bf16",
+    "asimd",
+)
+"""What decides how fast matrices are multiplied, as Linux calls it on x86 and ARM."""
 
 
 class Comparison:
@@ -182,13 +195,22 @@ def read_results(options: argparse.Namespace) -> Results:
 
 
 def machine() -> str:
-    """Return the processor and how many cores of it there are."""
-    model = platform.processor() or platform.machine()
+    """Return how many cores there are, of which processor, and what it multiplies fast."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0].partition(":")[2].strip() if names else model
-    return f"{len(os.sched_getaffinity(0))} cores {model}"
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
+    return f"{len(os.sched_getaffinity(0))} cores {processor(text)}"
+
+
+def processor(cpuinfo: str) -> str:
+    """Return the name of the first processor of Linux's list and those features that decide."""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    model = fields.get("model name") or platform.processor() or platform.machine()
+    there = fields.get("flags", fields.get("Features", "")).split()
+    found = [feature for feature in FEATURES if feature in there]
+    return f"{model} ({', '.join(found) or 'none of the features looked for'})"
 
 
 def versions(peer_python: Path) -> dict[str, str]:
@@ -243,6 +265,7 @@ def main() -> int:
     options.models = writable_directory(options.models).absolute()
     options.peer_python = options.peer_python.absolute()
     results = read_results(options)
+    print(results.machine)
     compare(options, results)
     show(results)
     return 1 if results.failures else 0
