@@ -4,8 +4,8 @@
     python -m benchmarks.gpu_check --device cpu --small     all parts in miniature, without a GPU
 
 Runs the CUDA tests, compares tokens, measures decode steps against the memory's bandwidth, prefills
-against matrix products, and vLLM's figures where it is installed. Each part is a process of its
-own with a time limit, so that none takes the others along.
+against matrix products, the start of a stack and a served load, and vLLM's figures where it is
+installed. Each part is a process of its own with a time limit, so that none takes the others along.
 Writes gpu_check.json and, for the documentation, gpu-check.md.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from benchmarks.gpu_decode_bench import (
     decode_seconds,
     synchronize,
 )
+from benchmarks.running_stack import RunningStack
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
 from engine.models.hf_config import read_spec
@@ -53,14 +55,21 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
+_SERVED_SECONDS = 140.0
+"""For the start of the stack, and again for its load."""
 TOTAL_SECONDS = 470.0
 """All parts together: eight minutes, less the writing of results."""
+SERVED_FIGURES = (
+    "completed", "failed", "output_throughput",
+    "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms",
+)  # fmt: skip
+"""What is kept of the result of `swell bench`."""
 _PAGE_HEAD = """# GPU check
 
 `python -m benchmarks.gpu_check` runs what needs a GPU in one command of less than eight minutes:
 the CUDA tests, comparisons of tokens, decode steps against the bandwidth of a copy, prefills
-against the rate of a matrix product, and vLLM's own figures where it is installed.
-`--device cpu --small` runs all parts in miniature.
+against the rate of a matrix product, the start of a stack, a served load, and vLLM's own figures
+where it is installed. `--device cpu --small` runs all parts in miniature.
 """
 NOT_RUN = "It has not run on a GPU yet: none was at hand. This page is replaced by its results.\n"
 
@@ -230,22 +239,66 @@ def prefill(setup: Setup) -> dict[str, Any]:
     }
 
 
+def served(setup: Setup) -> dict[str, Any]:
+    """Start a stack with one engine, and load it as `swell bench` does.
+
+    The model has as many tokens as the bundled one's tokenizer, which it is served with.
+    """
+    directory = setup.directory / "served"
+    directory.mkdir()
+    shape = json.loads((setup.directory / "config.json").read_text())
+    vocabulary = read_spec(BUNDLED_MODEL).vocab_size
+    (directory / "config.json").write_text(json.dumps({**shape, "vocab_size": vocabulary}))
+    for each in BUNDLED_MODEL.glob("tokenizer*.json"):
+        shutil.copy(each, directory)
+    flags = [str(directory), "--load-format", "dummy", "--device", setup.device]
+    flags += ["--data-parallel-size", "1", "--log-level", "warning", "--dtype", "bfloat16"]
+    flags += ["--max-model-len", "512", "--num-kv-blocks", "200"] if setup.small else []
+    output = setup.directory / "bench.json"
+    inputs, outputs, prompts, at_once = (16, 16, 8, 4) if setup.small else (128, 128, 512, 128)
+    with RunningStack(*flags, timeout=_SERVED_SECONDS) as stack:
+        command = [str(Path(sys.executable).with_name("swell")), "bench", "--url", stack.url]
+        command += ["--random-input-len", str(inputs), "--random-output-len", str(outputs)]
+        command += ["--num-prompts", str(prompts), "--max-concurrency", str(at_once)]
+        command += ["--random-vocab-size", str(vocabulary), "--num-warmups", "4", "--ignore-eos"]
+        command += ["--no-progress", "--output", str(output)]
+        subprocess.run(command, check=True, capture_output=True, timeout=_SERVED_SECONDS)
+    found = json.loads(output.read_text())
+    return {"start_s": stack.ready_after, **{name: found[name] for name in SERVED_FIGURES}}
+
+
 def vllm(setup: Setup) -> dict[str, Any]:
-    """Return vLLM's latency of a batch of the same model, where it is installed."""
+    """Return the time of vLLM's decode steps with the same model, where it is installed.
+
+    It is that of a whole batch's answer, less that of an answer of one token, per further token.
+    """
     if importlib.util.find_spec("vllm") is None:
         return {"skipped": "vLLM is not installed"}
-    found = {}
+    package: Any = importlib.import_module("vllm")
+    prompt, tokens = (8, 16) if setup.small else (128, 96)
+    model = package.LLM(
+        model=str(setup.directory), load_format="dummy", skip_tokenizer_init=True,
+        dtype="bfloat16", max_model_len=1024, enable_prefix_caching=False,
+    )  # fmt: skip
+    vocabulary = read_spec(setup.directory).vocab_size
+
+    def seconds(batch: int, count: int) -> float:
+        sampling = package.SamplingParams(
+            temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False
+        )
+        ids = [[(7 * n + 3 * i) % vocabulary for i in range(prompt)] for n in range(batch)]
+        prompts = [{"prompt_token_ids": each} for each in ids]
+        began = time.perf_counter()
+        model.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - began
+
+    rows = {}
     for batch in setup.batches:
-        output = setup.directory / f"vllm-{batch}.json"
-        command = [
-            "vllm", "bench", "latency", "--model", str(setup.directory), "--load-format", "dummy",
-            "--skip-tokenizer-init", "--input-len", "128", "--output-len", "96",
-            "--num-iters-warmup", "1", "--num-iters", "1", "--batch-size", str(batch),
-            "--output-json", str(output),
-        ]  # fmt: skip
-        subprocess.run(command, check=True, capture_output=True)
-        found[str(batch)] = json.loads(output.read_text())
-    return found
+        seconds(batch, 2)  # warms up
+        first, whole = seconds(batch, 1), seconds(batch, tokens)
+        step = (whole - first) / (tokens - 1)
+        rows[str(batch)] = {"step_ms": 1e3 * step, "tokens_per_s": batch / step}
+    return {"version": str(package.__version__), "batches": rows}
 
 
 PARTS: dict[str, tuple[Callable[[Setup], dict[str, Any]], float]] = {
@@ -253,6 +306,7 @@ PARTS: dict[str, tuple[Callable[[Setup], dict[str, Any]], float]] = {
     "parity": (parity, 90),
     "decode": (decode, 90),
     "prefill": (prefill, 60),
+    "served": (served, 150),
     "vllm": (vllm, 180),
 }
 """What is run, in this order, and the most seconds that it may take."""
@@ -274,7 +328,8 @@ def run_part(name: str, options: argparse.Namespace, directory: Path, limit: flo
         )
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {limit:.0f} s"}
-    lines = done.stdout.strip().splitlines()
+    # Libraries print there too.
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         return {"error": (done.stderr.strip() or f"exit code {done.returncode}")[-600:]}
     return json.loads(lines[-1])

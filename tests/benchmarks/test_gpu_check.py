@@ -1,8 +1,13 @@
 """The parts of the check of a GPU machine, in miniature on a processor."""
 
 import argparse
+import importlib.util
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -52,3 +57,46 @@ def test_a_part_that_fails_or_has_no_time_leaves_the_others_alone(setup: Setup) 
     assert gpu_check.run_part("vllm", options, setup.directory, 0) == {"error": "no time was left"}
     (setup.directory / "config.json").write_text("{}")
     assert "error" in gpu_check.run_part("decode", options, setup.directory, 300)
+
+
+class FakeVllm(ModuleType):
+    """What is used of vLLM; its steps take two milliseconds, of a clock that the test moves."""
+
+    __version__ = "0.0"
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__("vllm")
+        self.__spec__ = ModuleSpec("vllm", None)
+        self.clock = clock
+        self.asked: list[tuple[int, int]] = []
+        self.made_with: dict[str, Any] = {}
+
+    def LLM(self, **arguments: Any) -> "FakeVllm":
+        self.made_with = arguments
+        return self
+
+    def SamplingParams(self, *, max_tokens: int, **_: Any) -> int:
+        return max_tokens
+
+    def generate(self, prompts: list[dict[str, list[int]]], tokens: int, use_tqdm: bool) -> None:
+        assert all(len(each["prompt_token_ids"]) == 8 for each in prompts)
+        assert not use_tqdm
+        self.asked.append((len(prompts), tokens))
+        self.clock[0] += 0.1 + 0.002 * (tokens - 1)
+
+
+def test_vllms_steps_are_measured_with_one_start_and_without_its_prefill(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert PARTS["vllm"][0](setup) == {"skipped": "vLLM is not installed"}
+    monkeypatch.undo()
+    clock = [0.0]
+    fake = FakeVllm(clock)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    found = PARTS["vllm"][0](setup)
+    assert fake.made_with["load_format"] == "dummy"
+    assert fake.asked == [(1, 2), (1, 1), (1, 16), (4, 2), (4, 1), (4, 16)]
+    assert found["batches"]["4"]["step_ms"] == pytest.approx(2)
+    assert found["batches"]["4"]["tokens_per_s"] == pytest.approx(2000)

@@ -71,13 +71,14 @@ class _Placement(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is Tensor.to and any(map(_is_device, (*args[1:2], kwargs.get("device")))):
+            rest = args[2:] if _is_device(args[1:2] and args[1]) else args[1:]
+            named = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking")}
+            moved = args[0].to(*rest, **named) if rest or named else args[0]
+            return moved if isinstance(moved, OnDevice) else on_device(moved.clone())
         if _is_device(kwargs.get("device")):
             kwargs["device"] = CPU
             return on_device(func(*args, **kwargs))
-        if func is Tensor.to and _is_device(args[1]):
-            kwargs.pop("non_blocking", None)
-            moved = args[0].to(*args[2:], **kwargs) if args[2:] or kwargs else args[0]
-            return moved if isinstance(moved, OnDevice) else on_device(moved.clone())
         if func is Tensor.pin_memory:
             assert type(args[0]) is Tensor, "pin_memory of a tensor on the device"
             return args[0]
