@@ -10,6 +10,7 @@ import zmq
 
 from benchmarks.running_stack import RunningStack
 from tests.support.groups import pytest_xdist_make_scheduler
+from tests.support.heap import pytest_collection
 from tests.support.leaks import no_process_outlives_the_tests
 from tests.support.process_logs import pytest_runtest_makereport, pytest_runtest_setup
 from tests.support.quick import pytest_addoption, pytest_configure, pytest_ignore_collect
@@ -17,6 +18,7 @@ from tests.support.quick import pytest_addoption, pytest_configure, pytest_ignor
 __all__ = [
     "no_process_outlives_the_tests",
     "pytest_addoption",
+    "pytest_collection",
     "pytest_configure",
     "pytest_ignore_collect",
     "pytest_runtest_makereport",

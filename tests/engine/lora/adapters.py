@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -23,6 +22,8 @@ class Trained:
 
 def train(base: Checkpoint, directory: Path, seed: int, **config: Any) -> Trained:
     """Write a random adapter of a model."""
+    import peft  # which takes long: here, only where adapters are made
+
     config = dict[str, Any](r=4, lora_alpha=8, target_modules="all-linear") | config
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what PEFT asks transformers
@@ -46,6 +47,8 @@ def exact(base: Checkpoint, adapter: Path | None = None) -> Checkpoint:
 
     But for the angles of positions, which transformers computes in float32 in any case.
     """
+    import peft
+
     model: Any = copy.deepcopy(base.reference).double()
     if adapter is not None:
         with warnings.catch_warnings():
