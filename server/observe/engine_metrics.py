@@ -129,13 +129,13 @@ class EngineCollector(Collector):
             sample = ((self._model_name,), float(number))
             yield self._gauge(name, text, ("model_name",), [sample])
         if self._ages.view is not None:
-            text = "Seconds since the coordinator was last heard, which speaks every few seconds."
+            text = "Seconds since the last message of the coordinator; it sends at least every 3 s."
             samples = [((self._model_name,), self._ages.view)]
             yield self._gauge("coordinator_silence_seconds", text, ("model_name",), samples)
         missing = [
             ((self._model_name, str(each.rank), each.reason), each.age) for each in view.missing
         ]
-        text = "Seconds for which the coordinator misses an engine, and why."
+        text = "Seconds for which an engine has been missing, by reason."
         labels = ("model_name", "engine", "reason")
         yield self._gauge("engine_missing_seconds", text, labels, missing)
         wakeups = [
@@ -146,7 +146,7 @@ class EngineCollector(Collector):
         yield self._counter("wave_wakeups", text, ("model_name", "source"), wakeups)
 
     def _waiting_by_reason(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
-        text = "Sequences that wait for a slot, and those that wait for something else first."
+        text = "Waiting sequences, by what they wait for."
         samples = []
         for entry, stats in reporting:
             capacity = stats.waiting - stats.deferred
@@ -158,7 +158,7 @@ class EngineCollector(Collector):
         return self._gauge("num_requests_waiting_by_reason", text, labels, samples)
 
     def _accepted_at(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
-        text = "Draft tokens that the model drew as well, by their place in their draft, from 0."
+        text = "Accepted draft tokens, by their position in the draft, from 0."
         samples = [
             ((*self._labels(entry), str(place)), float(count))
             for entry, stats in reporting
@@ -180,7 +180,7 @@ class EngineCollector(Collector):
     def _step_tokens(self, reporting: list[tuple[EngineEntry, EngineStats]]) -> Metric:
         family = HistogramMetricFamily(
             self._prefix + "iteration_tokens_total",
-            "Tokens per step of the engine: prompt tokens computed, and tokens drawn.",
+            "Tokens per step of the engine: computed prompt tokens and sampled tokens.",
             labels=("model_name", "engine"),
         )
         for entry, stats in reporting:
@@ -197,10 +197,10 @@ class EngineCollector(Collector):
         if not known:
             return
         labels = ("model_name", "engine")
-        text = "What the fullest process of a group computed of its experts, over the mean."
+        text = "Expert tokens of the busiest process of a group, divided by the mean."
         samples = [(each, load.imbalance) for each, load in known if load.imbalance]
         yield self._gauge("expert_imbalance", text, labels, samples)
-        text = "How often the experts of a layer were dealt out anew."
+        text = "How often the experts of a layer were redistributed."
         moved = [(each, float(load.moved_layers)) for each, load in known]
         yield self._counter("expert_layers_moved", text, labels, moved)
 
@@ -233,7 +233,7 @@ class EngineCollector(Collector):
             if load is not None
         ]
         labels = ("model_name", "engine", "running_lora_adapters", "waiting_lora_adapters")
-        text = "Unix time at which these adapters ran and waited; the labels name them."
+        text = "Unix time at which the adapters named by the labels ran and waited."
         yield self._gauge("lora_requests_info", text, labels, samples)
         loaded = [
             ((*self._labels(entry), names.get(version, version)), 1.0)
@@ -261,7 +261,7 @@ class EngineCollector(Collector):
         )
         age = self._ages.stats
         ages = [(self._labels(entry), age[entry.rank]) for entry in chosen if entry.rank in age]
-        text = "Seconds since the engine's newest stats came."
+        text = "Seconds since the newest stats of the engine arrived."
         yield self._gauge("stats_age_seconds", text, labels, ages)
 
     def _labels(self, entry: EngineEntry) -> tuple[str, str]:

@@ -60,7 +60,7 @@ class FrontEndMetrics:
         self._sequences = SequenceMetrics(factory)
         self._preprocess_time = factory.histogram(
             "request_preprocess_time_seconds",
-            "Time from a request's arrival to its being handed to an engine.",
+            "Time from the arrival of a request until it is sent to an engine.",
             _PREPROCESS_BUCKETS,
         )
         self._wake_latency = factory.histogram(
@@ -69,7 +69,7 @@ class FrontEndMetrics:
             _WAKE_BUCKETS,
         )
         self._resumed = factory.counter(
-            "requests_resumed", "Requests that went on in another engine after theirs was lost."
+            "requests_resumed", "Requests that continued on another engine after theirs was lost."
         )
         self._routing = factory.by_label(
             "routing_decisions", "Sequences routed, by engine and reason.", "engine", "reason"
@@ -84,16 +84,16 @@ class FrontEndMetrics:
             factory.by_label(name, text, "lora_name")
             for name, text in (
                 ("lora_requests", "Requests that were answered with an adapter."),
-                ("lora_prompt_tokens", "Prompt tokens of these requests."),
-                ("lora_generation_tokens", "Tokens generated for them."),
+                ("lora_prompt_tokens", "Prompt tokens of requests for an adapter."),
+                ("lora_generation_tokens", "Tokens generated with an adapter."),
             )
         ]
         self._keys = [
             factory.by_label(name, text, "key")
             for name, text in (
-                ("key_requests", "Requests that engines worked for, by the name of their API key."),
-                ("key_prompt_tokens", "Prompt tokens of these requests."),
-                ("key_generation_tokens", "Tokens generated for them."),
+                ("key_requests", "Requests that engines worked on, by the name of the API key."),
+                ("key_prompt_tokens", "Prompt tokens of requests, by the name of the API key."),
+                ("key_generation_tokens", "Generated tokens, by the name of the API key."),
             )
         ]
         self._exposed = registry

@@ -113,7 +113,7 @@ class EngineCounters(msgspec.Struct, array_like=True):
         Meta(title="engine_prompt_tokens", description="Prompt tokens computed by the engine."),
     ] = 0
     generation_tokens: Annotated[
-        int, Meta(title="engine_generation_tokens", description="Tokens drawn by the engine.")
+        int, Meta(title="engine_generation_tokens", description="Tokens sampled by the engine.")
     ] = 0
     spec_drafts: Annotated[
         int,
@@ -129,14 +129,14 @@ class EngineCounters(msgspec.Struct, array_like=True):
         int,
         Meta(
             title="spec_decode_num_accepted_tokens",
-            description="Draft tokens that the model drew as well.",
+            description="Draft tokens that were accepted.",
         ),
     ] = 0
     grammar_requests: Annotated[
         int,
         Meta(
             title="structured_output_requests",
-            description="Requests whose output is held to a grammar.",
+            description="Requests with a grammar for their output.",
         ),
     ] = 0
     grammar_waits: Annotated[
@@ -164,7 +164,7 @@ class EngineCounters(msgspec.Struct, array_like=True):
     """Draft tokens that were accepted, by their positions in their drafts."""
     pooled_sequences: Annotated[
         int,
-        Meta(title="engine_pooled_sequences", description="Sequences made into vectors."),
+        Meta(title="engine_pooled_sequences", description="Sequences that got a vector."),
     ] = 0
 
     def count_accepted(self, tokens: int) -> None:
