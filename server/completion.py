@@ -3,10 +3,10 @@
 from typing import Annotated, Any, Literal
 
 from engine.shared.config import Section
-from server.flags import Commands, build_parser
+from server.flags import ARGUMENT, Commands, build_parser
 
 _FILES = ("config", "chat_template", "dataset_path", "plot", "output", "ssl_ca_certs")
-_FILE_ENDINGS = ("_file", "certfile", "keyfile", "_file_argument")
+_FILE_ENDINGS = ("_file", "certfile", "keyfile")
 _DIRECTORIES = ("model", "socket_dir", "torch_profiler_dir")
 
 
@@ -33,9 +33,10 @@ def script(commands: Commands, shell: str) -> str:
     for name, command in commands.items():
         words = {setting.name: setting.choices for setting in command.settings}
         for action in subparsers.choices[name]._actions:
-            action.choices = words.get(action.dest) or None
+            setting = action.dest.removesuffix(ARGUMENT)
+            action.choices = words.get(setting) or None
             action.help = None if action.help is None else _one_line(action.help)
-            place = _place(action.dest)
+            place = _place(setting)
             if place is not None:
                 action.complete = getattr(shtab, place)
     return str(shtab.complete(parser, shell))

@@ -18,13 +18,18 @@ class Command(NamedTuple):
     example: str
     config: type[Section]
     positional: tuple[str, str] | None
-    """Name and help text of the setting that may stand without its flag."""
+    """Name and help text of the setting that may stand without its flag, before all others."""
     hidden: frozenset[str]
     run: Callable[[Any], int]
     short: Mapping[str, str] = {}
     """Short flags of settings."""
     files: tuple[str, ...] = ()
-    """Settings that may stand without their flags, in this order."""
+    """Further settings that may stand without their flags, in this order."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The settings that may stand without their flags, in their order."""
+        return (*((self.positional[0],) if self.positional else ()), *self.files)
 
     @property
     def settings(self) -> Iterator[Setting]:
@@ -33,6 +38,9 @@ class Command(NamedTuple):
 
 
 Commands = Mapping[str, Command]
+
+ARGUMENT = "_argument"
+"""Ending of the name under which a setting is read that stands without its flag."""
 
 
 def parse(commands: Commands, argv: list[str]) -> dict[str, Any]:
@@ -53,8 +61,16 @@ def parse(commands: Commands, argv: list[str]) -> dict[str, Any]:
         print(f"swell {name}: {_explain(commands, name, unknown)}", file=sys.stderr)
         sys.exit(2)
     flags = vars(arguments)
-    for setting in commands[name].files:
-        flags[setting] = flags[setting] or flags[f"{setting}_argument"]
+    for setting in commands[name].arguments:
+        argument = flags[setting + ARGUMENT]
+        if argument is not None and flags[setting] not in (None, argument):
+            flag = f"--{setting.replace('_', '-')}"
+            print(
+                f"swell {name}: {argument} and {flag} {flags[setting]}: give one of them",
+                file=sys.stderr,
+            )
+            sys.exit(2)
+        flags[setting] = flags[setting] or argument
     return flags
 
 
@@ -115,14 +131,12 @@ def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
     if command.positional is not None:
         name, text = command.positional
-        parser.add_argument(name, nargs="?", help=text)
+        parser.add_argument(name + ARGUMENT, nargs="?", metavar=name.upper(), help=text)
     for name in command.files:
-        parser.add_argument(f"{name}_argument", nargs="?", metavar=name.upper())
+        parser.add_argument(name + ARGUMENT, nargs="?", metavar=name.upper())
     groups: dict[str, Any] = {}
     types_of = sections_of(command.config)
     for setting in command.settings:
-        if command.positional is not None and setting.name == command.positional[0]:
-            continue
         if setting.section not in groups:
             groups[setting.section] = parser.add_argument_group(title(types_of[setting.section]))
         options: dict[str, Any] = {"dest": setting.name, "help": _help_text(setting)}

@@ -23,6 +23,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("engine --api-server-count 2", "it is a flag of `swell serve`, `swell api-server`,"),
         ("serve --frobnicate", "unknown flag --frobnicate (`swell serve --help` lists all)"),
         ("engine model another", "swell engine: unexpected argument another"),
+        ("serve one --model another", "swell serve: one and --model another: give one of them"),
         ("srve", "swell: unknown command srve: did you mean serve?"),
         ("frobnicate", "swell: unknown command frobnicate: there are serve, coordinator,"),
     ],
@@ -41,6 +42,8 @@ def test_flags_are_not_abbreviated_so_that_a_new_one_changes_no_old_command(
 
 def test_settings_may_stand_without_their_flags_where_the_command_says_so() -> None:
     assert parse(COMMANDS, ["serve", "my-model"])["model"] == "my-model"
+    assert parse(COMMANDS, ["serve", "--model", "my-model"])["model"] == "my-model"
+    assert parse(COMMANDS, ["serve", "m", "--model", "m"])["model"] == "m"
     assert parse(COMMANDS, ["run-batch", "in", "out"])["output_file"] == "out"
     assert parse(COMMANDS, ["run-batch", "-i", "in", "-o", "out"])["input_file"] == "in"
 
@@ -54,9 +57,7 @@ def test_help_shows_an_example_and_every_setting(
     assert not end.value.code
     text = capsys.readouterr().out
     assert COMMANDS[name].example.splitlines()[0] in text
-    positional = (COMMANDS[name].positional or ("",))[0]
-    flags = [setting.flag for setting in COMMANDS[name].settings if setting.name != positional]
-    assert not [flag for flag in flags if flag not in text]
+    assert not [s.flag for s in COMMANDS[name].settings if s.flag not in text]
 
 
 def test_every_example_is_a_command_that_is_understood() -> None:
