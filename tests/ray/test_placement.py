@@ -154,6 +154,7 @@ def test_too_few_resources_are_refused_with_what_is_needed_and_free(nodes: Nodes
         (("--data-parallel-lb", "hybrid"), "add --api-server-placement every-node"),
         (("--data-parallel-lb", "external"), "leave out --data-parallel-lb external"),
         (("--data-parallel-start-rank", "2"), "leave out --data-parallel-rank"),
+        (("--cpu-bind", "0|1"), "--cpu-bind with lists of CPUs is for engines of this node"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(flags: tuple[str, ...], reason: str) -> None:

@@ -18,10 +18,9 @@ from engine.shared.config import (
 from engine.shared.cpu.machine import read_topology
 from engine.shared.cpu.plan import Topology
 from engine.shared.messages import ChildReady, ChildStatus
-from server.config import RayConfig, ServeConfig
+from server.config import ServeConfig
 from server.config.fleet import SupervisorConfig
 from server.fleet.backend import CannotServe, ProcessBackend
-from server.fleet.backend_choice import backend_for
 from server.fleet.child import Child
 from server.fleet.cpu_binding import of_engine_alone, plan_cpus
 from server.fleet.holder import Program
@@ -118,14 +117,8 @@ def test_a_machine_without_a_plan_is_not_looked_at(monkeypatch: pytest.MonkeyPat
     assert plan_cpus(config, devices=0).reason == "--cpu-bind none"
 
 
-def test_ray_engines_are_not_bound_and_lists_are_refused(tmp_path: Path) -> None:
+def test_engines_on_ray_are_not_bound() -> None:
     assert engine_config(EngineConfig(), gpus=False, most_on_node=1).executor.cpu_bind == "none"
-    on_ray = msgspec.structs.replace(
-        settings("0-3|4-7"), ray=RayConfig(data_parallel_backend="ray")
-    )
-    pytest.importorskip("ray")
-    with pytest.raises(CannotServe, match="--cpu-bind with lists"):
-        backend_for(on_ray, tmp_path)
 
 
 def test_a_process_that_is_told_cpus_runs_on_them_alone(tmp_path: Path) -> None:
