@@ -110,8 +110,9 @@ class Sender:
 
     def stop(self, timeout: float = 2.0) -> None:
         """Send what is held back and close all sockets, each once its queue is empty."""
-        self._stopped.set()
-        self._holds.set()
+        with self._lock:
+            self._stopped.set()
+            self._holds.set()
         self._thread.join(timeout)
         with self._lock:
             self._report(self._throttle.take(time.monotonic()))
@@ -164,7 +165,7 @@ class Sender:
                 now = time.monotonic()
                 if self._throttle.wait(now) == 0:
                     self._report(self._throttle.take(now))
-                if not self._throttle.holds:
+                if not self._throttle.holds and not self._stopped.is_set():
                     self._holds.clear()
 
     def _say(self, step: CoreStep) -> None:

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from engine.core.outbox import CoreStep
-from engine.process.sender import LATE_INTERVAL, Sender
+from engine.process.sender import LATE_INTERVAL, Sender, StatsThrottle
 from engine.shared.config import ClusterConfig
 from engine.shared.messages import (
     EngineDead,
@@ -121,6 +121,29 @@ def test_stopping_sends_the_newest_stats(transport: Transport) -> None:
     sender.stop()
     assert received(coordinator, EngineStats) == stats(1)
     assert received(coordinator, EngineStats) == stats(3)
+
+
+def test_a_sender_stopped_when_it_finds_nothing_held_ends_its_thread(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = Sender(transport)
+    stopping = threading.Thread(target=sender.stop)
+    late: list[threading.Thread] = []
+
+    def holds(throttle: StatsThrottle) -> bool:
+        if threading.current_thread().name == "late-stats" and not late:
+            late.append(threading.current_thread())
+            stopping.start()
+            stopping.join(0.2)
+            return False
+        return True
+
+    monkeypatch.setattr(StatsThrottle, "holds", property(holds))
+    sender.start()
+    sender.say(CoreStep({}, [], stats(1)))
+    until(lambda: bool(late), "the thread looks for what is held")
+    stopping.join(PATIENCE)
+    assert not late[0].is_alive()
 
 
 def test_several_threads_may_speak_at_once(sender: Sender, transport: Transport) -> None:
