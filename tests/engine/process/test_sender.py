@@ -132,8 +132,8 @@ def test_a_sender_stopped_when_it_finds_nothing_held_ends_its_thread(
 
     def holds(throttle: StatsThrottle) -> bool:
         if threading.current_thread().name == "late-stats" and not late:
-            late.append(threading.current_thread())
             stopping.start()
+            late.append(threading.current_thread())
             stopping.join(0.2)
             return False
         return True
