@@ -99,11 +99,7 @@ def test_two_engines_of_two_processes_give_the_tokens_of_one_process(
     for rank, member in enumerate(members):
         member.tell("serve", rank, scheduling, first_seed)
     results = [member.result() for member in members]
-    for which, whole in enumerate(expected):
-        parts: dict[int, Any] = {}
-        for result in results:
-            parts.update(result[which])
-        assert parts == {id: plain(value) for id, value in whole.items()}
+    assert_together(results, expected)
     preemptions, hits, accepted = (sum(each) for each in list(zip(*results, strict=True))[3:])
     if balance is not None:
         known = [member.ask("balance") for member in members]
@@ -112,6 +108,15 @@ def test_two_engines_of_two_processes_give_the_tokens_of_one_process(
     assert preemptions > 0 or name == "gpt-oss-mxfp4", "only this one frees blocks before its end"
     assert hits > 0
     assert (accepted > 0) == bool(scheduling)
+
+
+def assert_together(results: list[Any], expected: tuple[dict[int, Any], ...]) -> None:
+    """Check that what the engines of a group found is together what one engine found."""
+    for which, whole in enumerate(expected):
+        parts: dict[int, Any] = {}
+        for result in results:
+            parts.update(result[which])
+        assert parts == {id: plain(value) for id, value in whole.items()}
 
 
 def plain(value: Any) -> Any:

@@ -9,7 +9,12 @@ import pytest
 from engine.executor.in_process import InProcessExecutor
 from engine.shared.config import BUNDLED_MODEL
 from tests.engine.executor.many_kinds import requests, serve
-from tests.engine.executor.test_sharded_experts import BALANCE, FEW_BLOCKS, plain, settings
+from tests.engine.executor.test_sharded_experts import (
+    BALANCE,
+    FEW_BLOCKS,
+    assert_together,
+    settings,
+)
 from tests.engine.fixtures import SaveModel
 from tests.engine.processes import World
 
@@ -60,11 +65,7 @@ def test_a_divided_model_that_has_slept_gives_the_tokens_of_one_process(
     for rank, member in enumerate(members):
         member.tell("serve", rank, scheduling, 0, engines)
     results = [member.result() for member in members]
-    for which, whole in enumerate(expected):
-        parts: dict[int, Any] = {}
-        for result in results:
-            parts.update(result[which])
-        assert parts == {id: plain(value) for id, value in whole.items()}
+    assert_together(results, expected)
     if balance is not None:
         assert all(moved > 0 for _, moved in world.all(members, "balance"))
     for member in members:
