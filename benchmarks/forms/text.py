@@ -9,14 +9,11 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.forms.stored import Form
-from engine.models.hf_config import read_spec
-from engine.models.loading.decoder import DecoderLoader
-from engine.models.settings import compute_types, model_length, open_checkpoint
+from engine.executor.loading import load_model
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
-from engine.shared.config import ModelConfig
+from engine.shared.config import EngineConfig, ModelConfig
 from engine.shared.messages import SamplingParams
-from engine.shared.model_files import model_directory
 
 _WINDOW = 512
 _TOPICS = ("execmodel", "import", "naming", "strings", "typesmapping")
@@ -60,22 +57,10 @@ _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 
 def _load(form: Form) -> ModelRunner:
-    config = ModelConfig(
+    model = ModelConfig(
         model=str(form.path), dtype="bfloat16", quantization=form.quantization, max_model_len=1024
     )
-    device = torch.device("cpu")
-    files = model_directory(config, weights=True)
-    spec = read_spec(files)
-    weights = open_checkpoint(files, spec, config)
-    loader = DecoderLoader(
-        spec,
-        weights,
-        types=compute_types(spec, config, weights, device=device),
-        device=device,
-        max_model_len=model_length(spec, config),
-        quantization=config.quantization,
-        batch_invariant=False,
+    loaded = load_model(EngineConfig(model=model), torch.device("cpu"), lambda _: None)
+    return ModelRunner(
+        loaded.model, max_num_seqs=1, max_model_len=1024, num_kv_blocks=64, block_size=16
     )
-    with torch.inference_mode():
-        model = loader.load()
-    return ModelRunner(model, max_num_seqs=1, max_model_len=1024, num_kv_blocks=64, block_size=16)
