@@ -4,8 +4,19 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine.shared.config import NonNegativeInt, PositiveFloat, Section
-from server.config import OwnServerConfig
+from engine.shared.config import (
+    CacheConfig,
+    ExecutorConfig,
+    LogConfig,
+    ModelConfig,
+    NonNegativeInt,
+    ParallelConfig,
+    PositiveFloat,
+    SchedulerConfig,
+    Section,
+)
+from server.answer.config import AnswerConfig
+from server.config import SupervisorConfig
 
 
 class BatchConfig(Section, frozen=True, kw_only=True):
@@ -31,7 +42,15 @@ class BatchConfig(Section, frozen=True, kw_only=True):
     ] = 10
 
 
-class RunBatchConfig(OwnServerConfig, frozen=True):
-    """All that `swell run-batch` needs to know."""
+class RunBatchConfig(Section, frozen=True, kw_only=True):
+    """All settings of `swell run-batch`: its own, and those of the server that it may start."""
 
     batch: BatchConfig = BatchConfig()
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    answer: AnswerConfig = AnswerConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    log: LogConfig = LogConfig()

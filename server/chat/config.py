@@ -4,8 +4,19 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine.shared.config import PositiveFloat, PositiveInt, Section
-from server.config import OwnServerConfig
+from engine.shared.config import (
+    CacheConfig,
+    ExecutorConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    PositiveFloat,
+    PositiveInt,
+    SchedulerConfig,
+    Section,
+)
+from server.answer.config import AnswerConfig
+from server.config import SupervisorConfig
 
 
 class ChatSection(Section, frozen=True, kw_only=True):
@@ -35,7 +46,15 @@ class ChatSection(Section, frozen=True, kw_only=True):
     ] = 60.0
 
 
-class ChatConfig(OwnServerConfig, frozen=True):
-    """All that `swell chat` needs to know."""
+class ChatConfig(Section, frozen=True, kw_only=True):
+    """All settings of `swell chat`: its own, and those of the server that it may start."""
 
     chat: ChatSection = ChatSection()
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    answer: AnswerConfig = AnswerConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    log: LogConfig = LogConfig()

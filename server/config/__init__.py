@@ -1,6 +1,6 @@
 """Settings of the front ends and the supervisor; conventions: `engine.shared.config.section`."""
 
-from server.config.commands import ApiServerConfig, FrontEndConfig, OwnServerConfig, ServeConfig
+from server.config.commands import ApiServerConfig, FrontEndConfig, ServeConfig
 from server.config.fleet import NodesConfig, RayConfig, SupervisorConfig
 from server.config.http import GuardConfig, HttpConfig
 from server.config.load import OverloadConfig, RoutingConfig, TenantConfig
@@ -13,7 +13,6 @@ __all__ = [
     "HttpConfig",
     "NodesConfig",
     "OverloadConfig",
-    "OwnServerConfig",
     "RayConfig",
     "RoutingConfig",
     "ServeConfig",

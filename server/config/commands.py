@@ -122,20 +122,3 @@ class ServeConfig(Section, frozen=True, kw_only=True):
         if self.tenants.allow_priority is None and self.scheduler.scheduling_policy == "fcfs":
             return msgspec.structs.replace(self.tenants, allow_priority=False)
         return self.tenants
-
-
-class OwnServerConfig(Section, frozen=True, kw_only=True):
-    """What a command needs to know of a server that it starts for itself.
-
-    A command's own section is its first one: its config is not `kw_only`, so that its fields come
-    before these.
-    """
-
-    model: ModelConfig = ModelConfig()
-    cache: CacheConfig = CacheConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    executor: ExecutorConfig = ExecutorConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    answer: AnswerConfig = AnswerConfig()
-    supervisor: SupervisorConfig = SupervisorConfig()
-    log: LogConfig = LogConfig()
