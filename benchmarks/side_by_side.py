@@ -7,19 +7,20 @@ python -m benchmarks.side_by_side --list
 Each round starts every server once per model and number of engines, warms it up, and loads it with
 all cases of that model, the sides in turn. Prints medians and ratios; writes them as NAME.md and
 everything that was measured as NAME.json, after every server, so that nothing is lost when it is
-stopped. With --add the runs of an existing NAME.json count, too: a long comparison can be made in
+stopped. At its end the tables are put on top of the file of this kind of processor in --results.
+With --add the runs of an existing NAME.json count, too: a long comparison can be made in
 parts. docs/performance.md says how to make the peer's environment.
 """
 
 import argparse
 import os
-import platform
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.make_model import SHAPES, write_model
 from benchmarks.versus.cases import CASES, WARM_UP, BenchLoad, Case, Visit, visits
+from benchmarks.versus.history import RESULTS, Processor, commit, processor_of, put_on_top
 from benchmarks.versus.loads import BenchWorker, LoadFailed, run_wrk
 from benchmarks.versus.report import Results, Run, Start, comparison, markdown, starts
 from benchmarks.versus.servers import (
@@ -45,19 +47,6 @@ PEER = "vLLM"
 SWELL = "Swell"
 QUANTIZED = "Swell int8"
 SIDES = (PEER, SWELL, QUANTIZED)
-FEATURES = (
-    "amx_bf16",
-    "amx_int8",
-    "avx512_bf16",
-    "avx512_vnni",
-    "avx512f",
-    "avx_vnni",
-    "avx2",
-    "sve",
-    "bf16",
-    "asimd",
-)
-"""What decides how fast matrices are multiplied, as Linux calls it on x86 and ARM."""
 
 
 class Comparison:
@@ -169,12 +158,26 @@ def write(results: Results, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
     output.with_suffix(".json").write_bytes(encoded)
+    output.with_suffix(".md").write_text(as_markdown(results), encoding="utf-8")
+
+
+def as_markdown(results: Results) -> str:
+    """Return what was measured, on what, and both tables."""
     versions = ", ".join(f"{name} {number}" for name, number in results.versions.items())
-    text = f"{results.machine}; {versions}. Medians (lowest to highest).\n\n"
+    rounds = len({start.round for start in results.starts})
+    text = f"{results.machine}; {versions}. Medians of {rounds} rounds (lowest to highest).\n\n"
     text += markdown(*comparison(results, SIDES, PEER))
     text += "\n" + markdown(*starts(results))
-    text += "".join(f"\nfailed: {failure.splitlines()[0]}\n" for failure in results.failures)
-    output.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text + "".join(f"\nfailed: {failure.splitlines()[0]}\n" for failure in results.failures)
+
+
+def keep(results: Results, folder: Path) -> None:
+    """Put what was measured on top of the results of this kind of processor, if anything was."""
+    if not results.runs:
+        return
+    heading = f"{results.began} UTC, commit {results.commit}"
+    path = put_on_top(folder, this_processor(), heading, as_markdown(results))
+    print(f"the results are on top of {path}")
 
 
 def show(results: Results) -> None:
@@ -190,27 +193,19 @@ def read_results(options: argparse.Namespace) -> Results:
     """Return the results to go on from."""
     path: Path = options.output.with_suffix(".json")
     if options.add and path.is_file():
-        return msgspec.json.decode(path.read_bytes(), type=Results)
-    return Results(machine=machine(), versions=versions(options.peer_python))
+        results = msgspec.json.decode(path.read_bytes(), type=Results)
+    else:
+        machine = f"{len(os.sched_getaffinity(0))} cores {this_processor().summary}"
+        results = Results(machine, versions(options.peer_python))
+    results.began = results.began or datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+    results.commit = results.commit or commit()
+    return results
 
 
-def machine() -> str:
-    """Return how many cores there are, of which processor, and what it multiplies fast."""
+def this_processor() -> Processor:
+    """Return the processor that this runs on."""
     cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
-    return f"{len(os.sched_getaffinity(0))} cores {processor(text)}"
-
-
-def processor(cpuinfo: str) -> str:
-    """Return the name of the first processor of Linux's list and those features that decide."""
-    fields: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    model = fields.get("model name") or platform.processor() or platform.machine()
-    there = fields.get("flags", fields.get("Features", "")).split()
-    found = [feature for feature in FEATURES if feature in there]
-    return f"{model} ({', '.join(found) or 'none of the features looked for'})"
+    return processor_of(cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else "")
 
 
 def versions(peer_python: Path) -> dict[str, str]:
@@ -238,6 +233,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=Path, default=Path("build/bench-models"))
     parser.add_argument("--output", type=Path, default=Path("build/side_by_side"))
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder with a file per kind of processor"
+    )
     parser.add_argument("--add", action="store_true", help="count the runs of --output, too")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     parser.add_argument("--swell-args", default="", help="more flags for `swell serve`")
@@ -263,10 +261,14 @@ def main() -> int:
     for suffix in (".json", ".md"):
         writable_file(options.output.with_suffix(suffix))
     options.models = writable_directory(options.models).absolute()
+    options.results = writable_directory(options.results)
     options.peer_python = options.peer_python.absolute()
     results = read_results(options)
     print(results.machine)
-    compare(options, results)
+    try:
+        compare(options, results)
+    finally:
+        keep(results, options.results)
     show(results)
     return 1 if results.failures else 0
 

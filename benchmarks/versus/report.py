@@ -38,6 +38,10 @@ class Results(msgspec.Struct):
 
     machine: str
     versions: dict[str, str]
+    began: str = ""
+    """Date and time of the first round's start."""
+    commit: str = ""
+    """Of Swell; marked as dirty where files differed from it."""
     runs: list[Run] = []
     starts: list[Start] = []
     failures: list[str] = []
