@@ -6,6 +6,7 @@ runs in a process of its own, as some take more memory than there is. With types
 arguments, results are printed and nothing is written.
 """
 
+import errno
 import json
 import os
 import resource
@@ -33,6 +34,8 @@ _MAX_BYTES = 8 << 30
 _MAX_SECONDS = 60
 """Of CPU time, so that a busy machine makes no other page."""
 _MAX_ERROR = 1e-3
+_TORCH_ALLOCATOR = "DefaultCPUAllocator: "
+"""How torch begins to say that there is no memory."""
 _REASON = "it cannot be served: "
 
 _INTRODUCTION = """# Models without a family
@@ -53,6 +56,27 @@ class Outcome(NamedTuple):
     reason: str
 
 
+_TOO_LARGE = Outcome(False, "not tried: it takes too long or too much memory at a tiny size")
+
+
+def refused(error: UnsupportedModel) -> Outcome:
+    """Return why a model is not served, unless it is this page's limit on memory."""
+    if ran_out_of_memory(error):
+        return _TOO_LARGE
+    return Outcome(False, str(error).split(_REASON)[-1])
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that there was no memory."""
+    while error is not None:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(error, RuntimeError) and _TORCH_ALLOCATOR in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def tried(model_type: str) -> Outcome:
     """Make a model of that type and compare its logits."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
@@ -63,15 +87,17 @@ def tried(model_type: str) -> Outcome:
             check_class(transformers_class(named), tiny_config(model_type))
             reference = save_fallback_model(model_type, directory)
         except UnsupportedModel as error:
-            return Outcome(False, str(error).split(_REASON)[-1])
+            return refused(error)
         except Exception as error:  # of many kinds: sizes that do not fit each other
+            if ran_out_of_memory(error):
+                return _TOO_LARGE
             print(f"{model_type}: {type(error).__name__}: {error}", file=sys.stderr)
             return Outcome(False, "not tried: no tiny model of it could be made")
         settings = ModelConfig(model=name, dtype="float32")
         try:
             loaded = load_fallback(directory, settings, torch.device("cpu"))
         except UnsupportedModel as error:
-            return Outcome(False, str(error).split(_REASON)[-1])
+            return refused(error)
         runner = ModelRunner(
             loaded.model,
             max_num_seqs=2,
@@ -102,7 +128,8 @@ def tried_apart(model_type: str) -> Outcome:
         try:
             outcome = tried(model_type)
         except BaseException as error:
-            outcome = Outcome(False, f"WRONG: {type(error).__name__}: {error}")
+            wrong = Outcome(False, f"WRONG: {type(error).__name__}: {error}")
+            outcome = _TOO_LARGE if ran_out_of_memory(error) else wrong
         os.write(writing, json.dumps(outcome).encode())
         os._exit(0)
     os.close(writing)
@@ -110,7 +137,7 @@ def tried_apart(model_type: str) -> Outcome:
         said = pipe.read()
     os.waitpid(child, 0)
     if not said:
-        return Outcome(False, "not tried: it takes too long or too much memory at a tiny size")
+        return _TOO_LARGE
     return Outcome(*json.loads(said))
 
 

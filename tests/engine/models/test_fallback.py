@@ -28,7 +28,7 @@ from engine.shared.config import (
     ModelConfig,
     ParallelConfig,
 )
-from scripts.write_fallback_doc import TARGET
+from scripts.write_fallback_doc import TARGET, refused
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.fallback_models import WINDOW, save_fallback_model
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
@@ -319,6 +319,14 @@ def test_the_page_lists_every_causal_model() -> None:
     listed = set(re.findall(r"\w+", page))
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(FAMILIES) <= listed
     assert "WRONG" not in listed
+
+
+def test_a_model_that_the_page_has_no_memory_for_is_not_called_refused() -> None:
+    error = UnsupportedModel("x: it cannot be served: some tensor of 9 GB")
+    assert refused(error).reason == "some tensor of 9 GB"
+    for cause in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")):
+        error.__cause__ = cause
+        assert refused(error).reason.startswith("not tried: ")
 
 
 def test_missing_weights_are_not_made_up(fallback: Fallbacks, tmp_path: Path) -> None:
