@@ -250,7 +250,7 @@ class InProcessExecutor:
         max_model_len = model_length(spec, self._config.model)
         if pooling is not None and self._config.model.max_model_len is None:
             max_model_len = min(max_model_len, pooling.max_length or max_model_len)
-        windows = spec.cache_groups.windows if self._draft is None else (None,)
+        windows = spec.cache_groups.windows
         in_one_step = pooling is not None and pooling.in_one_step
         lookahead = lookahead_tokens(
             self._config.scheduler,

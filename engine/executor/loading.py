@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from math import prod
 
 import msgspec
 import torch
@@ -21,7 +22,7 @@ from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.stages import divide_layers
 from engine.models.settings import compute_types, fits_caches, model_length, open_checkpoint
 from engine.models.spec import ModelSpec, UnsupportedModel
-from engine.shared.config import EngineConfig, LoraConfig, ParallelConfig
+from engine.shared.config import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from engine.shared.cpu.machine import usable_cores
 from engine.shared.model_files import model_directory
 from engine.shared.pooling import PoolingSpec, read_pooling
@@ -52,11 +53,13 @@ def load_model(
     shard: Shard | None = None,
     stage: int = 0,
     balance: ExpertBalance | None = None,
+    served: CacheGroups | None = None,
 ) -> LoadedModel:
     """Load the weights: all of them, the experts of one place, or one shard of each layer.
 
     Of a model with several pipeline stages only those of the given stage. With --enable-eplb, what
-    is known of the experts' load since the model was loaded before is taken over.
+    is known of the experts' load since the model was loaded before is taken over. A draft model is
+    told the groups of the model that is `served`.
 
     Raises:
         ModelNotFound: there is no such model.
@@ -68,13 +71,16 @@ def load_model(
     pooling = read_pooling(directory, settings)
     if pooling is None and implementation(directory, settings) == "transformers":
         report(f"loading weights of {directory.name} with transformers")
-        fallback = load_fallback(directory, settings, device)
+        fallback = load_fallback(
+            directory, settings, device, lambda found: _cache_groups(config, found, device)
+        )
         return LoadedModel(fallback.model, fallback.fingerprint, None)
     spec = read_spec(directory)
     if pooling is not None:
         outputs = pooling.size if pooling.task == "classify" else 0
         spec = msgspec.structs.replace(spec, num_outputs=outputs)
-    spec = msgspec.structs.replace(spec, cache_groups=_cache_groups(config, spec, device))
+    groups = _cache_groups(config, spec, device) if served is None else _beside(spec, served)
+    spec = msgspec.structs.replace(spec, cache_groups=groups)
     report(f"loading weights of {directory.name}")
     checkpoint = open_checkpoint(directory, spec, settings)
     place = None if spec.moe is None else place
@@ -109,14 +115,22 @@ def load_model(
 def _cache_groups(config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheGroups:
     """Return which layers share KV blocks.
 
-    A draft model has its keys and values in the same blocks, whatever its windows are. Recorded
+    A draft model has its keys and values in the blocks of a group that keeps all of them. Recorded
     steps of CUDA devices have one block table.
     """
-    if config.scheduler.speculative_model is not None:
-        return CacheGroups()
-    if device.type != "cpu":
-        return one_group(spec.windows)
-    return divide(spec.windows, model_length(spec, config.model))
+    has_draft, beside = config.scheduler.speculative_model is not None, 0.0
+    if has_draft:
+        draft = read_spec(model_directory(_draft_settings(config), weights=False))
+        beside = draft.num_layers * prod(draft.kv_shape) / prod(spec.kv_shape)
+    groups = one_group(spec.windows)
+    if device.type == "cpu":
+        groups = divide(spec.windows, model_length(spec, config.model), beside)
+    return CacheGroups() if has_draft and None not in groups.windows else groups
+
+
+def _beside(draft: ModelSpec, served: CacheGroups) -> CacheGroups:
+    """Return the groups of a draft model, whose layers lie beside those that keep all blocks."""
+    return CacheGroups(served.windows, (served.windows.index(None),) * draft.num_layers)
 
 
 def load_draft_model(
@@ -141,18 +155,9 @@ def load_draft_model(
         UnsupportedModel: the model's config asks for something that is not implemented.
         CheckpointError: the weights do not fit the config.
     """
-    name = config.scheduler.speculative_model
-    if name is None:
+    if config.scheduler.speculative_model is None:
         return None
-    settings = msgspec.structs.replace(
-        config.model,
-        model=name,
-        revision=None,
-        model_impl="swell",
-        max_model_len=max_model_len,
-        runner="generate",
-        quantization=config.scheduler.speculative_model_quantization or config.model.quantization,
-    )
+    settings = msgspec.structs.replace(_draft_settings(config), max_model_len=max_model_len)
     check_draft_model(settings, config.model, target, max_model_len)
     alone = msgspec.structs.replace(
         config,
@@ -160,7 +165,21 @@ def load_draft_model(
         lora=LoraConfig(),
         executor=msgspec.structs.replace(config.executor, batch_invariant=False),
     )
-    return load_model(alone, device, report).model
+    return load_model(alone, device, report, served=target.cache_groups).model
+
+
+def _draft_settings(config: EngineConfig) -> ModelConfig:
+    """Return the settings of the draft model, all but its length."""
+    name = config.scheduler.speculative_model
+    assert name is not None
+    return msgspec.structs.replace(
+        config.model,
+        model=name,
+        revision=None,
+        model_impl="swell",
+        runner="generate",
+        quantization=config.scheduler.speculative_model_quantization or config.model.quantization,
+    )
 
 
 def _new_balance(

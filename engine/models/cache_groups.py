@@ -45,12 +45,13 @@ def one_group(windows: Sequence[int | None]) -> CacheGroups:
     return CacheGroups((windows[0],) if len(set(windows)) == 1 else (None,))
 
 
-def divide(windows: Sequence[int | None], longest: int) -> CacheGroups:
+def divide(windows: Sequence[int | None], longest: int, beside: float = 0.0) -> CacheGroups:
     """Return the groups in which the longest sequence takes least memory; one if it is the same.
 
     Args:
         windows: of all layers of the model.
         longest: tokens of that sequence.
+        beside: what every block holds besides, in layers: the keys and values of a draft model.
     """
     kinds = list(dict.fromkeys(windows))
     if len(kinds) == 1:
@@ -58,9 +59,12 @@ def divide(windows: Sequence[int | None], longest: int) -> CacheGroups:
     counts = [windows.count(kind) for kind in kinds]
     tokens = [longest if kind is None else min(kind, longest) for kind in kinds]
     sizes = [n for n in range(1, max(counts) + 1) if sum(-(-c // n) for c in counts) <= MAX_GROUPS]
-    takes = {n: sum(-(-c // n) * n * t for c, t in zip(counts, tokens, strict=True)) for n in sizes}
+    takes = {
+        n: sum(-(-c // n) * t for c, t in zip(counts, tokens, strict=True)) * (n + beside)
+        for n in sizes
+    }
     size = min(sizes, key=lambda n: (takes[n], -n), default=0)
-    if not size or takes[size] > _WORTH_IT * len(windows) * longest:
+    if not size or takes[size] > _WORTH_IT * (len(windows) + beside) * longest:
         return one_group(windows)
     groups: list[int | None] = []
     of_layers = [0] * len(windows)

@@ -5,6 +5,7 @@ is called with and attends plainly; in a step it writes keys and values to the p
 attends over that.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.models.attention.paged import write_keys_values
 from engine.models.attention.varlen import Attention
-from engine.models.decoder import StepTokens
+from engine.models.decoder import GroupTokens, StepTokens
 
 INTERFACE = "swell"
 """The name of the function among those that transformers knows."""
@@ -48,7 +49,8 @@ class LayerCall(msgspec.Struct, frozen=True):
 
 
 class _Step(NamedTuple):
-    tokens: StepTokens
+    tokens: list[StepTokens | GroupTokens]
+    """As each layer sees them."""
     cache: list[Tensor]
 
 
@@ -89,9 +91,10 @@ class AttentionCalls:
         """Attend by this from now on, whose heads have that size and scores that scale."""
         self._attention, self._width, self._scale = attention, width, scale
 
-    def begin(self, tokens: StepTokens, cache: list[Tensor]) -> None:
-        """Begin a step over the cache, a tensor for each layer."""
-        self._step, self._next = _Step(tokens, cache), 0
+    def begin(self, tokens: StepTokens, cache: list[Tensor], groups: Sequence[int]) -> None:
+        """Begin a step over the cache, a tensor for each layer, whose cache groups are given."""
+        parts: tuple[StepTokens | GroupTokens, ...] = (tokens, *tokens.others)
+        self._step, self._next = _Step([parts[group] for group in groups], cache), 0
 
     def end(self) -> None:
         """End a step.
@@ -118,10 +121,10 @@ class AttentionCalls:
         if call is None or call.module is not module:
             raise CannotAttend("its layers attend in another order")
         self._next += 1
-        cache, attention = step.cache[number], self._attention
+        cache, tokens, attention = step.cache[number], step.tokens[number], self._attention
         assert attention is not None, "how to attend is known after the trial"
         kept = [self._heads(each).to(cache.dtype) for each in (key, value)]
-        write_keys_values(cache, step.tokens.slots, torch.stack(kept, dim=1))
+        write_keys_values(cache, tokens.slots, torch.stack(kept, dim=1))
         queries = self._heads(query)
         if call.scale != self._scale:
             queries = queries * (call.scale / self._scale)
@@ -129,7 +132,7 @@ class AttentionCalls:
         out = attention.attend(
             queries.to(cache.dtype).contiguous(),
             cache,
-            step.tokens.plans[call.window],
+            tokens.plans[call.window],
             None if sinks is None else sinks.float(),
         )
         out = out.view(1, -1, call.heads, self._width)[..., : call.value_size]

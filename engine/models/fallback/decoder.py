@@ -3,10 +3,12 @@
 import inspect
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from engine.models.attention.varlen import Attention
+from engine.models.cache_groups import CacheGroups
 from engine.models.decoder import Decoder, DecoderWeights, StepTokens
 from engine.models.fallback.attention import AttentionCalls
 from engine.models.settings import ComputeTypes
@@ -117,6 +119,12 @@ class FallbackDecoder(Decoder):
         self._model = model
         self._calls = calls
 
+    def grouped(self, groups: CacheGroups) -> "FallbackDecoder":
+        """Return the same model with its layers in cache groups."""
+        spec = msgspec.structs.replace(self.spec, cache_groups=groups)
+        parts = self._model, self._calls, self.attention, self.dtype, self.device
+        return FallbackDecoder(spec, *parts)
+
     @property
     def is_recordable(self) -> bool:
         """False: some of transformers' modules ask the device for values."""
@@ -127,7 +135,7 @@ class FallbackDecoder(Decoder):
     ) -> Tensor:
         """Run all layers, filling the cache; return states as `Decoder.hidden_states` does."""
         assert incoming is None, "all layers are here"
-        self._calls.begin(step, cache)
+        self._calls.begin(step, cache, self._group_of)
         states = self._model.states(step.token_ids, step.positions)
         self._calls.end()
         return states if step.final is None else states.index_select(0, step.final.tokens)

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.models.attention.choice import attention_of
-from engine.models.cache_groups import one_group
+from engine.models.cache_groups import CacheGroups, one_group
 from engine.models.fallback.attention import (
     INTERFACE,
     AttentionCalls,
@@ -40,8 +41,19 @@ class LoadedFallback(msgspec.Struct, frozen=True):
     fingerprint: str
 
 
-def load_fallback(directory: Path, settings: ModelConfig, device: torch.device) -> LoadedFallback:
+def load_fallback(
+    directory: Path,
+    settings: ModelConfig,
+    device: torch.device,
+    groups: Callable[[ModelSpec], CacheGroups] | None = None,
+) -> LoadedFallback:
     """Load a model with transformers, try it, and have it attend over the paged KV cache.
+
+    Args:
+        directory: has its files.
+        settings: of the model.
+        device: where it computes.
+        groups: says which layers share KV blocks; all do without it.
 
     Raises:
         UnsupportedModel: transformers has no class that can be served, or is not installed.
@@ -69,6 +81,8 @@ def load_fallback(directory: Path, settings: ModelConfig, device: torch.device) 
             decoder = _try(loaded, raw, read_generation(directory), config, device)
     except (CannotAttend, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise refusal(name, str(error)) from error
+    if groups is not None:
+        decoder = decoder.grouped(groups(decoder.spec))
     asked = settings.model_impl == "transformers"
     logger.info(
         "%s is computed by transformers %s (%s): %d attention layers over the paged KV cache",

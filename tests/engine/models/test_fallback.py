@@ -144,6 +144,35 @@ def test_engines_say_the_same_however_steps_are_scheduled(
     assert (counters.preemptions > 0) == ("num_blocks" in options and kind == "gpt2")
 
 
+@pytest.mark.parametrize("has_draft", [False, True], ids=["alone", "with a draft model"])
+def test_layers_with_windows_have_blocks_of_their_own(
+    has_draft: bool, fallback: Fallbacks, prompt: MakePrompt, checkpoint: SaveModel
+) -> None:
+    model = fallback("exaone4")
+    draft = str(checkpoint("llama").directory) if has_draft else None
+    shared = prompt(40)
+    prompts = [shared + prompt(30)[count:] for count in (2, 11, 19, 28)] * 3
+    requests = [
+        request(id, [*each[:-1], id], temperature=0.0, max_tokens=40)
+        for id, each in enumerate(prompts)
+    ]
+    answers, stats = serve(
+        model.directory, requests, dtype="float32", num_blocks=30, speculative_model=draft
+    )
+    for sent, answer in zip(requests, answers, strict=True):
+        assert answer.tokens == model.greedy(sent.prompt_token_ids, 40)
+    assert stats.counters.prefix_cache_hits > 0
+    assert (stats.counters.spec_draft_tokens > 0) == has_draft
+
+
+def test_a_model_of_transformers_is_divided_as_one_of_a_family(fallback: Fallbacks) -> None:
+    directory = str(fallback("exaone4").directory)
+    settings = ModelConfig(model=directory, dtype="float32", max_model_len=200)
+    loaded = load_model(EngineConfig(model=settings), CPU, lambda _: None).model
+    assert set(loaded.spec.cache_groups.windows) == {WINDOW, None}
+    assert [len(windows) for windows in loaded.windows] == [1] * len(loaded.windows) != [1]
+
+
 def test_sixteen_bits_stay_close(fallback: Fallbacks, prompt: MakePrompt) -> None:
     model = fallback("phi")
     engine = load_driver(model.directory, dtype="bfloat16")

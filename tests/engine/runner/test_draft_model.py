@@ -107,7 +107,8 @@ def test_another_draft_model_changes_no_token(
         ("llama", "deepseek3"),
         ("llama", "gpt-oss"),
         ("llama", "gemma3"),
-        ("gemma3", "llama"),  # the layers of both are one group
+        ("gemma3", "llama"),
+        ("mistral-window", "llama"),
     ],
 )
 def test_it_may_be_of_another_family(served: str, drafting: str, checkpoint: SaveModel) -> None:
@@ -120,6 +121,54 @@ def test_it_may_be_of_another_family(served: str, drafting: str, checkpoint: Sav
     drafted, stats = serve(target, requests, dtype="float32", speculative_model=str(other))
     assert [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
     assert stats.counters.spec_draft_tokens > 0
+
+
+@pytest.mark.parametrize("num_blocks", [200, 24], ids=["roomy", "preempting"])
+def test_its_blocks_are_those_of_layers_without_a_window(
+    num_blocks: int, checkpoint: SaveModel
+) -> None:
+    """A model with windows drafts for itself: so it is right as long as it finds its own keys."""
+    directory = checkpoint("gemma3").directory
+    prompt = SOME_TEXT * 2
+    requests = [
+        request(id, [*prompt[: 20 + 30 * (id % 3)], 70 + id], temperature=id % 2 * 0.8)
+        for id in range(9)
+    ]
+    plain, _ = serve(directory, requests, dtype="float32")
+    drafted, stats = serve(
+        directory,
+        requests,
+        dtype="float32",
+        num_blocks=num_blocks,
+        speculative_model=str(directory),
+        max_slowdown=0,
+    )
+    assert [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
+    counters = stats.counters
+    assert counters.prefix_cache_hits > 0
+    assert (counters.preemptions > 0) == (num_blocks == 24)
+    assert counters.spec_accepted_tokens > 0.9 * counters.spec_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("served", "windows"),
+    [("gemma3", (20, 20, None)), ("mistral-window", (None,)), ("llama", (None,))],
+)
+def test_windows_free_blocks_where_others_keep_theirs(
+    served: str, windows: tuple[int | None, ...], checkpoint: SaveModel
+) -> None:
+    drafting = str(checkpoint("llama").directory)
+    config = EngineConfig(
+        model=ModelConfig(
+            model=str(checkpoint(served).directory), dtype="float32", max_model_len=256
+        ),
+        cache=CacheConfig(num_kv_blocks=100),
+        scheduler=SchedulerConfig(speculative_model=drafting),
+        executor=ExecutorConfig(threads=1),
+    )
+    executor = InProcessExecutor(config)
+    assert executor.info.cache_windows == windows
+    executor.shutdown()
 
 
 def test_it_may_be_a_copy_in_few_bits(plain: list[Answer]) -> None:
