@@ -12,6 +12,7 @@ pytestmark = pytest.mark.deploy
 OLD = ("model.name=old", "model.servedName=chat", "engine.replicas=4")
 NEW = ("model.name=new", "model.servedName=chat", "model.group=next", "engine.replicas=6")
 BOTH = (*NEW, "previous.model.name=old", "previous.engineReplicas=4")
+POOL = ("inferencePool.enabled=true", "inferencePool.endpointPicker.name=picker")
 
 
 def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
@@ -31,15 +32,39 @@ def test_the_old_models_pods_stay_as_they_are_beside_the_new_ones() -> None:
     assert after.keys() == {"demo-swell-engine-next", "demo-swell-api-next"}
     for name in names:
         assert both[name] == before[name]
-    engines = "demo-swell-engine-next"
-    assert both[engines] == after[engines]
-    assert environment(both[engines])["SWELL_MODEL"] == "new"
+    for name in after:
+        assert both[name] == after[name], "the old model's end starts nothing anew"
+    assert environment(both["demo-swell-engine-next"])["SWELL_MODEL"] == "new"
     groups = {name: environment(each).get("SWELL_ENGINE_GROUP") for name, each in both.items()}
     assert groups == {name: "next" if name.endswith("next") else None for name in both}, (
         "engines and front ends of one model see only each other"
     )
-    assert environment(both["demo-swell-api-next"])["SWELL_MIN_READY_ENGINES"] == "3"
-    assert "SWELL_MIN_READY_ENGINES" not in environment(both["demo-swell-api"])
+
+
+def least_ready(group: str, *sets: str) -> str:
+    """Return how many engines a group's API pods, when they start, wait for."""
+    manifests = render(None, *sets)
+    name = f"demo-swell-api-{group}" if group else "demo-swell-api"
+    api = find(manifests, "Deployment", name)
+    reference = environment(api)["SWELL_MIN_READY_ENGINES"]["configMapKeyRef"]
+    kept = find(manifests, "ConfigMap", reference["name"])["data"]
+    assert isinstance(kept[reference["key"]], str)
+    return str(kept[reference["key"]])
+
+
+def test_api_pods_of_a_new_model_wait_for_half_of_its_engines() -> None:
+    assert least_ready("", *OLD) == "1"
+    assert least_ready("", *BOTH) == "1"
+    assert least_ready("next", *BOTH) == "3"
+    assert least_ready("next", *NEW) == "1", "pods that come later do not wait for so many"
+    assert least_ready("next", *BOTH, "api.minReadyEngines=5") == "5"
+    assert least_ready("next", *NEW, "api.minReadyEngines=5") == "5"
+
+
+def test_that_no_model_goes_before_can_be_said_by_null() -> None:
+    assert render(None, *NEW, "previous=null") == render(None, *NEW)
+    scaled = (*NEW, "engine.autoscaling.enabled=true", *POOL)
+    assert render(None, *scaled, "previous=null") == render(None, *scaled)
 
 
 def test_both_models_are_behind_one_service_and_no_selector_takes_pods_of_the_other() -> None:

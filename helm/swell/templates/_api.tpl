@@ -17,8 +17,14 @@ that engine alone. */}}
     {{- include "swell.rankEnv" $root | nindent 4 }}
     - {name: SWELL_METRICS_PREFIX, value: "vllm:"}
     - {name: SWELL_OPEN_METRICS, value: "true"}
-    {{- else if $group.minReadyEngines }}
-    - {name: SWELL_MIN_READY_ENGINES, value: {{ $group.minReadyEngines | quote }}}
+    {{- else }}
+    # Beside the pods, so that another number starts none of them anew.
+    - name: SWELL_MIN_READY_ENGINES
+      valueFrom:
+        configMapKeyRef:
+          name: {{ include "swell.fullname" $root }}-api
+          key: {{ include "swell.minReadyKey" $group }}
+          optional: true
     {{- end }}
     - {name: SWELL_API_SERVER_COUNT, value: {{ ternary 1 $root.Values.api.processes $pooled | quote }}}
     - {name: SWELL_ACCESS_LOG, value: {{ $root.Values.api.accessLog | quote }}}
@@ -110,4 +116,9 @@ that engine alone. */}}
 {{- define "swell.rankEnv" -}}
 - name: SWELL_DATA_PARALLEL_RANK
   valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
+{{- end }}
+
+{{- /* Where a group's least number of engines is in the API pods' ConfigMap. */}}
+{{- define "swell.minReadyKey" -}}
+min-ready-engines{{ with .name }}-{{ . }}{{ end }}
 {{- end }}

@@ -27,12 +27,13 @@ groups:
     engineReplicas: {{ $values.engine.replicas }}
     apiReplicas: {{ $values.api.replicas }}
     engineEnv: {}
-    {{- $minimum := default 0 $values.api.minReadyEngines | int }}
-    {{- if and $values.previous.model (not $minimum) }}
+    {{- $previous := default dict $values.previous }}
+    {{- $minimum := default 1 $values.api.minReadyEngines | int }}
+    {{- if and $previous.model (not $values.api.minReadyEngines) }}
     {{- $minimum = div (add1 $values.engine.replicas) 2 }}
     {{- end }}
     minReadyEngines: {{ $minimum }}
-{{- with $values.previous }}
+{{- with $previous }}
 {{- if .model }}
   - name: {{ default "" .model.group | quote }}
     current: false
@@ -42,7 +43,7 @@ groups:
     engineReplicas: {{ if kindIs "invalid" .engineReplicas }}{{ $values.engine.replicas }}{{ else }}{{ .engineReplicas }}{{ end }}
     apiReplicas: {{ if kindIs "invalid" .apiReplicas }}{{ $values.api.replicas }}{{ else }}{{ .apiReplicas }}{{ end }}
     engineEnv: {{- toYaml .engineEnv | nindent 6 }}
-    minReadyEngines: 0
+    minReadyEngines: 1
 {{- end }}
 {{- end }}
 {{- end }}
