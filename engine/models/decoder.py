@@ -1,6 +1,6 @@
 """The decoder: embeddings, layers of attention and MLP over a paged KV cache, and the LM head."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.models.adapters import AdapterBank, AdapterRows, AdapterWeights
 from engine.models.attention.plan import AttentionRows
-from engine.models.attention.projections import Projections
+from engine.models.attention.projections import Projections, Rotation
 from engine.models.attention.rotary import rotation
 from engine.models.attention.varlen import Attention
 from engine.models.layers import Rows
@@ -17,6 +17,15 @@ from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.products.dense import add_to
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
+
+
+class PositionFactors(NamedTuple):
+    """What the positions of a step's tokens multiply queries and keys by."""
+
+    rotations: list[Rotation]
+    """One for each of the model's rotary tables."""
+    temperatures: Tensor | None
+    """[tokens, 1, 1]: of queries in layers without a rotation."""
 
 
 class LayerWeights(msgspec.Struct, frozen=True):
@@ -34,6 +43,17 @@ class LayerWeights(msgspec.Struct, frozen=True):
     sparse: SparseMlp | None = None
     """The part of `mlp` with the experts, if it has any."""
 
+    def write_and_query(
+        self, x: Tensor, cache: Tensor, slots: Tensor, factors: PositionFactors
+    ) -> Tensor:
+        """Store what the cache keeps of normalized states; return queries of known positions."""
+        if self.rope is not None:
+            return self.attention.write_and_query(x, cache, slots, factors.rotations[self.rope])
+        queries = self.attention.write_and_query(x, cache, slots, None)
+        if factors.temperatures is None:
+            return queries
+        return (queries * factors.temperatures).to(queries.dtype)
+
 
 class DecoderWeights(msgspec.Struct, frozen=True):
     """All weights of a model, or those of a pipeline stage."""
@@ -46,6 +66,16 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     lm_head: Rows | None
     rotary: list[Tensor]
     """Each [max_model_len, 2, rotary_size / 2]: see `attention.rotary.rotary_table`."""
+    temperatures: Tensor | None = None
+    """[max_model_len]: see `attention.rotary.temperatures`."""
+
+    def factors(self, positions: Tensor) -> PositionFactors:
+        """Return the factors of tokens at these positions."""
+        heat = self.temperatures
+        return PositionFactors(
+            [rotation(table, positions) for table in self.rotary],
+            None if heat is None else heat.index_select(0, positions).view(-1, 1, 1),
+        )
 
 
 class FinalTokens(msgspec.Struct, frozen=True):
@@ -205,7 +235,7 @@ class Decoder:
         else:
             assert incoming is not None, "states come from the stage before"
             x = incoming
-        rotations = [rotation(table, step.positions) for table in self._weights.rotary]
+        factors = self._weights.factors(step.positions)
         last = self._weights.layers[-1]
         parts: tuple[StepTokens | GroupTokens, ...] = (step, *step.others)
         for layer, layer_cache, group in zip(
@@ -214,8 +244,7 @@ class Decoder:
             part = parts[group]
             final = step.final if layer is last else None
             normed = x if layer.attention_norm is None else layer.attention_norm(x)
-            rotated = None if layer.rope is None else rotations[layer.rope]
-            queries = layer.attention.write_and_query(normed, layer_cache, part.slots, rotated)
+            queries = layer.write_and_query(normed, layer_cache, part.slots, factors)
             plan = part.plans[layer.window]
             if final is not None:
                 x, queries = (each.index_select(0, final.tokens) for each in (x, queries))

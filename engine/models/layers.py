@@ -139,6 +139,11 @@ def prepare_qk_norm(spec: ModelSpec, query: Tensor, key: Tensor) -> Rows:
     )
 
 
+def unit_norm(heads: Tensor, eps: float) -> Tensor:
+    """Scale every head by itself to a root mean square of one."""
+    return F.rms_norm(heads, (heads.shape[-1],), None, eps)
+
+
 def _rms_norm_heads_exact(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm_heads(heads.float(), weight, eps).to(heads.dtype)
 

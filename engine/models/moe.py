@@ -59,10 +59,12 @@ class GroupRouter:
         if not len(x):
             nothing = x.new_empty(0, moe.experts_per_token, dtype=torch.float32)
             return nothing.long(), nothing
-        scores = self._score(x).float()
-        scores = scores.softmax(dim=-1) if moe.scoring == "softmax" else sigmoid(scores)
-        corrected = scores if self._correction is None else scores + self._correction
-        experts = self._allowed(corrected).topk(moe.experts_per_token).indices
+        found = self._score(x).float()
+        scores = found.softmax(dim=-1) if moe.scoring == "softmax" else sigmoid(found)
+        ranked = scores if self._correction is None else scores + self._correction
+        if self._correction is None and moe.scoring == "sigmoid" and moe.num_groups == 1:
+            ranked = found  # of large ones the sigmoids are all one
+        experts = self._allowed(ranked).topk(moe.experts_per_token).indices
         weights = scores.gather(1, experts)
         if moe.normalize_weights:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _SMALLEST_SUM)
@@ -222,13 +224,17 @@ class SparseMlp:
         experts: Experts,
         shared: Rows | None = None,
         own: Callable[[Rows, Tensor], Tensor] | None = None,
+        *,
+        scales_inputs: bool = False,
     ) -> None:
         """Take the parts; `shared` is an MLP that every token goes through besides.
 
-        `own` applies a function to those tokens that are routed in this process, if not all are.
+        `own` applies a function to those tokens that are routed in this process, if not all are;
+        `scales_inputs` as in `MoeSpec`.
         """
         self._router = router
         self._own = own
+        self._scales_inputs = scales_inputs
         self.experts = experts
         self._shared = shared
 
@@ -238,4 +244,7 @@ class SparseMlp:
         return out if self._shared is None or not len(x) else out + self._shared(x)
 
     def _routed(self, x: Tensor) -> Tensor:
-        return self.experts(x, *self._router(x))
+        experts, weights = self._router(x)
+        if self._scales_inputs:
+            return self.experts(x * weights.to(x.dtype), experts, torch.ones_like(weights))
+        return self.experts(x, experts, weights)

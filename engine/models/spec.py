@@ -66,8 +66,12 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
     """Of routers and experts."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes weights of a router's scores: all at once, or each by itself. In the second case
-    a correction of each expert is added for the choice alone."""
+    """What makes weights of a router's scores: all at once, or each by itself."""
+    has_correction: bool = False
+    """Whether a number of each expert is added to its score, for the choice alone."""
+    scales_inputs: bool = False
+    """Whether the weight of the one expert of a token multiplies what it gets, rather than what it
+    makes of that."""
     in_float32: bool = False
     """Whether routers compute so, whatever the model does."""
     num_groups: int = 1
@@ -101,6 +105,15 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of the norms of latents, and of what queries are made of."""
 
 
+class TemperatureSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries of layers that do not know positions grow with theirs, p: they are multiplied by
+    1 + scale * log(1 + floor((p + 1) / step))."""
+
+    scale: float
+    step: float
+    """In tokens."""
+
+
 class ClampSpec(msgspec.Struct, frozen=True, kw_only=True):
     """MLPs that make gate * sigmoid(slope * gate) * (up + 1) of bounded gates and ups."""
 
@@ -112,9 +125,9 @@ class ClampSpec(msgspec.Struct, frozen=True, kw_only=True):
 Block = Literal["before", "after", "around", "parallel"]
 """Where a layer normalizes: before attention and before the MLP; after each, before its result is
 added; both; or once, before attention and MLP that see the same."""
-QkNorm = Literal["none", "head", "each_head", "width"]
+QkNorm = Literal["none", "head", "each_head", "width", "unit"]
 """How queries and keys are normalized: not; every head alike; every head with weights of its own;
-all queries together, and all keys."""
+all queries together, and all keys; every head without weights, in layers that know positions."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +165,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `head_dim` is the width of latent and rotated key together."""
     windows: tuple[int | None, ...]
     """Per layer: how many last positions a token attends to, itself included; None for all."""
+    has_chunks: bool = False
+    """Whether windows begin anew at each multiple of their length, rather than slide."""
     cache_groups: CacheGroups = CacheGroups()
     """Which layers share KV blocks."""
     moe: MoeSpec | None = None
@@ -162,6 +177,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of scores; None for one over the root of `head_dim`."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
+    attention_temperature: TemperatureSpec | None = None
     attention_sinks: bool = False
     """Whether each head has a score that takes attention from all keys and gives nothing."""
     logits_scale: float = 1.0

@@ -178,7 +178,7 @@ def _expert_tensors(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]
             "down": (hidden, wide),
         }.items():
             yield f"{prefix}shared_experts.{part}_proj.weight", shape
-    if spec.moe.scoring == "sigmoid":
+    if spec.moe.has_correction:
         yield prefix + "router.correction", (spec.moe.num_experts,)
     for name, shape in shapes.items():
         yield f"{prefix}{name}.weight", shape

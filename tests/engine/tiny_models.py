@@ -81,6 +81,17 @@ _GPT_OSS: dict[str, Any] = {
     "swiglu_limit": 0.5,
     "rope_parameters": {**_YARN_ROPE, "truncate": False},
 }
+_LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 20,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}),
@@ -237,6 +248,23 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DEEPSEEK, "rope_interleave": False, "norm_topk_prob": False, **_NO_GROUPS},
     ),
     "gpt-oss-mxfp4": ("GptOss", _GPT_OSS),
+    "llama4": (
+        "Llama4",
+        {
+            **_LLAMA4,
+            "rope_parameters": {**_LLAMA3_ROPE, "high_freq_factor": 1.0},
+        },
+    ),
+    "llama4-some-dense": (
+        "Llama4",
+        {
+            **_LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        },
+    ),
 }
 
 
@@ -279,7 +307,8 @@ def save_tiny_model(name: str, directory: Path, seed: int, **options: Any) -> Ch
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     family, settings = _MODELS[name]
-    config_class = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    is_part = family in ("Gemma3", "Llama4")
+    config_class = f"{family}TextConfig" if is_part else f"{family}Config"
     config = getattr(transformers, config_class)(**{**_SIZES, **settings})
     model = getattr(transformers, f"{family}ForCausalLM")
     # Only this one caps scores.

@@ -28,8 +28,9 @@ def attention_of(
         scale=spec.attention_scale,
         softcap=spec.attention_softcap,
         parts=spec.kv_shape[0],
+        has_chunks=spec.has_chunks,
     )
-    by_kernel = spec.attention_softcap is None and spec.latent is None
+    by_kernel = spec.attention_softcap is None and spec.latent is None and not spec.has_chunks
     if device.type != "cuda" or not by_kernel:
         return stock
     return CudaAttention(

@@ -48,10 +48,12 @@ class PagedAttention:
         scale: float | None = None,
         softcap: float | None = None,
         parts: int = 2,
+        has_chunks: bool = False,
     ) -> None:
         """Prepare for one shape.
 
         Args:
+            has_chunks: as in `ModelSpec`.
             parts: 2 for keys and values, 1 if keys are the values, too.
             token_by_token: makes each token's result a function of its own position, keys and
                 values alone, whatever else is in the step.
@@ -72,6 +74,7 @@ class PagedAttention:
             long_dtype=self._long_dtype,
             device=device,
             token_by_token=token_by_token,
+            has_chunks=has_chunks,
             one_product=token_by_token and self._one_product_agrees(dtype),
         )
 

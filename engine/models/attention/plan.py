@@ -103,13 +103,15 @@ class AttentionPlanner:
         device: torch.device,
         token_by_token: bool = False,
         one_product: bool = False,
+        has_chunks: bool = False,
     ) -> None:
         """Prepare; masks come in `dtype`, those of long rows in `long_dtype`.
 
         `token_by_token` makes each token's result a function of its own position, keys and values
         alone, whatever else is in the step. `one_product` says that one product of
-        `TOKENS_AT_ONCE` tokens keeps that.
+        `TOKENS_AT_ONCE` tokens keeps that. `has_chunks` as in `ModelSpec`.
         """
+        self._has_chunks = has_chunks
         self._token_by_token = token_by_token
         self._one_product = one_product
         self._group = heads_per_kv
@@ -119,9 +121,7 @@ class AttentionPlanner:
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
         """Group the rows of a step; `window` limits how far back a token looks."""
-        first_block = np.zeros_like(rows.starts)
-        if window is not None:
-            first_block = np.maximum(rows.starts - window + 1, 0) // rows.block_size
+        first_block = self._first_seen(rows.starts, window) // rows.block_size
         last_block = (rows.starts + rows.counts - 1) // rows.block_size
         num_blocks = last_block - first_block + 1
         if self._token_by_token:
@@ -137,6 +137,21 @@ class AttentionPlanner:
                 plan.append(self._padded_group(rows, members, first_block, num_blocks, window))
         return plan
 
+    def _first_seen(self, positions: IntArray, window: int | None) -> IntArray:
+        """Return the first position that tokens at these positions attend to."""
+        if window is None:
+            return np.zeros_like(positions)
+        if self._has_chunks:
+            return positions // window * window
+        return np.maximum(positions - window + 1, 0)
+
+    def _key_blocks(
+        self, positions: IntArray, block_size: int, step: int, window: int | None
+    ) -> tuple[IntArray, IntArray]:
+        """Return the first block that each position attends to, and how many, in steps."""
+        first = self._first_seen(positions, window) // block_size
+        return first, -(-(positions // block_size - first + 1) // step) * step
+
     def _by_token(
         self, rows: AttentionRows, window: int | None
     ) -> Iterator[PaddedGroup | TokensOfRow]:
@@ -148,7 +163,7 @@ class AttentionPlanner:
         size = rows.block_size
         step = max(1, _TOKEN_KEYS // size)
         single = np.flatnonzero(rows.counts == 1)
-        first, width = _key_blocks(rows.starts[single], size, step, window)
+        first, width = self._key_blocks(rows.starts[single], size, step, window)
         for blocks in np.unique(width):
             where = width == blocks
             members = single[where]
@@ -157,7 +172,7 @@ class AttentionPlanner:
                 yield self._decodes(rows, part, first[where][at : at + len(part)], blocks, window)
         for row in np.flatnonzero(rows.counts > 1).tolist():
             positions = rows.starts[row] + np.arange(rows.counts[row])
-            first, width = _key_blocks(positions, size, step, window)
+            first, width = self._key_blocks(positions, size, step, window)
             ends = np.flatnonzero(np.diff(width * (rows.block_tables.shape[1] + step) + first)) + 1
             for tokens in np.split(np.arange(len(positions)), ends):
                 for at in range(0, len(tokens), TOKENS_AT_ONCE):
@@ -277,22 +292,12 @@ class AttentionPlanner:
         query, key = self._tensor(queries).unsqueeze(2), self._tensor(keys).unsqueeze(1)
         hidden = key > query
         if window is not None:
-            hidden |= key <= query - window
+            hidden |= key < self._tensor(self._first_seen(queries, window)).unsqueeze(2)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
         return mask.masked_fill_(hidden, float("-inf"))
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def _key_blocks(
-    positions: IntArray, block_size: int, step: int, window: int | None
-) -> tuple[IntArray, IntArray]:
-    """Return the first block that each position attends to, and how many, in steps of `step`."""
-    first = np.zeros_like(positions)
-    if window is not None:
-        first = np.maximum(positions - window + 1, 0) // block_size
-    return first, -(-(positions // block_size - first + 1) // step) * step
 
 
 def _groups(rows: AttentionRows, num_blocks: IntArray, heads_per_kv: int) -> Iterator[IntArray]:

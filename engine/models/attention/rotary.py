@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.spec import RopeSpec
+from engine.models.spec import RopeSpec, TemperatureSpec
 from engine.models.weights import rotated_dims
 
 
@@ -44,6 +44,13 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -
         out: where the result goes, if not to a new tensor; may be `heads` itself
     """
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin, out=out)
+
+
+def temperatures(spec: TemperatureSpec, length: int, device: torch.device) -> Tensor:
+    """Return by what the queries of all positions below `length` are multiplied, in float32."""
+    positions = torch.arange(1, length + 1, dtype=torch.float32)
+    table = torch.log1p(torch.floor(positions / spec.step)) * spec.scale + 1
+    return table.to(device)
 
 
 def _inverse_frequencies(rope: RopeSpec, rotated: int, length: int) -> Tensor:

@@ -73,7 +73,7 @@ def _v2_experts(config: Config) -> MoeSpec:
         raise UnsupportedModel("config.json: norm_topk_prob is not supported for DeepSeek V2")
     groups = {} if method != "greedy" else {"n_group": 1, "topk_group": 1}
     moe = grouped_experts({**config, "norm_topk_prob": False, **groups}, best_of_group=1)
-    return replace(moe, scoring="softmax")
+    return replace(moe, scoring="softmax", has_correction=False)
 
 
 def _scale(latent: LatentSpec, rope: RopeSpec) -> float:

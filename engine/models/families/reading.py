@@ -127,6 +127,7 @@ def grouped_experts(config: Config, best_of_group: int = 2) -> MoeSpec:
         normalize_weights=bool(config.get("norm_topk_prob", True)),
         layers=tuple(layer >= dense for layer in range(layers)),
         scoring="sigmoid",
+        has_correction=True,
         in_float32=True,
         num_groups=integer({"n_group": 1, **config}, "n_group"),
         groups_per_token=integer({"topk_group": 1, **config}, "topk_group"),

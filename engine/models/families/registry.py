@@ -13,6 +13,7 @@ from engine.models.families import (
     granite,
     granite_moe,
     llama,
+    llama4,
     mistral,
     mixtral,
     olmo2,
@@ -27,6 +28,7 @@ from engine.models.spec import UnsupportedModel
 
 _MODULES = (
     llama,
+    llama4,
     mistral,
     mixtral,
     qwen2,

@@ -16,7 +16,7 @@ from engine.models.attention.projections import (
     LatentProjections,
     Projections,
 )
-from engine.models.attention.rotary import rotary_table
+from engine.models.attention.rotary import rotary_table, temperatures
 from engine.models.decoder import Decoder, DecoderWeights, Followers, LayerWeights
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.layers import (
@@ -26,6 +26,7 @@ from engine.models.layers import (
     prepare_qk_norm,
     scaled,
     softcap,
+    unit_norm,
 )
 from engine.models.loading.mlps import GroupPlace, MlpLoader
 from engine.models.loading.products import ProductLoader, Quantization
@@ -144,6 +145,7 @@ class DecoderLoader:
             norm=self._norm("model.norm") if is_last else None,
             lm_head=self._head(embedding) if is_last else None,
             rotary=[self._rotary(rope) for rope in spec.distinct_ropes],
+            temperatures=self._temperatures(),
         )
         followers = None if self._shard is None else self._shard.followers
         return Decoder(
@@ -162,6 +164,10 @@ class DecoderLoader:
     def _rotary(self, rope: RopeSpec) -> Tensor:
         size, dtype = self._spec.rotary_size, self._types.activations
         return rotary_table(rope, size, self._max_model_len, dtype, self._device)
+
+    def _temperatures(self) -> Tensor | None:
+        spec = self._spec.attention_temperature
+        return None if spec is None else temperatures(spec, self._max_model_len, self._device)
 
     def _new_group(self, place: GroupPlace, balance: ExpertBalance | None) -> ExpertGroup:
         moe = self._spec.moe
@@ -247,7 +253,7 @@ class DecoderLoader:
         attention = self._attention if spec.latent is None else self._latent_attention
         return LayerWeights(
             attention_norm=norms.get("attention_norm"),
-            attention=attention(prefix + "self_attn.", norms.get("attention_output_norm")),
+            attention=attention(prefix + "self_attn.", norms.get("attention_output_norm"), rope),
             mlp_norm=norms.get("mlp_norm"),
             mlp=self._added(mlp, norms.get("mlp_output_norm")),
             window=spec.windows[index],
@@ -267,12 +273,16 @@ class DecoderLoader:
             block = Chain(block, norm)
         return scaled(block, self._spec.residual_scale)
 
-    def _attention(self, prefix: str, output_norm: Rows | None) -> Projections:
+    def _attention(
+        self, prefix: str, output_norm: Rows | None, rope: RopeSpec | None
+    ) -> Projections:
         spec = self._spec
         projections = [f"{prefix}{name}_proj" for name in "qkv"]
         bias = [f"{name}.bias" for name in projections] if spec.qkv_bias else []
-        qk_norm = None
-        if spec.qk_norm != "none":
+        qk_norm: Rows | None = None
+        if spec.qk_norm == "unit":
+            qk_norm = None if rope is None else partial(unit_norm, eps=spec.norm.eps)
+        elif spec.qk_norm != "none":
             query, key = (self._products.copy(f"{prefix}{name}_norm.weight") for name in "qk")
             qk_norm = prepare_qk_norm(spec, query, key)
         output = self._products.linear(
@@ -293,7 +303,9 @@ class DecoderLoader:
             sinks=self._products.copy(prefix + "sinks").float() if spec.attention_sinks else None,
         )
 
-    def _latent_attention(self, prefix: str, output_norm: Rows | None) -> Projections:
+    def _latent_attention(
+        self, prefix: str, output_norm: Rows | None, _: RopeSpec | None
+    ) -> Projections:
         spec, latent, products = self._spec, self._spec.latent, self._products
         assert latent is not None
         norm = NormSpec(eps=latent.eps)

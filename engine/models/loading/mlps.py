@@ -60,10 +60,12 @@ class MlpLoader:
         if moe.shared_size:
             shared = self.dense(prefix + "shared_experts.", moe.shared_size)
         if self._group is None:
-            return SparseMlp(router, self._experts(moe, prefix), shared)
+            experts = self._experts(moe, prefix)
+            return SparseMlp(router, experts, shared, scales_inputs=moe.scales_inputs)
         spread = SpreadExperts(self._group, layer)
         self.hold_share(spread, prefix, layer)
-        return SparseMlp(router, spread, shared, self._group.own_tokens(self._products.bank))
+        own = self._group.own_tokens(self._products.bank)
+        return SparseMlp(router, spread, shared, own, scales_inputs=moe.scales_inputs)
 
     def hold_share(self, spread: SpreadExperts, prefix: str, layer: int) -> None:
         """Keep the experts of this place, drop all others and load those that are missing."""
@@ -84,7 +86,7 @@ class MlpLoader:
         if moe.scoring == "softmax" and not moe.in_float32:
             return Router(score, moe.experts_per_token, normalize=moe.normalize_weights)
         correction = None
-        if moe.scoring == "sigmoid":
+        if moe.has_correction:
             correction = products.checkpoint.tensor(prefix + "router.correction")
             correction = correction.to(products.device, torch.float32, copy=True)
         return GroupRouter(score, correction, moe)

@@ -97,7 +97,7 @@ def test_two_hundred_streams_get_the_tokens_of_an_engine_that_frees_nothing(
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "name", ["gemma2", "gemma3", "gpt-oss", "olmo3", "cohere2", "qwen2-some-windows"]
+    "name", ["gemma2", "gemma3", "gpt-oss", "olmo3", "cohere2", "qwen2-some-windows", "llama4"]
 )
 def test_chunked_cached_and_preempted_sequences_get_the_tokens_of_transformers(
     name: str, overlap: bool, checkpoint: SaveModel, prompt: MakePrompt

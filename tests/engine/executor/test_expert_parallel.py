@@ -69,6 +69,7 @@ def together(members: list[Process], *requests: tuple[Any, ...]) -> None:
         ("gpt-oss-mxfp4", 2, "as is best"),
         ("deepseek2", 2, "as is best"),
         ("glm4-moe-normed", 3, "to where they are needed"),
+        ("llama4", 2, "as is best"),
     ],
 )
 def test_tokens_equal_those_of_one_engine_with_all_experts(

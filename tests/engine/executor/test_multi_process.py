@@ -91,6 +91,7 @@ def start() -> Iterator[StartCluster]:
         ("deepseek3", 2),  # a latent that all processes keep
         ("gpt-oss", 4),  # sinks, with two key-value heads
         ("gpt-oss-mxfp4", 2),  # three blocks of inner outputs
+        ("llama4-some-dense", 2),  # wider MLPs than experts
     ],
 )
 def test_every_condition_gives_the_tokens_of_one_process(

@@ -51,7 +51,7 @@ def fill(engine: Any, slot: int, adapter: Path, model: Path) -> None:
 FAMILIES = [
     "llama", "llama-tied-llama3", "llama-biased", "mistral-window", "qwen2", "qwen3", "gemma2",
     "gemma3", "phi3", "phi3-partial", "olmo2", "granite", "smollm3", "cohere", "cohere2", "glm",
-    "glm4", "gpt-oss", "gpt-oss-mxfp4",
+    "glm4", "gpt-oss", "gpt-oss-mxfp4", "llama4",
 ]  # fmt: skip
 
 

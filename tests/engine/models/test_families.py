@@ -14,7 +14,7 @@ from engine.models.formats.checkpoint import CheckpointError, SafetensorsCheckpo
 from engine.models.hf_config import parse_spec, read_spec
 from engine.models.loading.decoder import AdapterRoom
 from engine.models.parallel.tensors import Cut
-from engine.models.spec import ModelSpec, RopeSpec, UnsupportedModel
+from engine.models.spec import ModelSpec, RopeSpec, TemperatureSpec, UnsupportedModel
 from engine.models.weights import Source, rotated_order
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
@@ -38,19 +38,26 @@ LATENT: dict[str, Any] = {
 }
 
 
+EXPERTS_AS_PARAMETERS = (
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+)
+
+
 def spec(architecture: str, **changes: Any) -> ModelSpec:
     return parse_spec({**BASE, "architectures": [architecture], **changes}, {})
 
 
 def test_every_family_describes_weights_of_its_own_spec() -> None:
-    moe = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    moe = {"num_local_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     moe |= {**LATENT, "n_group": 2, "topk_group": 1}
     for architecture, family in FAMILIES.items():
         described = spec(architecture, **moe)
         assert described.architecture == architecture
         weights = family.weights(described)
         assert weights["model.embed_tokens.weight"].shape == (100, 64)
-        if architecture != "GptOssForCausalLM":
+        if architecture not in EXPERTS_AS_PARAMETERS:
             assert all(source.name.endswith((".weight", "bias")) for source in weights.values())
 
 
@@ -86,6 +93,44 @@ def test_gemma_3_rotates_sliding_layers_by_their_own_base() -> None:
     assert [rope.factor for rope in new.distinct_ropes] == [1.0, 8.0]
     with pytest.raises(UnsupportedModel, match="bidirectional"):
         spec("Gemma3ForCausalLM", use_bidirectional_attention=True)
+
+
+def test_llama_4_has_what_its_configs_leave_out() -> None:
+    """The names are those of Scout's and Maverick's configs, the text within a larger model."""
+    scout = {
+        "no_rope_layers": [],
+        "attn_temperature_tuning": 4,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }  # fmt: skip
+    found = spec("Llama4ForConditionalGeneration", text_config=scout)
+    assert found.windows == (8192, 8192, 8192, None, 8192, 8192)
+    assert [rope is not None for rope in found.ropes] == [True, True, True, False, True, True]
+    assert (found.intermediate_size, found.head_dim, found.qk_norm) == (16384, 128, "unit")
+    assert found.attention_temperature == TemperatureSpec(scale=0.1, step=8192)
+    assert found.moe is not None
+    assert (found.moe.num_experts, found.moe.intermediate_size, found.moe.shared_size) == (
+        16, 96, 96,
+    )  # fmt: skip
+    assert found.moe.layers == (True,) * 6
+    maverick = spec(
+        "Llama4ForCausalLM",
+        interleave_moe_layer_step=2,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        attention_chunk_size=None,
+    )
+    assert maverick.moe is not None
+    assert maverick.moe.layers == (False, True) * 3
+    assert (maverick.qk_norm, maverick.attention_temperature) == ("none", None)
+    assert not maverick.has_chunks
+    assert maverick.windows == (None,) * 6
+    with pytest.raises(UnsupportedModel, match="num_experts_per_tok"):
+        spec("Llama4ForCausalLM", num_experts_per_tok=2)
+    with pytest.raises(UnsupportedModel, match="no_rope_layers"):
+        spec("Llama4ForCausalLM", no_rope_layers=[1, 1, 0])
 
 
 def test_the_text_model_within_a_larger_one_is_read_and_the_rest_is_not(

@@ -29,6 +29,7 @@ CASES = [
     ("gpt-oss", {}),
     ("gpt-oss-mxfp4", {"dtype": "bfloat16"}),
     ("deepseek3", {}),
+    ("llama4", {"dtype": "bfloat16"}),
     ("deepseek2", {"dtype": "bfloat16"}),
     ("bundled", {"dtype": "float32"}),
     ("bundled", {"dtype": "bfloat16"}),

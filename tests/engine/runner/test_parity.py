@@ -58,6 +58,8 @@ ARCHITECTURES = [
     "deepseek2-lite",
     "deepseek3",
     "deepseek3-halves",
+    "llama4",
+    "llama4-some-dense",
 ]
 
 
