@@ -1,7 +1,7 @@
 """Processes that tests start once and then tell what to do, line by line."""
 
 import json
-import subprocess
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -9,33 +9,42 @@ from pathlib import Path
 from typing import Any
 
 from engine.distributed.spec import listener_address, open_listener
+from tests.engine.template import CONNECTION_VARIABLE, template
 
 ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    """One running script that answers lines with lines."""
+    """One running module that answers lines with lines, forked by the template.
 
-    def __init__(self, script: Path, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        )
+    Args:
+        module: its `main` calls `answer_lines`.
+    """
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        its_input, told = os.pipe()
+        answers, its_output = os.pipe()
+        self._told, self._answers = os.fdopen(told, "w"), os.fdopen(answers)
+        with template().connect() as connection:
+            number = connection.fileno()
+            self._process = template().start(
+                module,
+                *arguments,
+                descriptors={0: its_input, 1: its_output, 2: 2, number: number},
+                environment={"PATH": "", CONNECTION_VARIABLE: str(number)},
+                directory=ROOT,
+            )
+        os.close(its_input)
+        os.close(its_output)
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Ask for something without waiting for the answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
-        self._process.stdin.flush()
+        self._told.write(json.dumps([name, *arguments]) + "\n")
+        self._told.flush()
 
     def answer(self) -> dict[str, Any]:
         """Return the oldest answer that was not taken yet."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         assert line, "the process has died"
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -57,16 +66,17 @@ class Process:
         self._process.wait()
 
     def end(self) -> None:
-        """Have it end in order and free the pipes."""
-        with self._process:
-            self._process.kill()
+        """End it and free the pipes."""
+        self.kill()
+        self._told.close()
+        self._answers.close()
 
 
 class World:
     """Several processes; those killed are replaced when they are needed again."""
 
-    def __init__(self, script: Path, *arguments: str) -> None:
-        self._script = script
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._module = module
         self._arguments = arguments
         self._topology = 0
         self.processes: list[Process] = []
@@ -74,7 +84,7 @@ class World:
     def take(self, count: int) -> list[Process]:
         """Return so many processes that have no group."""
         while len(self.processes) < count:
-            self.processes.append(Process(self._script, *self._arguments))
+            self.processes.append(Process(self._module, *self._arguments))
         return self.processes[:count]
 
     def kill(self, process: Process) -> None:

@@ -1,7 +1,6 @@
 """Processes that form groups."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
     There are no such devices: see `strict_device`.
     """
-    made = World(Path(__file__).parent / "member.py", request.param)
+    made = World("tests.engine.distributed.member", request.param)
     yield made
     made.end()

@@ -22,7 +22,7 @@ from tests.engine.tiny_models import Checkpoint
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    made = World(Path(__file__).parent / "expert_member.py")
+    made = World("tests.engine.executor.expert_member")
     yield made
     made.end()
 

@@ -28,6 +28,7 @@ from engine.shared.config import (
 )
 from tests.engine.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.engine.template import forked_team
 from tests.support.waiting import PATIENCE
 
 
@@ -44,9 +45,9 @@ def settings(directory: Path, size: int, **scheduler: Any) -> EngineConfig:
 class Cluster:
     """An executor, its team, and a driver for it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, team: Team) -> None:
         self.failures: list[str] = []
-        self.team = Team(config, 0, 1)
+        self.team = team
         self.executor = MultiProcessExecutor(config, self.team, on_failure=self.failures.append)
         self.driver = Driver(self)
 
@@ -62,8 +63,14 @@ def start() -> Iterator[StartCluster]:
     """Return a function that starts a cluster of processes, ended after the test."""
     running: list[Cluster] = []
 
-    def start(directory: Path, size: int, **scheduler: Any) -> Cluster:
-        running.append(Cluster(settings(directory, size, **scheduler)))
+    def start(
+        directory: Path,
+        size: int,
+        start_team: Callable[[EngineConfig, int, int], Team] = Team,
+        **scheduler: Any,
+    ) -> Cluster:
+        config = settings(directory, size, **scheduler)
+        running.append(Cluster(config, start_team(config, 0, 1)))
         return running[-1]
 
     yield start
@@ -103,7 +110,8 @@ def test_every_condition_gives_the_tokens_of_one_process(
     prompt: MakePrompt,
 ) -> None:
     model = checkpoint(name)
-    cut, whole = start(model.directory, size).driver, driver(model.directory)
+    cut = start(model.directory, size, forked_team).driver
+    whole = driver(model.directory)
     for engine in (cut, whole):
         engine.start(0, prompt(70))
         for count in (5, 60, 1, 4):  # a prompt in chunks

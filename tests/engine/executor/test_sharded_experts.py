@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import GroupExecutor
 from engine.executor.multi_process import MultiProcessExecutor
-from engine.executor.team import Team
 from engine.models.hf_config import read_spec
 from engine.models.parallel.tensors import Cut
 from engine.models.spec import UnsupportedModel
@@ -30,6 +29,7 @@ from tests.engine.driver import BLOCK_SIZE
 from tests.engine.executor.many_kinds import requests, serve
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.processes import Process, World
+from tests.engine.template import forked_team
 
 FEW_BLOCKS = 22
 """Too few for all requests that an engine serves, so that some are preempted."""
@@ -43,7 +43,7 @@ BALANCE = (2, 4)
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    made = World(Path(__file__).parent / "expert_member.py")
+    made = World("tests.engine.executor.expert_member")
     yield made
     made.end()
 
@@ -135,7 +135,7 @@ def test_one_engine_of_two_processes_has_the_experts_in_both(checkpoint: SaveMod
         config = settings(directory, FEW_BLOCKS, **parallel)
         executor: InProcessExecutor | MultiProcessExecutor
         if parallel:
-            executor = MultiProcessExecutor(config, Team(config, 0, 1))
+            executor = MultiProcessExecutor(config, forked_team(config, 0, 1))
             assert isinstance(executor, GroupExecutor)
         else:
             executor = InProcessExecutor(config)

@@ -1,7 +1,6 @@
 """Whole models on a device that there is not, divided in all ways: `strict_device`."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.engine.processes import World
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    made = World(Path(__file__).parent / "expert_member.py", "device")
+    made = World("tests.engine.executor.expert_member", "device")
     yield made
     made.end()
 

@@ -1,7 +1,6 @@
 """Engines that carry out orders to form a group, each in a process of its own."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from tests.engine.processes import Process, World
 
 @pytest.fixture
 def engines() -> Iterator[list[Process]]:
-    world = World(Path(__file__).parent / "group_member.py")
+    world = World("tests.engine.lockstep.group_member")
     members = world.take(2)
     for rank, member in enumerate(members):
         member.ask("begin", rank)
