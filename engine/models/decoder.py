@@ -25,7 +25,7 @@ class PositionFactors(NamedTuple):
     rotations: list[Rotation]
     """One for each of the model's rotary tables."""
     temperatures: Tensor | None
-    """[tokens, 1, 1]: of queries in layers without a rotation."""
+    """[tokens, 1, 1]: of queries, where some layer is tempered."""
 
 
 class LayerWeights(msgspec.Struct, frozen=True):
@@ -42,15 +42,16 @@ class LayerWeights(msgspec.Struct, frozen=True):
     """Whether the MLP has the same input as attention."""
     sparse: SparseMlp | None = None
     """The part of `mlp` with the experts, if it has any."""
+    is_tempered: bool = False
+    """Whether queries are multiplied by the temperatures of their positions."""
 
     def write_and_query(
         self, x: Tensor, cache: Tensor, slots: Tensor, factors: PositionFactors
     ) -> Tensor:
         """Store what the cache keeps of normalized states; return queries of known positions."""
-        if self.rope is not None:
-            return self.attention.write_and_query(x, cache, slots, factors.rotations[self.rope])
-        queries = self.attention.write_and_query(x, cache, slots, None)
-        if factors.temperatures is None:
+        rotated = None if self.rope is None else factors.rotations[self.rope]
+        queries = self.attention.write_and_query(x, cache, slots, rotated)
+        if not self.is_tempered or factors.temperatures is None:
             return queries
         return (queries * factors.temperatures).to(queries.dtype)
 

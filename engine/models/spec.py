@@ -106,12 +106,14 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemperatureSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries of layers that do not know positions grow with theirs, p: they are multiplied by
-    1 + scale * log(1 + floor((p + 1) / step))."""
+    """Queries at position p are multiplied by 1 + scale * log(1 + floor((p + offset) / step))."""
 
     scale: float
     step: float
     """In tokens."""
+    offset: int = 0
+    of_all_layers: bool = True
+    """Or only of those that do not know positions."""
 
 
 class ClampSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -248,6 +248,37 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DEEPSEEK, "rope_interleave": False, "norm_topk_prob": False, **_NO_GROUPS},
     ),
     "gpt-oss-mxfp4": ("GptOss", _GPT_OSS),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**_YARN_ROPE, "llama_4_scaling_beta": 0.5},
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 32, "use_bias": True}),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 48,
+            "moe_layer_start_index": 1,
+        },
+    ),
     "llama4": (
         "Llama4",
         {

@@ -48,7 +48,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -
 
 def temperatures(spec: TemperatureSpec, length: int, device: torch.device) -> Tensor:
     """Return by what the queries of all positions below `length` are multiplied, in float32."""
-    positions = torch.arange(1, length + 1, dtype=torch.float32)
+    positions = torch.arange(spec.offset, length + spec.offset, dtype=torch.float32)
     table = torch.log1p(torch.floor(positions / spec.step)) * spec.scale + 1
     return table.to(device)
 

@@ -48,7 +48,10 @@ def _spec(config: Config) -> ModelSpec:
         raise UnsupportedModel("config.json: no_rope_layers or layer_types has too few entries")
     layers, chunk = range(spec.num_layers), config["attention_chunk_size"]
     temperature = TemperatureSpec(
-        scale=number(config, "attn_scale", 0.1), step=number(config, "floor_scale", 8192)
+        scale=number(config, "attn_scale", 0.1),
+        step=number(config, "floor_scale", 8192),
+        offset=1,
+        of_all_layers=False,
     )
     return replace(
         spec,

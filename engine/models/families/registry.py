@@ -5,6 +5,7 @@ from typing import Any
 from engine.models.families import (
     cohere,
     deepseek,
+    ernie4_5,
     gemma2,
     gemma3,
     glm4,
@@ -14,6 +15,8 @@ from engine.models.families import (
     granite_moe,
     llama,
     llama4,
+    minimax_m2,
+    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -30,7 +33,9 @@ _MODULES = (
     llama,
     llama4,
     mistral,
+    ministral3,
     mixtral,
+    minimax_m2,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -46,6 +51,7 @@ _MODULES = (
     glm4_moe,
     gpt_oss,
     deepseek,
+    ernie4_5,
 )
 
 FAMILIES: dict[str, Family] = {

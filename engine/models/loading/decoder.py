@@ -58,6 +58,11 @@ class AdapterRoom(NamedTuple):
     rank: int
 
 
+def _is_tempered(spec: ModelSpec, rope: RopeSpec | None) -> bool:
+    temperature = spec.attention_temperature
+    return temperature is not None and (rope is None or temperature.of_all_layers)
+
+
 def _nothing(hidden: Tensor) -> Tensor:
     return hidden
 
@@ -260,6 +265,7 @@ class DecoderLoader:
             rope=None if rope is None else spec.distinct_ropes.index(rope),
             is_parallel=spec.block == "parallel",
             sparse=sparse,
+            is_tempered=_is_tempered(spec, rope),
         )
 
     def _norm(self, name: str) -> Rows:

@@ -95,6 +95,75 @@ def test_gemma_3_rotates_sliding_layers_by_their_own_base() -> None:
         spec("Gemma3ForCausalLM", use_bidirectional_attention=True)
 
 
+def test_ministral_3_is_read_as_it_is_published(
+    checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, tmp_path: Path
+) -> None:
+    """In 8 bits with a scale of each weight and of its inputs, within a multimodal model."""
+    plain = checkpoint("ministral3")
+    text = json.loads((plain.directory / "config.json").read_text())
+    expanded: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor] = {"vision_tower.extra.weight": torch.zeros(3)}
+    for name, tensor in load_file(plain.directory / "model.safetensors").items():
+        inner, expanded[name] = f"language_model.{name}", tensor
+        stored[inner] = tensor
+        if "_proj" in name:
+            scale = tensor.abs().max() / 448
+            stored[inner] = (tensor / scale).to(torch.float8_e4m3fn)
+            stored[f"{inner}_scale_inv"] = scale
+            stored[inner.replace("weight", "activation_scale")] = torch.tensor(1.0)
+            expanded[name] = stored[inner].float() * scale
+    quantization = {
+        "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None,
+    }  # fmt: skip
+    published: dict[str, Any] = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "quantization_config": quantization,
+    }
+    logits = []
+    for config, tensors in ((text, expanded), (published, stored)):
+        directory = tmp_path / config["architectures"][0]
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(tensors, directory / "model.safetensors")
+        engine = driver(directory)
+        engine.start(0, prompt(40))
+        logits.append(engine.logits({0: 40}))
+    assert (logits[0] - logits[1]).abs().max() < 1e-4
+
+
+def test_what_ministral_3_leaves_out_is_that_of_its_published_models() -> None:
+    found = spec("Mistral3ForConditionalGeneration", text_config={"model_type": "ministral3"})
+    assert found.attention_temperature == TemperatureSpec(scale=0.1, step=16384)
+    assert found.distinct_ropes[0].kind == "yarn"
+    small = spec("Mistral3ForConditionalGeneration", text_config={"model_type": "mistral"})
+    assert small.attention_temperature is None
+    assert small.windows == (None,) * 6
+
+
+def test_minimax_m2_is_refused_where_it_is_not_as_published() -> None:
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    found = spec("MiniMaxM2ForCausalLM", **sizes, head_dim=16, rotary_dim=8, rope_theta=5e6)
+    assert found.distinct_ropes == (
+        RopeSpec(theta=5e6, share=0.5, original_max_position_embeddings=512),
+    )
+    for key, other in (("qk_norm_type", "per_head"), ("shared_intermediate_size", 96)):
+        with pytest.raises(UnsupportedModel, match=key):
+            spec("MiniMaxM2ForCausalLM", **sizes, **{key: other})
+
+
+def test_ernie_with_experts_has_what_its_configs_leave_out() -> None:
+    moe = spec("Ernie4_5_MoeForCausalLM", moe_layer_interval=2).moe
+    assert moe is not None
+    assert moe.layers == (False, True) * 3
+    assert (moe.num_experts, moe.experts_per_token, moe.shared_size) == (64, 6, 3072)
+    ends = spec("Ernie4_5_MoeForCausalLM", moe_layer_start_index=2, moe_layer_end_index=4).moe
+    assert ends is not None
+    assert ends.layers == (False, False, True, True, True, False)
+    with pytest.raises(UnsupportedModel, match="use_bias"):
+        spec("Ernie4_5_MoeForCausalLM", use_bias=True)
+
+
 def test_llama_4_has_what_its_configs_leave_out() -> None:
     """The names are those of Scout's and Maverick's configs, the text within a larger model."""
     scout = {
@@ -109,7 +178,9 @@ def test_llama_4_has_what_its_configs_leave_out() -> None:
     assert found.windows == (8192, 8192, 8192, None, 8192, 8192)
     assert [rope is not None for rope in found.ropes] == [True, True, True, False, True, True]
     assert (found.intermediate_size, found.head_dim, found.qk_norm) == (16384, 128, "unit")
-    assert found.attention_temperature == TemperatureSpec(scale=0.1, step=8192)
+    assert found.attention_temperature == TemperatureSpec(
+        scale=0.1, step=8192, offset=1, of_all_layers=False
+    )
     assert found.moe is not None
     assert (found.moe.num_experts, found.moe.intermediate_size, found.moe.shared_size) == (
         16, 96, 96,

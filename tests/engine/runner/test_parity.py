@@ -58,6 +58,10 @@ ARCHITECTURES = [
     "deepseek2-lite",
     "deepseek3",
     "deepseek3-halves",
+    "ernie4.5",
+    "ernie4.5-moe",
+    "ministral3",
+    "minimax-m2",
     "llama4",
     "llama4-some-dense",
 ]

@@ -23,6 +23,7 @@ _AT_ONCE = 1 << 22
 """Weights that are expanded at once, which bounds the memory for it."""
 
 PARTS = (
+    "activation_scale",
     "activation_scale_ub",
     "g_idx",
     "input_global_scale",

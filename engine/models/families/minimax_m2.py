@@ -1,0 +1,62 @@
+"""MiniMax-M2: experts in every layer, chosen by corrected scores; norms over all queries."""
+
+from msgspec.structs import replace
+
+from engine.models.families.family import Config, Family
+from engine.models.families.placing import LLAMA_NAMES, stored_name
+from engine.models.families.reading import integer, llama_spec, number, read_rope
+from engine.models.spec import ModelSpec, MoeSpec, UnsupportedModel
+from engine.models.weights import Shape, Source, WeightMap, weight_map
+
+_NAMES = {
+    **LLAMA_NAMES,
+    "mlp": "block_sparse_moe",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+_KNOWN = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+}
+"""Settings of the published models' own code that have one value in all of them."""
+
+
+def _spec(config: Config) -> ModelSpec:
+    for key, known in _KNOWN.items():
+        if config.get(key, known) != known:
+            raise UnsupportedModel(f"config.json: {key} {config[key]!r} is not supported")
+    head_dim = integer({"head_dim": 128, **config}, "head_dim")
+    share = number(config, "rotary_dim", head_dim) / head_dim
+    config = {**config, "head_dim": head_dim}
+    spec = llama_spec(config, rope=read_rope(config, theta=5e6, share=share))
+    return replace(
+        spec,
+        intermediate_size=0,
+        qk_norm="width",
+        moe=MoeSpec(
+            num_experts=integer(config, "num_local_experts"),
+            experts_per_token=integer(config, "num_experts_per_tok"),
+            intermediate_size=spec.intermediate_size,
+            normalize_weights=True,
+            layers=(True,) * spec.num_layers,
+            scoring="sigmoid",
+            has_correction=True,
+        ),
+    )
+
+
+def _weights(spec: ModelSpec) -> WeightMap:
+    def place(name: str, shape: Shape) -> Source:
+        if name.endswith(".router.correction"):
+            block = name.removesuffix("router.correction")
+            return Source(name=stored_name(block, _NAMES) + "e_score_correction_bias", shape=shape)
+        return Source(name=stored_name(name, _NAMES), shape=shape)
+
+    return weight_map(spec, place)
+
+
+FAMILY = Family(architectures=("MiniMaxM2ForCausalLM",), spec=_spec, weights=_weights)
