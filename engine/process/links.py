@@ -49,11 +49,17 @@ class FrontEndLinks:
         self._greet_at = 0.0
         self._grace = grace
         self._ask_until: float | None = None
+        self._drains = False
         self._answered: set[int] = set()
 
     def serve(self, now: float) -> None:
         """The engine serves from now on: ask all front ends whether they route to it."""
         self._ask_until = now + self._grace
+        self._greet_at = now
+
+    def drain(self, now: float) -> None:
+        """The engine takes nothing new from now on: tell all front ends."""
+        self._drains = True
         self._greet_at = now
 
     def answered(self, answer: RouteTaken) -> None:
@@ -107,6 +113,9 @@ class FrontEndLinks:
     def _route_hellos(self, rank: int, indices: list[int]) -> list[tuple[int, RouteHello]]:
         asks = self._ask_until is not None
         return [
-            (index, RouteHello(rank, self._incarnation, self._sessions[index], asks))
+            (
+                index,
+                RouteHello(rank, self._incarnation, self._sessions[index], asks, self._drains),
+            )
             for index in indices
         ]

@@ -47,7 +47,7 @@ class Serve(NamedTuple):
 
 
 class WantNothingNew(NamedTuple):
-    """The engine drains: tell the coordinator."""
+    """The engine drains: tell the coordinator and the front ends."""
 
 
 class StandInGroup(NamedTuple):
@@ -178,6 +178,7 @@ class Reception:
                 actions = []
             case WantNothingNew():
                 self._membership.drain()
+                self._links.drain(now)
                 actions = []
             case StandInGroup(status):
                 self._membership.set_group_status(status)

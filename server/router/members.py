@@ -98,6 +98,9 @@ class Members:
         An engine registers with a restarted coordinator in two messages, and is listed between
         them as one that is not ready. One that was ready goes on until it drains, or ends.
         """
+        hello = self._hellos.get((entry.rank, entry.incarnation))
+        if hello is not None and hello.drains:
+            return _draining(entry)
         known = self.find(entry.rank, entry.incarnation)
         if known is None or entry.ready or entry.draining or not known.entry.ready:
             return entry
@@ -167,11 +170,14 @@ class Members:
         """
         engine = (hello.rank, hello.incarnation)
         known = self._hellos.get(engine)
-        self._hellos[engine] = HeardHello(sender, hello.session, now)
+        drains = hello.drains or (known is not None and known.drains)
+        self._hellos[engine] = HeardHello(sender, hello.session, now, drains)
         route = self.find(*engine)
         if route is not None:
             route.identity = sender
             route.heard_at = now
+            if drains:
+                route.entry = _draining(route.entry)
             self._roster.lives(hello.rank, now)
         return known is not None and known.session != hello.session
 
@@ -268,3 +274,8 @@ class Members:
         if self.view is None or self._scope != EVERYTHING:
             return 0
         return max(0, self.view.num_front_ends - seen)
+
+
+def _draining(entry: EngineEntry) -> EngineEntry:
+    """Return an engine as one that takes nothing new."""
+    return msgspec.structs.replace(entry, ready=False, draining=True)

@@ -101,6 +101,8 @@ class HeardHello(NamedTuple):
     identity: bytes
     session: int
     at: float
+    drains: bool = False
+    """Whether it takes nothing new, whatever a coordinator that has just begun says of it."""
 
 
 class Behind(NamedTuple):

@@ -183,10 +183,12 @@ class RouteHello(Message, frozen=True):
 
     Repeated as a sign of life. `session` counts the engine's connections to front ends: a
     new one says that everything that was sent on the one before has been dropped. One that `asks`
-    is answered with `RouteTaken` by a front end that can send requests to the engine already.
+    is answered with `RouteTaken` by a front end that can send requests to the engine already. One
+    that `drains` gets no new requests: the coordinator, who says so too, may be away.
     """
 
     rank: int
     incarnation: int
     session: int = 0
     asks: bool = False
+    drains: bool = False

@@ -74,3 +74,14 @@ def test_a_front_end_that_left_is_not_waited_for_but_its_successor_is() -> None:
     assert links.take_unconfirmed(20.02) is None, "the answer was that of its predecessor"
     links.answered(RouteTaken(session=3))
     assert links.take_unconfirmed(20.03) == []
+
+
+def test_an_engine_that_drains_says_so_at_once_and_from_then_on() -> None:
+    links = lines_to(0)
+    greeted(links, 0.0)
+    links.drain(0.1)
+    drains = RouteHello(RANK, INCARNATION, 1, drains=True)
+    assert greeted(links, 0.1) == {0: drains}
+    assert greeted(links, 0.1 + INTERVAL) == {0: drains}
+    links.update(RANK, 1, entries(0, 1), 1.5)
+    assert greeted(links, 0.1 + 2 * INTERVAL)[1].drains, "whoever comes later hears it too"

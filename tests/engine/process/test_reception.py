@@ -146,8 +146,9 @@ def test_what_the_loop_decides_is_told_at_once(joined: Reception) -> None:
     status = GroupStatus("apart", 0, "here")
     (register, *_) = joined.handle(StandInGroup(status), 0.61)
     assert register == Register(Ready("engine", RANK, INCARNATION, SETUP, status))
-    (register, *_) = joined.handle(WantNothingNew(), 0.62)
+    register, *others = joined.handle(WantNothingNew(), 0.62)
     assert register == Register(Draining("engine", RANK, INCARNATION, status))
+    assert Greet(0, RouteHello(RANK, INCARNATION, 1, asks=True, drains=True)) in others
     assert joined.handle(Leave(), 0.63) == [
         Register(Goodbye("engine", RANK, INCARNATION)),
         Close(),

@@ -49,10 +49,12 @@ def view(
 
 
 def hear(
-    members: Members, rank: int, incarnation: int, *, session: int = 1, now: float = 0.0
-) -> bool:
+    members: Members, rank: int, incarnation: int, *, session: int = 1, now: float = 0.0,
+    drains: bool = False,
+) -> bool:  # fmt: skip
     """An engine says hello on the socket that is named after its incarnation."""
-    return members.heard(b"%d" % incarnation, RouteHello(rank, incarnation, session), now)
+    hello = RouteHello(rank, incarnation, session, drains=drains)
+    return members.heard(b"%d" % incarnation, hello, now)
 
 
 def members_of(*incarnations: int, front_end: int = MY_INCARNATION) -> Members:

@@ -126,6 +126,25 @@ def test_an_engine_stays_ready_while_a_restarted_coordinator_learns_of_it() -> N
     assert open_ranks(members) == []
 
 
+def test_an_engine_that_drains_takes_nothing_new_though_no_coordinator_says_so() -> None:
+    members = members_of(10, 11)
+    hear(members, 0, 10, drains=True)
+    assert open_ranks(members) == [1]
+    assert members.is_acquainted
+    hear(members, 0, 10, now=0.1)
+    assert open_ranks(members) == [1], "a hello that was under way does not take it back"
+    listed = (entry(0, 10), entry(1, 11))
+    assert members.take_view(view(1, *listed, epoch=2), now=1.0) == []
+    assert open_ranks(members) == [1], "a new coordinator hears of it later"
+    assert members.view is not None
+    assert [(each.ready, each.draining) for each in members.view.engines] == [
+        (False, True), (True, False),
+    ]  # fmt: skip
+    hear(members, 0, 20, now=2.0)
+    members.take_view(view(2, entry(0, 20), entry(1, 11), epoch=2), now=2.0)
+    assert open_ranks(members) == [0, 1], "its successor does not drain"
+
+
 def test_an_engine_that_is_heard_is_kept_however_late_a_new_coordinator_learns_of_it() -> None:
     members = members_of(10)
     for now in (1.0, 3.0, 5.0, 7.0, 9.0):
