@@ -42,6 +42,7 @@ from server.app import build_app
 from server.config import FrontEndConfig
 from server.fleet.control import SupervisorControl
 from server.generate.sampling_defaults import BadGenerationConfig
+from server.http.acceptor import ConnectionShare
 from server.http.descriptors import make_room_for_descriptors
 from server.http.listener import HttpServer
 from server.http.own_middleware import BadMiddleware
@@ -152,20 +153,21 @@ class FrontEnd:
         control = self._control()
         forwarder = _forwarder(self._config.http.model_routes, metrics)
         store = await asyncio.to_thread(self._store)  # others may be writing
+        table = self._admission()
         try:
             app = build_app(
                 self._config,
                 client,
                 tokenizer,
                 metrics,
-                self._admission(),
+                table,
                 control,
                 tracer,
                 store,
                 pooling,
                 forwarder,
             )
-            await self._serve_http(app, link, client)
+            await self._serve_http(app, link, client, table)
         finally:
             for task in tasks:
                 task.cancel()
@@ -260,8 +262,11 @@ class FrontEnd:
             num_ranks=config.parallel.data_parallel_size,
         )
 
-    async def _serve_http(self, app: FastAPI, link: ClusterLink, client: EngineClient) -> None:
+    async def _serve_http(
+        self, app: FastAPI, link: ClusterLink, client: EngineClient, table: AdmissionTable
+    ) -> None:
         http, guards = self._config.http, self._config.guards
+        share = ConnectionShare(table) if table.has_neighbours else None
         server = HttpServer(
             uvicorn.Config(
                 app,
@@ -269,7 +274,7 @@ class FrontEnd:
                 port=http.port,
                 uds=http.uds,
                 loop="none",
-                http=limited_protocol(guards),
+                http=limited_protocol(guards, share.changed if share else lambda _: None),
                 timeout_keep_alive=guards.keep_alive_timeout,
                 ws="none",
                 lifespan="off",
@@ -282,6 +287,7 @@ class FrontEnd:
                 **tls_options(guards),
             ),
             guards.receive_timeout,
+            share,
         )
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()

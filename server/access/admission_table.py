@@ -24,7 +24,7 @@ _HEAD_WORDS = 8  # one cache line
 _TENANT_WORDS = 2
 _ROW_WORDS = _HEAD_WORDS + PLACES * _TENANT_WORDS
 _WORD = 8
-_REQUESTS, _TOKENS, _ENDED, _BODY_BYTES = range(4)
+_REQUESTS, _TOKENS, _ENDED, _BODY_BYTES, _CONNECTIONS = range(5)
 
 _LOCK_ATTEMPTS = 200
 """How often a taken lock is tried, giving way each time, before going on without it."""
@@ -171,7 +171,16 @@ class AdmissionTable:
         """Add to the bytes of request bodies that are being received."""
         self._words[self._own + _BODY_BYTES] += size
 
+    def set_connections(self, count: int | None) -> None:
+        """Say how many connections there are here; None: new ones are not wanted."""
+        self._words[self._own + _CONNECTIONS] = 0 if count is None else 1 + count
+
     # -- all rows --------------------------------------------------------------------------------
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether there are places of other front ends on this node."""
+        return len(self._starts) > 1
 
     def totals(self) -> Totals:
         """Return the sums over all rows, those of dead front ends included."""
@@ -195,6 +204,11 @@ class AdmissionTable:
         words = self._words
         return sum(words[start + _BODY_BYTES] for start in self._starts)
 
+    def fewest_connections(self) -> int | None:
+        """Return the fewest connections of a neighbour that wants new ones; None if none does."""
+        found = [self._words[start + _CONNECTIONS] for start in self._starts if start != self._own]
+        return min((count - 1 for count in found if count), default=None)
+
     def ended(self) -> int:
         """Return how many sequences have ended on this node; only grows."""
         words, ended = self._words, 0
@@ -208,7 +222,7 @@ class AdmissionTable:
             return False
         dropped = False
         for index, start in enumerate(self._starts):
-            held = (_REQUESTS, _TOKENS, _BODY_BYTES)
+            held = (_REQUESTS, _TOKENS, _BODY_BYTES, _CONNECTIONS)
             if start == self._own or not any(self._words[start + word] for word in held):
                 continue
             file = self._row_file(index)
@@ -230,6 +244,7 @@ class AdmissionTable:
         self._words[start + _TOKENS] = 0
         self._words[start + _HEAD_WORDS : start + _ROW_WORDS] = _NOBODY
         self._words[start + _BODY_BYTES] = 0
+        self._words[start + _CONNECTIONS] = 0
 
     def close(self) -> None:
         """Release the mapping and the row."""

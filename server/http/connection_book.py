@@ -4,6 +4,7 @@ Without I/O: the protocol tells what happens and does what is decided.
 """
 
 import ipaddress
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 C = TypeVar("C")
@@ -43,8 +44,10 @@ class ConnectionBook(Generic[C]):
     closes their own, and connections that are being answered are never cut.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, changed: Callable[[int], None] = lambda _: None) -> None:
+        """Note at most so many; `changed` is told how many there are, each time."""
         self._max = most
+        self._changed = changed
         self._total = 0
         self._counts: dict[str, int] = {}
         self._waiting: dict[str, dict[C, None]] = {}
@@ -64,6 +67,7 @@ class ConnectionBook(Generic[C]):
             if victim is None:
                 raise TooManyConnections
         self._total += 1
+        self._changed(self._total)
         self._counts[client] = self._counts.get(client, 0) + 1
         self._waiting.setdefault(client, {})[connection] = None
         return victim
@@ -83,6 +87,7 @@ class ConnectionBook(Generic[C]):
         """Forget a connection that was noted."""
         self.busy(connection, client)
         self._total -= 1
+        self._changed(self._total)
         left = self._counts.get(client, 1) - 1
         if left:
             self._counts[client] = left

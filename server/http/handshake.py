@@ -10,9 +10,6 @@ from typing import Any
 
 from server.http.connection_book import Connection, ConnectionBook, TooManyConnections, client_of
 
-_PAUSE = 0.1
-"""Seconds until connections are accepted again when that failed, as for lack of descriptors."""
-
 Leave = Callable[[], None]
 
 logger = logging.getLogger(__name__)
@@ -52,11 +49,12 @@ class Handshake:
 
 
 class Handshakes:
-    """Accepts connections and has their clients finish their handshakes.
+    """Has the clients of new connections finish their handshakes.
 
     Args:
         make: makes what serves a connection; it calls what it is given when it takes it over.
         timeout: seconds that a client has for its handshake.
+        begin: makes a task of one, and ends it when the server ends.
     """
 
     def __init__(
@@ -65,47 +63,23 @@ class Handshakes:
         book: ConnectionBook[Connection],
         context: ssl.SSLContext,
         timeout: float,
+        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._make = make
         self._book = book
         self._context = context
         self._timeout = timeout
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._begin = begin
 
-    def listen(self, listener: socket.socket, backlog: int) -> None:
-        """Accept connections on a socket until `stop`."""
-        listener.setblocking(False)
-        listener.listen(backlog)
-        self._begin(self._accept(listener))
-
-    def stop(self) -> None:
-        """Accept no more, and end the handshakes that are under way."""
-        for task in self._tasks:
-            task.cancel()
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, peer = await loop.sock_accept(listener)
-            except OSError as error:
-                logger.warning("a connection could not be accepted: %s", error)
-                await asyncio.sleep(_PAUSE)
-                continue
-            try:
-                address = client_of(peer[0] if isinstance(peer, tuple) else "")
-                handshake = Handshake(self._book, address)
-            except TooManyConnections:
-                connection.close()
-                continue
-            handshake.task = self._begin(self._shake(connection, handshake))
-            handshake.task.add_done_callback(functools.partial(_ended, connection, handshake))
+    def take(self, connection: socket.socket, address: str) -> None:
+        """Begin the handshake of a connection that was accepted."""
+        try:
+            handshake = Handshake(self._book, client_of(address))
+        except TooManyConnections:
+            connection.close()
+            return
+        handshake.task = self._begin(self._shake(connection, handshake))
+        handshake.task.add_done_callback(functools.partial(_ended, connection, handshake))
 
     async def _shake(self, connection: socket.socket, handshake: Handshake) -> None:
         loop = asyncio.get_running_loop()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from server.http.acceptor import Acceptor, ConnectionShare, Take, Tasks, serve_plain
 from server.http.handshake import Handshakes
 from server.http.protocol import LimitedHttpProtocol
 
@@ -15,13 +16,20 @@ class HttpServer(uvicorn.Server):
     """Serves on sockets; a client that does not finish its TLS handshake is cut off.
 
     `handshake_timeout` is in seconds. A connection is one of the protocol's only once its
-    handshake has ended; until then it counts as one that waits (`Handshake`).
+    handshake has ended; until then it counts as one that waits (`Handshake`). `share` is what
+    this server has of the connections of its node; None for one that is alone.
     """
 
-    def __init__(self, config: uvicorn.Config, handshake_timeout: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        handshake_timeout: float,
+        share: ConnectionShare | None = None,
+    ) -> None:
         super().__init__(config)
         self._handshake_timeout = handshake_timeout
-        self._handshakes: Handshakes | None = None
+        self._share = share
+        self._tasks = Tasks()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -33,36 +41,48 @@ class HttpServer(uvicorn.Server):
 
         A client that keeps its connection would else ask once more where it is refused.
         """
+        if self._share is not None:
+            self._share.leave()
         for connection in list(self.server_state.connections):
             connection.shutdown()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         config = self.config
-        if not config.is_ssl:
+        if not config.is_ssl and self._share is None:
             await super().startup(sockets)
             return
         await super().startup([])
+        acceptor = Acceptor(self._taker(), self._share, self._tasks)
+        for each in sockets if sockets is not None else [config.bind_socket()]:
+            acceptor.listen(each, config.backlog)
+
+    def _taker(self) -> Take:
+        """Return what has a connection served that was accepted."""
+        config, begin = self.config, self._tasks.begin
         protocol_class = config.http_protocol_class
         assert issubclass(protocol_class, LimitedHttpProtocol)
-        assert config.ssl is not None
         make = functools.partial(
             protocol_class,
             config=config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        self._handshakes = Handshakes(
-            lambda done: make(on_made=done),
-            protocol_class.book,
-            config.ssl,
-            self._handshake_timeout,
-        )
-        for each in sockets if sockets is not None else [config.bind_socket()]:
-            self._handshakes.listen(each, config.backlog)
+        if config.ssl is not None:
+            return Handshakes(
+                lambda done: make(on_made=done),
+                protocol_class.book,
+                config.ssl,
+                self._handshake_timeout,
+                begin,
+            ).take
+
+        def take(connection: socket.socket, _: str) -> None:
+            begin(serve_plain(connection, make))
+
+        return take
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End as uvicorn does, handshakes first."""
-        if self._handshakes is not None:
-            self._handshakes.stop()
+        """End as uvicorn does; connections that nobody serves yet first."""
+        self._tasks.end()
         await super().shutdown(sockets)

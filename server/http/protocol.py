@@ -259,15 +259,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stall_timer = None
 
 
-def limited_protocol(guards: GuardConfig) -> type[LimitedHttpProtocol]:
-    """Return the protocol class with the configured limits, and its book of connections."""
+def limited_protocol(
+    guards: GuardConfig, changed: Callable[[int], None] = lambda _: None
+) -> type[LimitedHttpProtocol]:
+    """Return the protocol class with the configured limits, and its book of connections.
+
+    `changed` is told how many connections there are, each time.
+    """
 
     class Configured(LimitedHttpProtocol):
         limits = MeterLimits(guards.max_header_bytes, guards.max_body_bytes)
         receive_timeout = guards.receive_timeout
         send_timeout = guards.send_timeout
         book: ConnectionBook[Connection] = ConnectionBook(
-            room_for_connections(guards.max_connections)
+            room_for_connections(guards.max_connections), changed
         )
 
     return Configured

@@ -1,0 +1,173 @@
+"""Accepts connections, and leaves new ones to front ends of the node that have fewer.
+
+All front ends of a node wait at one socket. Whoever is awake first would take all that a client
+opens at once, and keep it: one of two front ends can so get nearly all of the work.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from server.access.admission_table import AdmissionTable
+
+GIVE_WAY = 0.004
+"""Seconds that a front end with many connections leaves a new one to others."""
+
+_PAUSE = 0.1
+"""Seconds until connections are accepted again when that failed, as for lack of descriptors."""
+
+_MAX_FREE = 64
+"""Connections, at most, that are accepted without giving way once nobody else came for one."""
+
+Take = Callable[[socket.socket, str], None]
+
+logger = logging.getLogger(__name__)
+
+
+class ConnectionShare:
+    """How many connections a front end has, beside its neighbours.
+
+    Args:
+        table: of the front ends of this node.
+    """
+
+    def __init__(self, table: AdmissionTable) -> None:
+        self._table = table
+        self._count = 0
+        self._leaving = False
+
+    def changed(self, count: int) -> None:
+        """Tell the neighbours how many connections there are here."""
+        self._count = count
+        if not self._leaving:
+            self._table.set_connections(count)
+
+    def leave(self) -> None:
+        """Have the neighbours take new connections from now on, if there are any."""
+        self._leaving = True
+        self._table.set_connections(None)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a neighbour should take the next connection."""
+        fewest = self._table.fewest_connections()
+        if fewest is None:
+            return False
+        return self._leaving or self._count - fewest > max(1, self._count // 8)
+
+
+class Courtesy:
+    """When a front end gives way. Without I/O.
+
+    If nobody comes for a connection in time, the neighbours are busy or hang: then it accepts
+    without giving way, twice as many each time.
+    """
+
+    def __init__(self) -> None:
+        self._free = 0
+        self._next = 1
+
+    def gives_way(self, share_is_large: bool) -> bool:
+        """Whether to wait before the next connection is accepted."""
+        if not share_is_large:
+            self._free, self._next = 0, 1
+        elif not self._free:
+            return True
+        else:
+            self._free -= 1
+        return False
+
+    def nobody_came(self) -> None:
+        """The connection was still there after the wait."""
+        self._free = self._next - 1
+        self._next = min(2 * self._next, _MAX_FREE)
+
+    def somebody_came(self) -> None:
+        """It was not."""
+        self._free, self._next = 0, 1
+
+
+class Tasks:
+    """What is under way for connections that nobody serves yet."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do something until it is done, or until `end`."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def end(self) -> None:
+        """End everything."""
+        for task in self._tasks:
+            task.cancel()
+
+
+class Acceptor:
+    """Accepts connections of listening sockets.
+
+    Args:
+        take: called with each connection, which does not block, and its address.
+        share: of the connections of this node; None gives way to nobody.
+        tasks: where it accepts.
+    """
+
+    def __init__(self, take: Take, share: ConnectionShare | None, tasks: Tasks) -> None:
+        self._take = take
+        self._share = share
+        self._tasks = tasks
+
+    def listen(self, listener: socket.socket, backlog: int) -> None:
+        """Accept connections on a socket from now on."""
+        listener.setblocking(False)
+        listener.listen(backlog)
+        if self._share is not None:
+            self._share.changed(0)
+        self._tasks.begin(self._accept(listener))
+
+    async def _accept(self, listener: socket.socket) -> None:
+        courtesy = Courtesy()
+        while True:
+            await _readable(listener)
+            share_is_large = self._share is not None and self._share.is_large
+            waits = courtesy.gives_way(share_is_large)
+            if waits:
+                await asyncio.sleep(GIVE_WAY)
+            try:
+                connection, peer = listener.accept()
+            except BlockingIOError:
+                courtesy.somebody_came()
+                continue
+            except OSError as error:
+                logger.warning("a connection could not be accepted: %s", error)
+                await asyncio.sleep(_PAUSE)
+                continue
+            if waits:
+                courtesy.nobody_came()
+            connection.setblocking(False)
+            self._take(connection, peer[0] if isinstance(peer, tuple) else "")
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Wait until there is something to accept."""
+    loop = asyncio.get_running_loop()
+    arrived = asyncio.Event()
+    loop.add_reader(listener.fileno(), arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(listener.fileno())
+
+
+async def serve_plain(connection: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
+    """Have what `make` returns serve a connection that was accepted."""
+    try:
+        await asyncio.get_running_loop().connect_accepted_socket(make, connection)
+    except OSError as error:
+        logger.debug("a connection ended before it was served: %s", error)
+        connection.close()
