@@ -167,7 +167,9 @@ class Steps:
     def _grant(self, number: int, loads: Sequence[RankState] = ()) -> Grant:
         if isinstance(self._admission, AdmitAll):
             return UNLIMITED  # the state of a rank is not for free
-        return self._admission.decide(number, loads or (self._scheduler.rank_state(),))
+        if not loads or not self._admission.exchanges:
+            loads = (self._scheduler.rank_state(),)
+        return self._admission.decide(number, loads)
 
     def _launch(self) -> bool:
         """Plan a step and start it; False when there is nothing to compute now."""
