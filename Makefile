@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS ?=
 PARALLEL := -n 3 --dist loadfile
+# Tests start hundreds of processes: what one has compiled, the next need not.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .PHONY: help serve chat test test-deploy test-ray lint format bench docs docs-site clean
 help: ## show this list
@@ -38,10 +40,10 @@ chat: $(VENV)/.serve $(CHAT_MODEL) ## talk to a small model in the terminal; por
 	@exec $(BIN)/swell chat $(CHAT_MODEL) --served-model-name smollm2 --data-parallel-size 1 --port 8000 $(ARGS)
 
 test: $(VENV)/.test ## run the whole test suite (ARGS="..." adds pytest arguments)
-	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-quick: $(VENV)/.test ## run the tests of state machines and plain functions: no processes, sockets or models
-	$(BIN)/python -m pytest --quick $(PARALLEL) --timeout 120 $(ARGS)
+	$(PYTEST) --quick $(PARALLEL) --timeout 120 $(ARGS)
 
 $(VENV)/.deploy: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[deploy-test]'

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis.checks import CHECKS
 
 from benchmarks.running_stack import RunningStack
 from tests.support.http import MODEL, fetch
@@ -59,6 +57,9 @@ def load_left(running: RunningStack) -> list[str]:
 
 
 def test_every_operation_answers_as_documented(quick_stack: RunningStack) -> None:
+    import schemathesis  # takes a second, in each process that collects these tests
+    from schemathesis.checks import CHECKS
+
     document = schemathesis.openapi.from_url(f"{quick_stack.url}/openapi.json")
     names = (
         "not_a_server_error", "status_code_conformance", "content_type_conformance",

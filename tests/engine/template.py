@@ -98,6 +98,7 @@ class Template:
                 [sys.executable, "-m", "tests.engine.template_main", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # what forks has one thread
                 pass_fds=[theirs.fileno()],
             )
         return cls(ours, process)

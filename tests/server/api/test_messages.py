@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer
@@ -14,6 +13,9 @@ from server.answer.config import AnswerConfig
 from server.config import FrontEndConfig, GuardConfig
 from server.text.tokenizer import ServedTokenizer
 from tests.server.conftest import tokenizer_with
+
+if TYPE_CHECKING:
+    import anthropic  # takes a second, in each process that collects these tests
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -49,7 +51,9 @@ def config(request: pytest.FixtureRequest) -> FrontEndConfig:
 
 
 @pytest.fixture
-def client(served: Any, app: FastAPI, engines: Any) -> Iterator[anthropic.Anthropic]:
+def client(served: Any, app: FastAPI, engines: Any) -> "Iterator[anthropic.Anthropic]":
+    import anthropic
+
     engines.context = 4096
     with (
         served(app) as url,
@@ -63,7 +67,9 @@ def prompt_of(engines: Any) -> str:
     return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def test_a_text_is_answered(client: anthropic.Anthropic, engines: Any) -> None:
+def test_a_text_is_answered(client: "anthropic.Anthropic", engines: Any) -> None:
+    import anthropic
+
     message = client.messages.create(model="tiny", max_tokens=50, messages=HELLO, system="Be kind.")
     (block,) = message.content
     assert isinstance(block, anthropic.types.TextBlock)
@@ -75,8 +81,10 @@ def test_a_text_is_answered(client: anthropic.Anthropic, engines: Any) -> None:
 
 
 def test_thinking_text_and_calls_are_blocks_and_the_stream_adds_up_to_them(
-    client: anthropic.Anthropic, engines: Any
+    client: "anthropic.Anthropic", engines: Any
 ) -> None:
+    import anthropic
+
     engines.script = engines.answer(f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}")
     asked: Any = {"model": "tiny", "max_tokens": 400, "messages": HELLO, "tools": [WEATHER]}
     message = client.messages.create(**asked)
@@ -91,7 +99,7 @@ def test_thinking_text_and_calls_are_blocks_and_the_stream_adds_up_to_them(
     assert kinds[0] == "message_start"
     assert kinds[-1] == "message_stop"
 
-    def shown(whole: anthropic.types.Message) -> list[dict[str, Any]]:
+    def shown(whole: "anthropic.types.Message") -> list[dict[str, Any]]:
         return [block.model_dump(exclude={"id"}) for block in whole.content]
 
     assert shown(streamed) == shown(message)
@@ -185,7 +193,7 @@ def test_an_answer_can_have_a_schema(http: Any, engines: Any) -> None:
 
 
 def test_tokens_are_counted_as_the_model_reads_them(
-    client: anthropic.Anthropic, engines: Any
+    client: "anthropic.Anthropic", engines: Any
 ) -> None:
     asked: Any = {"model": "tiny", "messages": HELLO, "tools": [WEATHER], "system": "Be kind."}
     asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -244,8 +252,10 @@ def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> Non
 
 
 @pytest.mark.parametrize("config", [GuardConfig(api_key=("secret",))], indirect=True)
-def test_its_clients_keys_are_keys(client: anthropic.Anthropic, http: Any) -> None:
+def test_its_clients_keys_are_keys(client: "anthropic.Anthropic", http: Any) -> None:
     assert client.messages.create(model="tiny", max_tokens=5, messages=HELLO).content
     stranger = client.with_options(api_key="wrong")
+    import anthropic
+
     with pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(model="tiny", max_tokens=5, messages=HELLO)
