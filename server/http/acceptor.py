@@ -18,6 +18,9 @@ GIVE_WAY = 0.004
 _PAUSE = 0.1
 """Seconds until connections are accepted again when that failed, as for lack of descriptors."""
 
+_END_SECONDS = 1.0
+"""Seconds, at most, until what was begun for connections has ended."""
+
 _MAX_FREE = 64
 """Connections, at most, that are accepted without giving way once nobody else came for one."""
 
@@ -102,10 +105,13 @@ class Tasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def end(self) -> None:
-        """End everything."""
-        for task in self._tasks:
+    async def end(self) -> None:
+        """End everything; what is accepted from may be closed then."""
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_SECONDS)
 
 
 class Acceptor:
@@ -155,13 +161,13 @@ class Acceptor:
 
 async def _readable(listener: socket.socket) -> None:
     """Wait until there is something to accept."""
-    loop = asyncio.get_running_loop()
+    loop, descriptor = asyncio.get_running_loop(), listener.fileno()
     arrived = asyncio.Event()
-    loop.add_reader(listener.fileno(), arrived.set)
+    loop.add_reader(descriptor, arrived.set)
     try:
         await arrived.wait()
     finally:
-        loop.remove_reader(listener.fileno())
+        loop.remove_reader(descriptor)
 
 
 async def serve_plain(connection: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:

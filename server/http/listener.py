@@ -84,5 +84,5 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End as uvicorn does; connections that nobody serves yet first."""
-        self._tasks.end()
+        await self._tasks.end()
         await super().shutdown(sockets)

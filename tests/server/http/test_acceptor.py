@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,10 +125,9 @@ def test_who_has_many_connections_leaves_new_ones_to_others(
             clients = [socket.create_connection(address, PATIENCE) for _ in range(3)]
             async with asyncio.timeout(PATIENCE):
                 await both.wait()
-            tasks.end()
+            await tasks.end()
             for client in clients:
                 client.close()
-            await asyncio.sleep(0)
 
     uvloop.run(scenario())
     assert taken == [1, 1, 1]
@@ -146,7 +146,10 @@ def test_connections_are_served_though_a_neighbour_hangs(
         share,
     )
 
+    problems: list[dict[str, object]] = []
+
     async def scenario() -> list[bytes]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: problems.append(found))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             serving = asyncio.create_task(server.serve([listener]))
@@ -166,4 +169,6 @@ def test_connections_are_served_though_a_neighbour_hangs(
         return line
 
     assert uvloop.run(scenario()) == [b"HTTP/1.1 200 OK\r\n"] * 20
+    gc.collect()  # tasks that failed say so when they go
+    assert not problems
     assert tables[1].fewest_connections() is None  # it has left
