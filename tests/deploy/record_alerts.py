@@ -8,6 +8,7 @@ Writes `recorded/STATE.yaml`, which `test_alerts_recorded.py` lets Prometheus ju
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -253,6 +254,36 @@ def unreadable(stack: Stack) -> None:
     stack.engine(1, str(model), simulated=False)
     until(lambda: metric(stack.urls[0], "engine_starting").get("1"), "it has joined")
     stack.goes_on(34, "end")
+
+
+@state(2, engines=1)
+def loading(stack: Stack) -> None:
+    """A second engine loads its model with a 14th of a CPU's time, as under a quota."""
+    came = stack.engine(1, simulated=False)
+    until(lambda: metric(stack.urls[0], "engine_starting").get("1"), "it has joined")
+    with throttled(came):
+        stack.goes_on(33, "end")
+
+
+@contextmanager
+def throttled(process: Process, share: float = 0.07) -> Iterator[None]:
+    """Let a process run for a share of the time only."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            process.send_signal(signal.SIGSTOP)
+            over.wait(0.5 * (1 - share))
+            process.send_signal(signal.SIGCONT)
+            over.wait(0.5 * share)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @state(2, engines=1)

@@ -410,6 +410,21 @@ def scaled_object(*settings: str) -> Manifest:
     return spec
 
 
+def test_shares_may_be_set_on_the_command_line_too() -> None:
+    """`--set` makes texts of fractions."""
+    for share in ("0.75", "4", "4.0", "0.5"):
+        (trigger,) = scaled_object(f"engine.autoscaling.targetUtilization={share}")["triggers"]
+        assert trigger["metadata"]["threshold"] == share
+    for share in ("4.5", "much", "-1", ".5e3"):
+        sets = (
+            "clusterKey.value=secret", "engine.autoscaling.enabled=true",
+            f"engine.autoscaling.targetUtilization={share}",
+        )  # fmt: skip
+        flags = [part for each in sets for part in ("--set", each)]
+        done = helm("template", "demo", str(CHART), "--kube-version", "1.30.0", *flags)
+        assert "targetUtilization" in done.stderr, share
+
+
 def prometheus_answer(tmp_path: Path, query: str, series: dict[str, float], expected: str) -> None:
     """Let Prometheus evaluate a query over constant series, and compare."""
     test = {
