@@ -121,6 +121,7 @@ def test_engines_on_ray_are_not_bound() -> None:
     assert engine_config(EngineConfig(), gpus=False, most_on_node=1).executor.cpu_bind == "none"
 
 
+@pytest.mark.slow  # starts a process
 def test_a_process_that_is_told_cpus_runs_on_them_alone(tmp_path: Path) -> None:
     topology = read_topology()
     assert topology is not None
