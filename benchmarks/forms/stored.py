@@ -34,11 +34,12 @@ Parts = dict[str, Tensor]
 
 
 class Form(NamedTuple):
-    """One form of the weights."""
+    """One form of the weights, or of the KV cache."""
 
     name: str
     path: Path
     quantization: Literal["int8", "int4"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
 
 def forms(model: Path, directory: Path, quantizer: Path | None) -> Iterator[Form]:
@@ -54,6 +55,7 @@ def forms(model: Path, directory: Path, quantizer: Path | None) -> Iterator[Form
         files = model_directory(ModelConfig(model=str(model)), weights=True)
         cut_model(str(model), read_spec(files).num_layers, dense)
     yield Form("bf16", dense)
+    yield Form("bf16, --kv-cache-dtype fp8", dense, kv_cache_dtype="fp8")
     yield Form("bf16, --quantization int8", dense, "int8")
     yield Form("bf16, --quantization int4", dense, "int4")
     own = gguf.GGUFReader(model).tensors

@@ -12,7 +12,7 @@ from benchmarks.forms.stored import Form
 from engine.executor.loading import load_model
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.batch import BatchPlan, SlotBlocks, SlotStart
-from engine.shared.config import EngineConfig, ModelConfig
+from engine.shared.config import CacheConfig, EngineConfig, ModelConfig
 from engine.shared.messages import SamplingParams
 
 _WINDOW = 512
@@ -60,7 +60,8 @@ def _load(form: Form) -> ModelRunner:
     model = ModelConfig(
         model=str(form.path), dtype="bfloat16", quantization=form.quantization, max_model_len=1024
     )
-    loaded = load_model(EngineConfig(model=model), torch.device("cpu"), lambda _: None)
+    config = EngineConfig(model=model, cache=CacheConfig(kv_cache_dtype=form.kv_cache_dtype))
+    loaded = load_model(config, torch.device("cpu"), lambda _: None)
     return ModelRunner(
         loaded.model, max_num_seqs=1, max_model_len=1024, num_kv_blocks=64, block_size=16
     )

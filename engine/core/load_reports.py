@@ -26,6 +26,7 @@ def engine_setup(
         cache.num_kv_blocks,
         cache.kv_cache_memory_bytes,
         len(info.cache_windows),
+        cache.kv_cache_dtype,
     )
 
 

@@ -105,4 +105,4 @@ class KvSizing:
         """Return the memory of one block, in the KV caches of both models if there are two."""
         models = (model,) if self._draft is None else (model, self._draft)
         size = self._config.cache.block_size
-        return sum(bytes_per_block(each.spec, size, each.cache_dtype) for each in models)
+        return sum(bytes_per_block(each.spec, size, each.kv_format) for each in models)

@@ -72,7 +72,11 @@ def load_model(
     if pooling is None and implementation(directory, settings) == "transformers":
         report(f"loading weights of {directory.name} with transformers")
         fallback = load_fallback(
-            directory, settings, device, lambda found: _cache_groups(config, found, device)
+            directory,
+            settings,
+            device,
+            lambda found: _cache_groups(config, found, device),
+            config.cache.kv_cache_dtype,
         )
         return LoadedModel(fallback.model, fallback.fingerprint, None)
     spec = read_spec(directory)
@@ -90,6 +94,7 @@ def load_model(
     )
     is_alone = place is None and parallel.processes == 1
     types = compute_types(spec, settings, checkpoint, device=device, is_alone=is_alone)
+    types = types._replace(kept=config.cache.kv_cache_dtype)
     if balance is None and place is not None and parallel.enable_eplb:
         balance = _new_balance(spec, parallel, place.size, device)
     loader = DecoderLoader(

@@ -31,6 +31,9 @@ def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
         refused |= {
             "an encoder is computed by one process: leave --tensor-parallel-size and "
             "--pipeline-parallel-size at 1": parallel.processes > 1,
+            "an encoder keeps no keys and values: leave out --kv-cache-dtype": (
+                config.cache.kv_cache_dtype != "auto"
+            ),
             "an encoder is computed with the weights as stored: leave out --quantization": (
                 config.model.quantization is not None
             ),

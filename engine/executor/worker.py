@@ -229,14 +229,14 @@ class Worker:
             model.spec,
             num_blocks,
             self._config.cache.block_size,
-            model.cache_dtype,
+            model.kv_format,
             model.device,
         )
 
     @property
     def _block_bytes(self) -> int:
         model = self._loaded
-        return bytes_per_block(model.spec, self._config.cache.block_size, model.cache_dtype)
+        return bytes_per_block(model.spec, self._config.cache.block_size, model.kv_format)
 
     def _begin_trial(self, num_blocks: int) -> None:
         self._trial = MemoryTrial(self._device, self._processes)

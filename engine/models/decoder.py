@@ -155,8 +155,8 @@ class Decoder:
         Followers hold the other parts of a model that is cut over several processes.
         """
         self.dtype = types.activations
-        self.cache_dtype = types.cache
-        """Type of what the KV cache keeps."""
+        self.kv_format = types.kv_format
+        """Of the KV cache."""
         self.device = device
         """Where the weights are."""
         self.adapters = adapters

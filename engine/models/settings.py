@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.models.attention.kv_format import KvCacheDtype, KvFormat, kv_format
 from engine.models.formats.checkpoint import Checkpoint, DummyCheckpoint, SafetensorsCheckpoint
 from engine.models.formats.gguf.checkpoint import GgufCheckpoint
 from engine.models.products.processor import float32_is_faster
@@ -49,7 +50,14 @@ class ComputeTypes(NamedTuple):
     activations: torch.dtype
     """Also of the weights."""
     cache: torch.dtype
-    """Of keys and values."""
+    """Of keys and values, when attention reads them."""
+    kept: KvCacheDtype = "auto"
+    """How the KV cache keeps them; auto: in that type."""
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """What the KV cache holds."""
+        return kv_format(self.cache, self.kept)
 
 
 def compute_types(

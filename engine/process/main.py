@@ -102,6 +102,11 @@ def build_executor(
         check_pooling(config, pooling)
     check_draft_settings(config)
     if config.executor.executor == "simulated":
+        if config.cache.kv_cache_dtype != "auto":
+            raise CannotStart(
+                f"--kv-cache-dtype {config.cache.kv_cache_dtype} needs --executor model: the "
+                "simulated one keeps no keys and values"
+            )
         return _simulated_executor(config, directory, pooling)
     if pooling is None and implementation(directory, config.model) == "transformers":
         check_fallback(config)

@@ -34,7 +34,7 @@ class DraftModel:
         self._model = model
         self._table = table
         self._cache = allocate_cache(
-            model.spec, num_kv_blocks, table.block_size, model.cache_dtype, model.device
+            model.spec, num_kv_blocks, table.block_size, model.kv_format, model.device
         )
         self._computed = np.full(len(table.block_tables), _UNKNOWN, np.int64)
         """For each slot how many positions have been computed; drafts among them may be wrong."""

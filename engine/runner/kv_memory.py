@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.models.attention.kv_format import KvFormat
 from engine.models.spec import ModelSpec
 from engine.runner.host_memory import untouched_zeros
 from engine.scheduler.block_table import CacheShape
@@ -22,9 +23,10 @@ class NotEnoughMemory(ValueError):
     """The KV cache cannot hold even one sequence of the longest length."""
 
 
-def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+def bytes_per_block(spec: ModelSpec, block_size: int, kv_format: KvFormat) -> int:
     """Return the memory of one block: of all layers of a group."""
-    return _layers_of_block(spec) * block_size * prod(spec.kv_shape) * dtype.itemsize
+    of_token = prod(kv_format.row(spec.kv_shape)) * kv_format.stored.itemsize
+    return _layers_of_block(spec) * block_size * of_token
 
 
 def count_blocks(
@@ -96,14 +98,15 @@ def _control_group_free() -> int | None:
 
 
 def allocate_cache(
-    spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, num_blocks: int, block_size: int, kv_format: KvFormat, device: torch.device
 ) -> list[Tensor]:
-    """Return the zeroed [num_blocks, block_size, parts, kv_heads, head_dim] tensor of each layer.
+    """Return the zeroed tensor of each layer: [num_blocks, block_size, ...], as the format has it.
 
     Layers of different groups share one, in blocks of their own.
     On the CPU resident memory grows only as blocks are used.
     """
-    shape, count = (num_blocks, block_size, *spec.kv_shape), _layers_of_block(spec)
+    shape, dtype = (num_blocks, block_size, *kv_format.row(spec.kv_shape)), kv_format.stored
+    count = _layers_of_block(spec)
     if device.type == "cpu":
         shared = [untouched_zeros(shape, dtype) for _ in range(count)]
     else:

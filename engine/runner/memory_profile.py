@@ -127,7 +127,7 @@ def profiled_memory(
         runner.run(plan)
     else:  # tokens are not drawn
         runner.hidden_states(plan)
-    block_bytes = bytes_per_block(model.spec, cache.block_size, model.cache_dtype)
+    block_bytes = bytes_per_block(model.spec, cache.block_size, model.kv_format)
     peak = trial.peak((num_blocks + 1) * block_bytes)
     del runner
     return trial.left(peak, cache.gpu_memory_utilization)

@@ -111,7 +111,7 @@ class ModelRunner:
         on_cuda = model.device.type == "cuda"
         # Padding of recorded steps gets a block of its own, behind those of sequences.
         self._cache = allocate_cache(
-            model.spec, num_kv_blocks + on_cuda, block_size, model.cache_dtype, model.device
+            model.spec, num_kv_blocks + on_cuda, block_size, model.kv_format, model.device
         )
         self._table = SlotTable(
             max_num_seqs=max_num_seqs,

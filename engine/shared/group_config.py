@@ -69,6 +69,7 @@ def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, s
         "batch_invariant": str(config.executor.batch_invariant),
         "max_model_len": str(config.model.max_model_len),
         "block_size": str(config.cache.block_size),
+        "kv_cache_dtype": "auto" if config.cache.kv_cache_dtype == "auto" else "fp8",
         "load_format": config.model.load_format,
         "enable_lora": str(config.lora.enable_lora),
         "max_cpu_loras": str(config.lora.max_held),

@@ -54,7 +54,7 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """vLLM's words, by the level of sleep."""
 _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
     "block_size": lambda setup: setup.block_size,
-    "cache_dtype": lambda setup: "auto",
+    "cache_dtype": lambda setup: setup.kv_cache_dtype,
     "enable_prefix_caching": lambda setup: setup.enable_prefix_caching,
     "gpu_memory_utilization": lambda setup: setup.gpu_memory_utilization,
     "kv_cache_memory_bytes": lambda setup: setup.kv_cache_memory_bytes,
@@ -63,7 +63,7 @@ _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
     "num_gpu_blocks": lambda setup: setup.num_kv_blocks,
     "num_gpu_blocks_override": lambda setup: setup.num_kv_blocks_set,
 }
-"""vLLM's labels, as text like there; the cache has the model's type and is on one device."""
+"""vLLM's labels, as text like there; the cache is on one device."""
 
 
 class Ages(NamedTuple):

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
+from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.cache_groups import divide
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader
@@ -135,6 +136,7 @@ def load_driver(
     *,
     batch_invariant: bool = False,
     adapters: AdapterRoom | None = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     **settings: Any,
 ) -> Driver:
     """Load a model directory, or a GGUF file, into a fresh runner."""
@@ -145,10 +147,11 @@ def load_driver(
     groups = divide(spec.windows, model_length(spec, config))
     spec = msgspec.structs.replace(spec, cache_groups=groups)
     weights = open_checkpoint(files, spec, config)
+    types = compute_types(spec, config, weights, device=device)
     loader = DecoderLoader(
         spec,
         weights,
-        types=compute_types(spec, config, weights, device=device),
+        types=types._replace(kept=kv_cache_dtype),
         device=device,
         max_model_len=model_length(spec, config),
         quantization=config.quantization,

@@ -57,6 +57,8 @@ def serve(
     device: Literal["cpu", "cuda"] = "cpu",
     enforce_eager: bool = False,
     batch_invariant: bool = False,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    enable_prefix_caching: bool = True,
     **scheduling: Any,
 ) -> tuple[list[Answer], EngineStats]:
     """Run all requests in one engine, which computes 48 tokens per step.
@@ -66,7 +68,12 @@ def serve(
     """
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype=dtype, max_model_len=256, device=device),
-        cache=CacheConfig(num_kv_blocks=num_blocks, block_size=block_size),
+        cache=CacheConfig(
+            num_kv_blocks=num_blocks,
+            block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            enable_prefix_caching=enable_prefix_caching,
+        ),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=48, **scheduling),
         executor=ExecutorConfig(
             threads=1, enforce_eager=enforce_eager, batch_invariant=batch_invariant

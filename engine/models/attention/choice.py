@@ -2,19 +2,20 @@
 
 import torch
 
+from engine.models.attention.kv_format import Fp8Kv, KvFormat
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.varlen import Attention, CudaAttention
 from engine.models.spec import ModelSpec
 
 
 def attention_of(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, token_by_token: bool = False
+    spec: ModelSpec, kv_format: KvFormat, device: torch.device, *, token_by_token: bool = False
 ) -> Attention:
     """Return what attends over a model's KV cache: the kernel on CUDA devices where it can.
 
     Args:
         spec: says the shape of the heads, and what is done to scores.
-        dtype: of the KV cache.
+        kv_format: of the KV cache.
         device: where the model computes.
         token_by_token: see `PagedAttention`.
     """
@@ -22,21 +23,24 @@ def attention_of(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        dtype=dtype,
+        dtype=kv_format.dtype,
         device=device,
         token_by_token=token_by_token,
         scale=spec.attention_scale,
         softcap=spec.attention_softcap,
         parts=spec.kv_shape[0],
         has_chunks=spec.has_chunks,
+        kv_format=kv_format,
     )
     by_kernel = spec.attention_softcap is None and spec.latent is None and not spec.has_chunks
+    if isinstance(kv_format, Fp8Kv):  # the kernel reads 16 bits from the blocks
+        by_kernel = False
     if device.type != "cuda" or not by_kernel:
         return stock
     return CudaAttention(
         stock,
         shape=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
-        dtype=dtype,
+        dtype=kv_format.dtype,
         device=device,
         scale=spec.attention_scale,
         has_sinks=spec.attention_sinks,

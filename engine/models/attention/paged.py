@@ -1,15 +1,18 @@
 """Paged attention with stock operators: gather a group's blocks, then one attention call.
 
-Works on any device. The KV cache of a layer is one tensor [num_blocks, block_size, parts, kv_heads,
-head_dim] with keys in the first part and values in the second, or one part that is both.
+Works on any device. The KV cache of a layer is one tensor [num_blocks, block_size, ...], for each
+token what its format (`kv_format`) makes of [parts, kv_heads, head_dim], with keys in the first
+part and values in the second, or one part that is both.
 """
 
 import logging
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.attention.kv_format import KvFormat, PlainKv
 from engine.models.attention.plan import (
     TOKENS_AT_ONCE,
     AttentionPlan,
@@ -49,12 +52,14 @@ class PagedAttention:
         softcap: float | None = None,
         parts: int = 2,
         has_chunks: bool = False,
+        kv_format: KvFormat | None = None,
     ) -> None:
         """Prepare for one shape.
 
         Args:
             has_chunks: as in `ModelSpec`.
             parts: 2 for keys and values, 1 if keys are the values, too.
+            kv_format: of the cache; without one it holds them in `dtype`.
             token_by_token: makes each token's result a function of its own position, keys and
                 values alone, whatever else is in the step.
             scale: of scores, unless it is one over the root of `head_dim`.
@@ -66,7 +71,9 @@ class PagedAttention:
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._head_dim = head_dim
-        self._parts = parts
+        self._kept = (parts, num_kv_heads, head_dim)
+        self._kv = kv_format or PlainKv(dtype)
+        self._row = self._kv.row(self._kept)
         self._long_dtype = _fastest_for_long_rows(dtype, device)
         self._planner = AttentionPlanner(
             heads_per_kv=self._group,
@@ -89,7 +96,7 @@ class PagedAttention:
 
         Args:
             queries: [tokens, heads, head_dim], rotated
-            cache: [num_blocks, block_size, parts, kv_heads, head_dim]
+            cache: [num_blocks, block_size, ...], as the format has it
             sinks: [heads] float32: a score of each head that takes its share and gives nothing
 
         Returns:
@@ -158,13 +165,13 @@ class PagedAttention:
         spread = queries.view(rows, count, self._kv_heads, self._group, dim)
         folded = spread.permute(0, 2, 3, 1, 4).reshape(rows, self._kv_heads, -1, dim)
         blocks = group.blocks.view(rows, -1)
-        at_once = _rows_at_once(flat, blocks)
+        at_once = self._rows_at_once(flat, blocks)
         held = flat.new_empty(at_once * blocks.shape[1], flat.shape[1])
         parts = []
         for first in range(0, rows, at_once):
             wanted = blocks[first : first + at_once]
             kv = torch.index_select(flat, 0, wanted.view(-1), out=held[: wanted.numel()])
-            kv = kv.view(len(wanted), -1, self._parts, self._kv_heads, dim)
+            kv = self._read(kv.view(len(wanted), -1, *self._row), self._kv.dtype)
             part = self._products(
                 folded[first : first + at_once],
                 kv[:, :, 0].transpose(1, 2),
@@ -180,7 +187,8 @@ class PagedAttention:
     def _attend_tokens(
         self, queries: Tensor, flat: Tensor, part: TokensOfRow, sinks: Tensor | None
     ) -> Tensor:
-        kv = flat.index_select(0, part.blocks).view(-1, self._parts, self._kv_heads, self._head_dim)
+        kv = flat.index_select(0, part.blocks).view(-1, *self._row)
+        kv = self._read(kv, self._kv.dtype)
         attend = self._by_token if part.mask.dim() == 4 else self._in_one_product
         return attend(queries[part.first : part.end], kv, part.mask, sinks)
 
@@ -207,6 +215,19 @@ class PagedAttention:
         out = self._products(spread, keys, values, sinks=sinks, attn_mask=mask)
         return out[:, :, :count].permute(2, 0, 1, 3).reshape(count, -1)
 
+    def _read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kv.read(rows, self._kept, dtype)
+
+    def _rows_at_once(self, flat: Tensor, blocks: Tensor) -> int:
+        """Return how many of the rows' blocks, [rows, blocks], to gather together."""
+        rows = len(blocks)
+        if flat.device.type != "cpu":
+            return rows
+        num_keys = blocks.numel() * (flat.shape[1] // prod(self._row))
+        gathered = num_keys * prod(self._kept) * self._kv.dtype.itemsize
+        parts = -(-gathered // (_GATHERED_BYTES * torch.get_num_threads()))
+        return -(-rows // parts)
+
     def _one_product_agrees(self, dtype: torch.dtype) -> bool:
         """Whether `_in_one_product` gives the bits of `_by_token` on this processor."""
         if dtype != torch.float32 and not has_matrix_unit():
@@ -214,7 +235,7 @@ class PagedAttention:
             return False
         generator = torch.Generator().manual_seed(0)
         for num_keys in _PROBED_KEYS:
-            shapes = (TOKENS_AT_ONCE, self._heads), (num_keys, self._parts, self._kv_heads)
+            shapes = (TOKENS_AT_ONCE, self._heads), (num_keys, *self._kept[:2])
             queries, kv = (
                 torch.randn(*shape, self._head_dim, generator=generator).to(dtype)
                 for shape in shapes
@@ -233,8 +254,8 @@ class PagedAttention:
     ) -> Tensor:
         """KV heads become the batch axis, over which keys are expanded without a copy."""
         count, kv_heads, dim = row.end - row.first, self._kv_heads, self._head_dim
-        kv = flat.index_select(0, row.blocks).view(-1, self._parts, kv_heads, dim)
-        kv = kv[: row.num_keys].to(self._long_dtype)
+        kv = flat.index_select(0, row.blocks).view(-1, *self._row)
+        kv = self._read(kv[: row.num_keys], self._long_dtype)
         shape = (kv_heads, self._group, row.num_keys, dim)
         keys = kv[:, 0].permute(1, 0, 2).unsqueeze(1).expand(shape)
         values = kv[:, -1].permute(1, 0, 2).unsqueeze(1).expand(shape)
@@ -299,16 +320,6 @@ def _plain_products(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
-def _rows_at_once(flat: Tensor, blocks: Tensor) -> int:
-    """Return how many of the rows' blocks, [rows, blocks], to gather together."""
-    rows = len(blocks)
-    if flat.device.type != "cpu":
-        return rows
-    gathered = blocks.numel() * flat.shape[1] * flat.itemsize
-    parts = -(-gathered // (_GATHERED_BYTES * torch.get_num_threads()))
-    return -(-rows // parts)
-
-
 def _fastest_for_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the type that rows of many tokens are attended in.
 
@@ -316,8 +327,3 @@ def _fastest_for_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dt
     takes a third longer than to convert once and compute in float32.
     """
     return torch.float32 if device.type == "cpu" and not has_matrix_unit() else dtype
-
-
-def write_keys_values(cache: Tensor, slots: Tensor, keys_values: Tensor) -> None:
-    """Store new keys and values, [tokens, parts, kv_heads, head_dim], at flat token slots."""
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, keys_values)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.attention.paged import write_keys_values
+from engine.models.attention.kv_format import KvFormat
 from engine.models.attention.rotary import rotate
 from engine.models.layers import Rows
 from engine.models.spec import LatentSpec, ModelSpec
@@ -55,10 +55,12 @@ class HeadProjections:
         spec: ModelSpec,
         qkv: Rows,
         output: Rows,
+        kv_format: KvFormat,
         qk_norm: Rows | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         """Take the parts; `qk_norm` is of [tokens, heads + kv_heads, head_dim]."""
+        self._kv = kv_format
         self.output = output
         self.sinks = sinks
         self._qkv = qkv
@@ -82,9 +84,9 @@ class HeadProjections:
             rotate(heads, *rotated, out=target)
         elif heads is not target:
             target.copy_(heads)
-        qkv = qkv.to(cache.dtype)
+        qkv = qkv.to(self._kv.dtype)
         keys_values = qkv[:, self._query_size :]
-        write_keys_values(cache, slots, keys_values.view(tokens, *self._kept))
+        self._kv.write(cache, slots, keys_values.view(tokens, *self._kept))
         return qkv[:, : self._query_size].view(tokens, *self._queries)
 
 
@@ -102,6 +104,7 @@ class LatentProjections:
         norm: Rows,
         to_latent: Rows,
         output: Rows,
+        kv_format: KvFormat,
     ) -> None:
         """Take the parts; those of a process with some of the heads know only these.
 
@@ -111,6 +114,7 @@ class LatentProjections:
             norm: of latents.
             to_latent: from the part of queries that is not rotated to queries of latents.
             output: from weighted sums of latents on.
+            kv_format: of the KV cache.
         """
         assert spec.latent is not None
         self.output = output
@@ -119,6 +123,7 @@ class LatentProjections:
         self._width = spec.head_dim
         self._kept = spec.kv_shape
         self._inputs = inputs
+        self._kv = kv_format
         self._queries = queries
         self._norm = norm
         self._to_latent = to_latent
@@ -137,11 +142,11 @@ class LatentProjections:
         heads = query.view(tokens, self._heads, -1)
         plain, turned = torch.split(heads, [spec.plain_size, spec.rotated_size], dim=2)
         turned = rotate(torch.cat((turned, key.unsqueeze(1)), dim=1), *rotated)
-        kept = cache.new_empty(tokens, self._width)
+        kept = x.new_empty(tokens, self._width, dtype=self._kv.dtype)
         kept[:, :rank] = self._norm(latent.contiguous())
         kept[:, rank:] = turned[:, -1]
-        write_keys_values(cache, slots, kept.view(tokens, *self._kept))
-        queries = cache.new_empty(tokens, self._heads, self._width)
+        self._kv.write(cache, slots, kept.view(tokens, *self._kept))
+        queries = x.new_empty(tokens, self._heads, self._width, dtype=self._kv.dtype)
         queries[..., :rank] = self._to_latent(plain.flatten(1)).view(tokens, self._heads, rank)
         queries[..., rank:] = turned[:, :-1]
         return queries

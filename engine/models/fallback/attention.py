@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.models.attention.paged import write_keys_values
+from engine.models.attention.kv_format import KvFormat
 from engine.models.attention.varlen import Attention
 from engine.models.decoder import GroupTokens, StepTokens
 
@@ -65,6 +65,7 @@ class AttentionCalls:
         self._noted: list[LayerCall] = []
         self._next = 0
         self._attention: Attention | None = None
+        self._kv: KvFormat | None = None
         self._width = 0
         self._scale = 1.0
         for module in model.modules():
@@ -87,9 +88,9 @@ class AttentionCalls:
             raise CannotAttend("a layer attends several times for a token")
         self.layers = self._noted
 
-    def serve(self, attention: Attention, width: int, scale: float) -> None:
+    def serve(self, attention: Attention, kv_format: KvFormat, *, width: int, scale: float) -> None:
         """Attend by this from now on, whose heads have that size and scores that scale."""
-        self._attention, self._width, self._scale = attention, width, scale
+        self._attention, self._kv, self._width, self._scale = attention, kv_format, width, scale
 
     def begin(self, tokens: StepTokens, cache: list[Tensor], groups: Sequence[int]) -> None:
         """Begin a step over the cache, a tensor for each layer, whose cache groups are given."""
@@ -122,15 +123,17 @@ class AttentionCalls:
             raise CannotAttend("its layers attend in another order")
         self._next += 1
         cache, tokens, attention = step.cache[number], step.tokens[number], self._attention
+        kv = self._kv
         assert attention is not None, "how to attend is known after the trial"
-        kept = [self._heads(each).to(cache.dtype) for each in (key, value)]
-        write_keys_values(cache, tokens.slots, torch.stack(kept, dim=1))
+        assert kv is not None
+        kept = [self._heads(each).to(kv.dtype) for each in (key, value)]
+        kv.write(cache, tokens.slots, torch.stack(kept, dim=1))
         queries = self._heads(query)
         if call.scale != self._scale:
             queries = queries * (call.scale / self._scale)
         sinks = options.get("s_aux")
         out = attention.attend(
-            queries.to(cache.dtype).contiguous(),
+            queries.to(kv.dtype).contiguous(),
             cache,
             tokens.plans[call.window],
             None if sinks is None else sinks.float(),

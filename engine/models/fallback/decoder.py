@@ -103,7 +103,7 @@ class FallbackDecoder(Decoder):
         model: TransformersModel,
         calls: AttentionCalls,
         attention: Attention,
-        dtype: torch.dtype,
+        types: ComputeTypes,
         device: torch.device,
     ) -> None:
         """Take a model whose attention layers ask `calls`."""
@@ -115,14 +115,15 @@ class FallbackDecoder(Decoder):
             lm_head=lambda states: model.logits(states)[:, :vocabulary],
             rotary=[],
         )
-        super().__init__(spec, weights, attention, ComputeTypes(dtype, dtype), device)
+        super().__init__(spec, weights, attention, types, device)
         self._model = model
         self._calls = calls
+        self._types = types
 
     def grouped(self, groups: CacheGroups) -> "FallbackDecoder":
         """Return the same model with its layers in cache groups."""
         spec = msgspec.structs.replace(self.spec, cache_groups=groups)
-        parts = self._model, self._calls, self.attention, self.dtype, self.device
+        parts = self._model, self._calls, self.attention, self._types, self.device
         return FallbackDecoder(spec, *parts)
 
     @property

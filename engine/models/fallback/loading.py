@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.models.attention.choice import attention_of
+from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.cache_groups import CacheGroups, one_group
 from engine.models.fallback.attention import (
     INTERFACE,
@@ -26,6 +27,7 @@ from engine.models.fallback.trial import check_parts, trial_tokens
 from engine.models.formats.checkpoint import CheckpointError, some, weight_files
 from engine.models.formats.fingerprint import weights_fingerprint
 from engine.models.hf_config import eos_token_ids, read_config, read_generation
+from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, NormSpec
 from engine.shared.config import ModelConfig
 
@@ -46,6 +48,7 @@ def load_fallback(
     settings: ModelConfig,
     device: torch.device,
     groups: Callable[[ModelSpec], CacheGroups] | None = None,
+    kept: KvCacheDtype = "auto",
 ) -> LoadedFallback:
     """Load a model with transformers, try it, and have it attend over the paged KV cache.
 
@@ -54,6 +57,7 @@ def load_fallback(
         settings: of the model.
         device: where it computes.
         groups: says which layers share KV blocks; all do without it.
+        kept: how the KV cache keeps keys and values.
 
     Raises:
         UnsupportedModel: transformers has no class that can be served, or is not installed.
@@ -78,7 +82,7 @@ def load_fallback(
         raise refusal(name, f"its weights are {loaded.dtype}: use --dtype")
     try:
         with torch.inference_mode():
-            decoder = _try(loaded, raw, read_generation(directory), config, device)
+            decoder = _try(loaded, raw, read_generation(directory), config, device, kept)
     except (CannotAttend, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise refusal(name, str(error)) from error
     if groups is not None:
@@ -100,6 +104,7 @@ def _try(
     generation: dict[str, Any],
     config: Any,
     device: torch.device,
+    kept: KvCacheDtype,
 ) -> FallbackDecoder:
     """Find out how a model attends, and that it says the same over a paged KV cache.
 
@@ -115,11 +120,17 @@ def _try(
     calls.end_trial()
     vocabulary = model.logits(states[-1:]).shape[1]
     spec = _spec(raw, generation, config, calls.layers, vocabulary)
-    attention = attention_of(spec, loaded.dtype, device)
-    calls.serve(attention, spec.head_dim, calls.layers[0].scale)
-    decoder = FallbackDecoder(spec, model, calls, attention, loaded.dtype, device)
+
+    def serve(types: ComputeTypes) -> FallbackDecoder:
+        attention = attention_of(spec, types.kv_format, device)
+        calls.serve(attention, types.kv_format, width=spec.head_dim, scale=calls.layers[0].scale)
+        return FallbackDecoder(spec, model, calls, attention, types, device)
+
+    exact = ComputeTypes(loaded.dtype, loaded.dtype)
+    decoder = serve(exact)
     check_parts(decoder, model, calls, tokens)
-    return decoder
+    # Rounding is no reason to doubt a model, and would hide what is one.
+    return decoder if kept == "auto" else serve(exact._replace(kept=kept))
 
 
 def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig) -> Any:

@@ -44,9 +44,10 @@ def check_parts(
         calls.begin_trial()
         whole.append(model.states(sequence, None))
     blocks = -(-len(tokens) // _BLOCK_SIZE)
-    shape = (2 * blocks, _BLOCK_SIZE, *decoder.spec.kv_shape)
+    kv = decoder.kv_format
+    shape = (2 * blocks, _BLOCK_SIZE, *kv.row(decoder.spec.kv_shape))
     cache = [
-        torch.zeros(shape, dtype=decoder.cache_dtype, device=decoder.device)
+        torch.zeros(shape, dtype=kv.stored, device=decoder.device)
         for _ in range(decoder.spec.num_layers)
     ]
     decoder.hidden_states(_step(decoder, sequences, (0, 0), _ENDS[0], blocks), cache)

@@ -157,7 +157,7 @@ class DecoderLoader:
             spec,
             weights,
             attention_of(
-                spec, self._types.cache, self._device, token_by_token=self._batch_invariant
+                spec, self._types.kv_format, self._device, token_by_token=self._batch_invariant
             ),
             self._types,
             self._device,
@@ -305,6 +305,7 @@ class DecoderLoader:
                 ),
                 output_norm,
             ),
+            kv_format=self._types.kv_format,
             qk_norm=qk_norm,
             sinks=self._products.copy(prefix + "sinks").float() if spec.attention_sinks else None,
         )
@@ -334,6 +335,7 @@ class DecoderLoader:
         return LatentProjections(
             spec,
             products.by_rows(inputs, spec.hidden_size),
+            kv_format=self._types.kv_format,
             queries=queries,
             norm=prepare_norm(norm, products.copy(prefix + "kv_a_norm.weight")),
             to_latent=products.by_rows(

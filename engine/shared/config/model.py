@@ -93,6 +93,12 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         Meta(gt=0, le=1),
         "Share of a CUDA device's memory for weights, activations and KV cache of one engine.",
     ] = 0.9
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "fp8_e4m3"],
+        "How the KV cache keeps keys and values. auto: in the type that they are computed in; "
+        "fp8, or fp8_e4m3: in 8 bits, with a scale for each token and head, for about twice the "
+        "tokens in the same memory.",
+    ] = "auto"
     enable_prefix_caching: Annotated[
         bool, "Reuse the KV blocks of prompts that begin with the same tokens."
     ] = True

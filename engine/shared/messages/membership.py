@@ -28,6 +28,8 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     kv_cache_memory_bytes: int | None = None
     num_cache_groups: int = 1
     """Groups of layers, each of which has KV blocks of its own for a sequence's tokens."""
+    kv_cache_dtype: str = "auto"
+    """How it keeps keys and values, as it was set."""
 
     @property
     def kv_tokens(self) -> int:

@@ -247,6 +247,15 @@ def test_engines_of_one_group_share_their_quantization(settings: MakeConfig) -> 
     assert {name for name in plain if plain[name] != quantized[name]} == {"quantization"}
 
 
+def test_engines_of_one_group_keep_keys_and_values_alike(settings: MakeConfig) -> None:
+    plain, fp8, e4m3 = (
+        group_config(settings(CacheConfig(kv_cache_dtype=kept)))
+        for kept in ("auto", "fp8", "fp8_e4m3")
+    )
+    assert {name for name in plain if plain[name] != fp8[name]} == {"kv_cache_dtype"}
+    assert fp8 == e4m3
+
+
 def test_weights_that_have_changed_are_not_taken_for_the_old_ones(
     executor: InProcessExecutor, model: Path
 ) -> None:

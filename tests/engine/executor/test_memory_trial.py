@@ -69,7 +69,7 @@ def made_up_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blocks_of(share: float, loaded: Decoder) -> int:
     """Return the blocks that such a part of the made-up device has room for."""
-    block = bytes_per_block(loaded.spec, BLOCK_SIZE, loaded.cache_dtype)
+    block = bytes_per_block(loaded.spec, BLOCK_SIZE, loaded.kv_format)
     assert block < PEAK_BYTES
     return (int(DEVICE_BYTES * share) - PEAK_BYTES) // block
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +14,7 @@ import pytest
 from engine.executor.interface import CannotDo
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, WorkerFailed
+from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.formats.checkpoint import CheckpointError
 from engine.models.hf_config import read_spec
 from engine.models.parallel.tensors import Cut
@@ -32,13 +34,24 @@ from tests.engine.template import forked_team
 from tests.support.waiting import PATIENCE
 
 
-def settings(directory: Path, size: int, **scheduler: Any) -> EngineConfig:
+def settings(
+    directory: Path,
+    size: int,
+    *,
+    stages: int = 1,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    **scheduler: Any,
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(directory), device="cpu"),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS, kv_cache_dtype=kv_cache_dtype
+        ),
         scheduler=SchedulerConfig(max_num_seqs=8, **scheduler),
         executor=ExecutorConfig(threads=1),
-        parallel=ParallelConfig(tensor_parallel_size=size, data_parallel_size=1),
+        parallel=ParallelConfig(
+            tensor_parallel_size=size, pipeline_parallel_size=stages, data_parallel_size=1
+        ),
     )
 
 
@@ -67,9 +80,9 @@ def start() -> Iterator[StartCluster]:
         directory: Path,
         size: int,
         start_team: Callable[[EngineConfig, int, int], Team] = Team,
-        **scheduler: Any,
+        **options: Any,
     ) -> Cluster:
-        config = settings(directory, size, **scheduler)
+        config = settings(directory, size, **options)
         running.append(Cluster(config, start_team(config, 0, 1)))
         return running[-1]
 
@@ -148,6 +161,46 @@ def test_logprobs_of_prompt_and_draws_are_those_of_one_process(
     ]
     for mine, other in zip(ours.prompt_logprobs[0], theirs.prompt_logprobs[0], strict=True):
         assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "stages"),
+    [
+        ("llama", 2, 1),
+        ("deepseek3", 2, 1),  # a latent that all processes keep
+        ("mistral-window", 1, 2),
+        ("qwen3-moe-deep", 2, 2),
+    ],
+)
+def test_a_cache_in_8_bits_is_that_of_one_process(
+    name: str,
+    size: int,
+    stages: int,
+    start: StartCluster,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+) -> None:
+    directory = checkpoint(name).directory
+    reported = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
+    cluster = start(directory, size, forked_team, stages=stages, kv_cache_dtype="fp8")
+
+    def logprobs(engine: Driver) -> list[float]:
+        engine.start(0, prompt(70), reported)
+        steps = [engine.step({0: count}) for count in (5, 60, 5)]
+        return [entry.logprob for step in steps for entry in step.prompt_logprobs[0]]
+
+    cut = logprobs(cluster.driver)
+    exact, rounded = (logprobs(driver(directory, kv_cache_dtype=k)) for k in ("auto", "fp8"))
+    assert statistics.median(map(distance, cut, rounded)) < 1e-3
+    assert statistics.median(map(distance, cut, exact)) > 1e-2
+    cluster.executor.sleep(1)
+    cluster.executor.wake_up()
+    assert statistics.median(map(distance, logprobs(cluster.driver), rounded)) < 1e-3
+
+
+def distance(one: float, other: float) -> float:
+    return abs(one - other)
 
 
 def test_sleep_profile_and_a_wrong_request_leave_the_team_whole(

@@ -3,7 +3,13 @@
 import pytest
 
 from engine.executor.pooling_rules import check_pooling
-from engine.shared.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from engine.shared.config.lora import LoraConfig
 from engine.shared.pooling import BadPooling, PoolingSpec
 
@@ -35,6 +41,7 @@ def test_combinations_without_sense_are_refused_by_name() -> None:
             EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
         ),
         "--model-impl": (DECODER, EngineConfig(model=ModelConfig(model_impl="transformers"))),
+        "--kv-cache-dtype": (ENCODER, EngineConfig(cache=CacheConfig(kv_cache_dtype="fp8"))),
         "--quantization": (ENCODER, EngineConfig(model=ModelConfig(quantization="int8"))),
     }
     for flag, (spec, config) in cases.items():

@@ -14,6 +14,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.executor.loading import load_model
+from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.fallback.choice import check_fallback, implementation
 from engine.models.fallback.loading import load_fallback
 from engine.models.families.registry import FAMILIES
@@ -73,9 +74,10 @@ def fallback(tmp_path_factory: pytest.TempPathFactory) -> Fallbacks:
     return Fallbacks(tmp_path_factory.mktemp("fallback"))
 
 
-def load_driver(directory: Path, **settings: Any) -> Driver:
+def load_driver(directory: Path, kept: KvCacheDtype = "auto", **settings: Any) -> Driver:
     settings = {"dtype": "float32", **settings}
-    loaded = load_fallback(directory, ModelConfig(model=str(directory), **settings), CPU)
+    config = ModelConfig(model=str(directory), **settings)
+    loaded = load_fallback(directory, config, CPU, kept=kept)
     return Driver(
         ModelRunner(
             loaded.model,
@@ -176,11 +178,23 @@ def test_a_model_of_transformers_is_divided_as_one_of_a_family(fallback: Fallbac
 def test_sixteen_bits_stay_close(fallback: Fallbacks, prompt: MakePrompt) -> None:
     model = fallback("phi")
     engine = load_driver(model.directory, dtype="bfloat16")
-    assert engine.runner.model.cache_dtype == torch.bfloat16
+    assert engine.runner.model.kv_format.dtype == torch.bfloat16
     engine.start(0, prompt(40))
     expected = model.logits(prompt(40))
     difference = engine.logits({0: 40}).float() - expected
     assert difference.abs().mean() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("kind", ["phi", "starcoder2"])
+def test_keys_and_values_in_8_bits_stay_close(
+    kind: str, fallback: Fallbacks, prompt: MakePrompt
+) -> None:
+    model = fallback(kind)
+    engine = load_driver(model.directory, kept="fp8")
+    engine.start(0, prompt(60))
+    logits, expected = engine.logits({0: 60}), model.logits(prompt(60))
+    errors = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+    assert 1e-3 < errors.median() < 0.2
 
 
 def test_layers_see_no_farther_than_their_windows(fallback: Fallbacks) -> None:

@@ -13,7 +13,7 @@ from engine.models import settings
 from engine.models.hf_config import read_spec
 from engine.models.products import processor
 from engine.models.products.dense import PackedLinear
-from engine.models.settings import ComputeTypes, compute_types, fits_caches, open_checkpoint
+from engine.models.settings import compute_types, fits_caches, open_checkpoint
 from engine.shared.config import BUNDLED_MODEL, EngineConfig, ExecutorConfig, ModelConfig
 from tests.engine.fixtures import LoadDriver, MakePrompt
 
@@ -59,11 +59,15 @@ def test_of_other_architectures_nothing_is_assumed(monkeypatch: pytest.MonkeyPat
     assert processor.float32_is_faster.__wrapped__() is False
 
 
-def types(device: torch.device = CPU, is_alone: bool = True, **settings: Any) -> ComputeTypes:
+def types(
+    device: torch.device = CPU, is_alone: bool = True, **settings: Any
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return those of activations and of the KV cache."""
     config = ModelConfig(**settings)
     spec = read_spec(BUNDLED_MODEL)
     checkpoint = open_checkpoint(BUNDLED_MODEL, spec, config)
-    return compute_types(spec, config, checkpoint, device=device, is_alone=is_alone)
+    found = compute_types(spec, config, checkpoint, device=device, is_alone=is_alone)
+    return found.activations, found.cache
 
 
 def test_a_small_model_is_computed_in_the_faster_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +96,7 @@ def test_a_16_bit_cache_changes_the_logits_of_float32_little(
     for dtype in ("auto", "float32"):
         engine = driver(BUNDLED_MODEL, dtype=dtype)
         assert engine.runner.model.dtype == F32
-        assert engine.runner.model.cache_dtype == (BF16 if dtype == "auto" else F32)
+        assert engine.runner.model.kv_format.dtype == (BF16 if dtype == "auto" else F32)
         for slot, length in enumerate((5, 90)):
             engine.start(slot, prompt(length))
         logits.append(engine.logits({0: 5, 1: 90}))

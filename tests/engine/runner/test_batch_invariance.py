@@ -34,6 +34,11 @@ CASES = [
     ("bundled", {"dtype": "float32"}),
     ("bundled", {"dtype": "bfloat16"}),
     ("bundled", {"dtype": "bfloat16", "quantization": "int8"}),
+    ("llama-biased", {"kv_cache_dtype": "fp8"}),
+    ("mistral-window", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+    ("gpt-oss", {"kv_cache_dtype": "fp8"}),
+    ("deepseek3", {"kv_cache_dtype": "fp8"}),
+    ("bundled", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
 ]
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
+from engine.models.attention.kv_format import PlainKv
 from engine.models.hf_config import read_spec
 from engine.runner.kv_memory import bytes_per_block
 from engine.shared.config import (
@@ -244,6 +245,6 @@ def test_it_sleeps_and_wakes_with_the_model(level: int) -> None:
 def test_the_memory_of_the_cache_holds_both_models_blocks() -> None:
     spec = read_spec(BUNDLED_MODEL)
     executor = InProcessExecutor(settings(CacheConfig(kv_cache_memory_bytes=16 << 20)))
-    block = bytes_per_block(spec, 16, torch.float32)
+    block = bytes_per_block(spec, 16, PlainKv(torch.float32))
     assert executor.info.num_kv_blocks == (16 << 20) // (2 * block)
     executor.shutdown()

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from engine.models.attention.kv_format import Fp8Kv, PlainKv
 from engine.models.cache_groups import CacheGroups
 from engine.models.hf_config import parse_spec, read_spec
 from engine.runner.kv_memory import (
@@ -21,6 +22,7 @@ from engine.shared.config import CacheConfig
 from tests.engine.fixtures import SaveModel
 
 CPU = torch.device("cpu")
+BF16, FP8 = PlainKv(torch.bfloat16), Fp8Kv(torch.bfloat16)
 SPEC = parse_spec(
     {
         "architectures": ["LlamaForCausalLM"],
@@ -48,17 +50,24 @@ def count(available: int = 10_000, shape: CacheShape | None = None, **cache: Any
 
 
 def test_bytes_of_a_block_count_keys_and_values_of_all_layers() -> None:
-    assert bytes_per_block(SPEC, 16, torch.bfloat16) == 2 * 16 * 2 * (2 * 16) * 2
-    assert bytes_per_block(SPEC, 16, torch.float32) == 2 * bytes_per_block(SPEC, 16, torch.bfloat16)
+    assert bytes_per_block(SPEC, 16, BF16) == 2 * 16 * 2 * (2 * 16) * 2
+    assert bytes_per_block(SPEC, 16, PlainKv(torch.float32)) == 2 * bytes_per_block(SPEC, 16, BF16)
+
+
+def test_8_bits_take_half_of_16_and_2_bytes_for_each_head() -> None:
+    in_16, in_8 = (bytes_per_block(SPEC, 16, each) for each in (BF16, FP8))
+    assert in_8 == in_16 // 2 + 2 * 16 * 2 * 2 * 2
+    cache = allocate_cache(SPEC, 5, 16, FP8, CPU)
+    assert sum(layer.nbytes for layer in cache) == 5 * in_8
 
 
 def test_a_latent_and_one_key_are_kept_in_place_of_heads(checkpoint: SaveModel) -> None:
     spec = read_spec(checkpoint("deepseek3").directory)
     assert spec.num_heads == 4
     kept = 32 + 16  # latent and rotated key; 4 heads of 40 and 20 would be 5 times as many
-    num_bytes = bytes_per_block(spec, 8, torch.bfloat16)
+    num_bytes = bytes_per_block(spec, 8, BF16)
     assert num_bytes == 3 * 8 * kept * 2
-    cache = allocate_cache(spec, 5, 8, torch.bfloat16, CPU)
+    cache = allocate_cache(spec, 5, 8, BF16, CPU)
     assert sum(layer.nbytes for layer in cache) == 5 * num_bytes
 
 
@@ -85,7 +94,7 @@ def test_a_token_of_deepseek_v3_takes_576_values_a_layer() -> None:
         },
         {},
     )
-    assert bytes_per_block(published, 1, torch.bfloat16) == 61 * 576 * 2
+    assert bytes_per_block(published, 1, BF16) == 61 * 576 * 2
 
 
 def test_set_number_of_blocks_wins() -> None:
@@ -110,12 +119,10 @@ def test_layers_of_different_cache_groups_share_memory() -> None:
         windows=(9, None, 9),
         cache_groups=CacheGroups((9, None, 9), (0, 1, 2)),
     )
-    cache = allocate_cache(spec, 5, 16, torch.bfloat16, CPU)
+    cache = allocate_cache(spec, 5, 16, BF16, CPU)
     assert len({layer.data_ptr() for layer in cache}) == 1
-    assert cache[0].nbytes == 5 * bytes_per_block(spec, 16, torch.bfloat16)
-    assert bytes_per_block(spec, 16, torch.bfloat16) * 2 == bytes_per_block(
-        SPEC, 16, torch.bfloat16
-    )
+    assert cache[0].nbytes == 5 * bytes_per_block(spec, 16, BF16)
+    assert bytes_per_block(spec, 16, BF16) * 2 == bytes_per_block(SPEC, 16, BF16)
 
 
 def test_no_more_than_can_ever_be_used() -> None:
@@ -141,7 +148,7 @@ def test_cache_takes_memory_only_when_used(dtype: torch.dtype) -> None:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    cache = allocate_cache(SPEC, 100_000, 16, dtype, CPU)
+    cache = allocate_cache(SPEC, 100_000, 16, PlainKv(dtype), CPU)
     assert cache[0].dtype == dtype
     assert cache[0].shape == (100_000, 16, 2, 2, 16)
     assert resident() - before < 16 * 2**20

@@ -301,12 +301,12 @@ def test_missing_and_starting_engines_are_counted_apart(http: Any, engines: Any)
 
 
 def test_the_kv_cache_of_an_engine_is_described(http: Any, engines: Any) -> None:
-    setup = EngineSetup(100, 16, 512, "f", 8, True, 0.9, None, 1 << 30)
+    setup = EngineSetup(100, 16, 512, "f", 8, True, 0.9, None, 1 << 30, kv_cache_dtype="fp8")
     engines.view = view(engine(3, setup=setup), engine(4))
     text = http.get("/metrics").text
     labels = {
         "block_size": "16",
-        "cache_dtype": "auto",
+        "cache_dtype": "fp8",
         "enable_prefix_caching": "True",
         "gpu_memory_utilization": "0.9",
         "kv_cache_memory_bytes": "1073741824",
