@@ -106,7 +106,7 @@ class Tasks:
         return task
 
     async def end(self) -> None:
-        """End everything; what is accepted from may be closed then."""
+        """End everything."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -115,59 +115,70 @@ class Tasks:
 
 
 class Acceptor:
-    """Accepts connections of listening sockets.
+    """Accepts connections of one listening socket, one at a time: others have their turn between.
 
     Args:
+        listener: it is closed after `end`.
         take: called with each connection, which does not block, and its address.
         share: of the connections of this node; None gives way to nobody.
-        tasks: where it accepts.
     """
 
-    def __init__(self, take: Take, share: ConnectionShare | None, tasks: Tasks) -> None:
+    def __init__(self, listener: socket.socket, take: Take, share: ConnectionShare | None) -> None:
+        self._listener = listener
         self._take = take
         self._share = share
-        self._tasks = tasks
+        self._courtesy = Courtesy()
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
 
-    def listen(self, listener: socket.socket, backlog: int) -> None:
-        """Accept connections on a socket from now on."""
-        listener.setblocking(False)
-        listener.listen(backlog)
+    def begin(self, backlog: int) -> None:
+        """Accept from now on."""
+        self._listener.setblocking(False)
+        self._listener.listen(backlog)
         if self._share is not None:
             self._share.changed(0)
-        self._tasks.begin(self._accept(listener))
+        self._watch()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        courtesy = Courtesy()
-        while True:
-            await _readable(listener)
-            share_is_large = self._share is not None and self._share.is_large
-            waits = courtesy.gives_way(share_is_large)
-            if waits:
-                await asyncio.sleep(GIVE_WAY)
-            try:
-                connection, peer = listener.accept()
-            except BlockingIOError:
-                courtesy.somebody_came()
-                continue
-            except OSError as error:
-                logger.warning("a connection could not be accepted: %s", error)
-                await asyncio.sleep(_PAUSE)
-                continue
-            if waits:
-                courtesy.nobody_came()
-            connection.setblocking(False)
-            self._take(connection, peer[0] if isinstance(peer, tuple) else "")
+    def end(self) -> None:
+        """Accept no more."""
+        self._loop.remove_reader(self._listener.fileno())
+        if self._pause is not None:
+            self._pause.cancel()
 
+    def _watch(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener.fileno(), self._arrived)
 
-async def _readable(listener: socket.socket) -> None:
-    """Wait until there is something to accept."""
-    loop, descriptor = asyncio.get_running_loop(), listener.fileno()
-    arrived = asyncio.Event()
-    loop.add_reader(descriptor, arrived.set)
-    try:
-        await arrived.wait()
-    finally:
-        loop.remove_reader(descriptor)
+    def _resume(self, seconds: float, then: Callable[[], None]) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        self._pause = self._loop.call_later(seconds, then)
+
+    def _arrived(self) -> None:
+        if self._courtesy.gives_way(self._share is not None and self._share.is_large):
+            self._resume(GIVE_WAY, self._waited)
+        else:
+            self._accept()
+
+    def _waited(self) -> None:
+        self._watch()
+        if self._accept():
+            self._courtesy.nobody_came()
+        else:
+            self._courtesy.somebody_came()
+
+    def _accept(self) -> bool:
+        """Accept a connection; return whether there still was one."""
+        try:
+            connection, peer = self._listener.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            logger.warning("a connection could not be accepted: %s", error)
+            self._resume(_PAUSE, self._watch)
+            return True
+        connection.setblocking(False)
+        self._take(connection, peer[0] if isinstance(peer, tuple) else "")
+        return True
 
 
 async def serve_plain(connection: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:

@@ -30,6 +30,7 @@ class HttpServer(uvicorn.Server):
         self._handshake_timeout = handshake_timeout
         self._share = share
         self._tasks = Tasks()
+        self._acceptors: list[Acceptor] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,9 +54,11 @@ class HttpServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup([])
-        acceptor = Acceptor(self._taker(), self._share, self._tasks)
+        take = self._taker()
         for each in sockets if sockets is not None else [config.bind_socket()]:
-            acceptor.listen(each, config.backlog)
+            acceptor = Acceptor(each, take, self._share)
+            acceptor.begin(config.backlog)
+            self._acceptors.append(acceptor)
 
     def _taker(self) -> Take:
         """Return what has a connection served that was accepted."""
@@ -84,5 +87,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End as uvicorn does; connections that nobody serves yet first."""
+        for acceptor in self._acceptors:
+            acceptor.end()
         await self._tasks.end()
         await super().shutdown(sockets)

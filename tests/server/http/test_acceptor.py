@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from server.access.admission_table import AdmissionTable, create_admission_table
 from server.config import GuardConfig
 from server.http import acceptor
-from server.http.acceptor import Acceptor, ConnectionShare, Courtesy, Tasks
+from server.http.acceptor import Acceptor, ConnectionShare, Courtesy
 from server.http.listener import HttpServer
 from server.http.protocol import limited_protocol
 from tests.support.waiting import PATIENCE
@@ -108,7 +108,7 @@ def test_who_has_many_connections_leaves_new_ones_to_others(
     taken: list[int] = []
 
     async def scenario() -> None:
-        tasks, both = Tasks(), asyncio.Event()
+        both = asyncio.Event()
 
         def take(number: int, connection: socket.socket, _: str) -> None:
             connection.close()
@@ -117,15 +117,18 @@ def test_who_has_many_connections_leaves_new_ones_to_others(
                 both.set()
 
         with socket.create_server(("127.0.0.1", 0)) as listener, listener.dup() as other:
+            acceptors = []
             for number, each in enumerate((listener, other)):
                 share = ConnectionShare(tables[number])
-                Acceptor(functools.partial(take, number), share, tasks).listen(each, 8)
+                acceptors.append(Acceptor(each, functools.partial(take, number), share))
+                acceptors[-1].begin(8)
                 share.changed(0 if number else 40)
             address = listener.getsockname()
             clients = [socket.create_connection(address, PATIENCE) for _ in range(3)]
             async with asyncio.timeout(PATIENCE):
                 await both.wait()
-            await tasks.end()
+            for accepting in acceptors:
+                accepting.end()
             for client in clients:
                 client.close()
 
