@@ -8,7 +8,7 @@ PARALLEL := -n 3 --dist loadfile
 # Tests start hundreds of processes: what one has compiled, the next need not.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
-.PHONY: help serve chat test test-deploy test-ray lint format bench docs docs-site clean
+.PHONY: help serve chat test test-strict-device test-deploy test-ray lint format bench docs docs-site clean
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -44,6 +44,13 @@ test: $(VENV)/.test ## run the whole test suite (ARGS="..." adds pytest argument
 
 test-quick: $(VENV)/.test ## run the tests of state machines and plain functions: no processes, sockets or models
 	$(PYTEST) --quick $(PARALLEL) --timeout 120 $(ARGS)
+
+# What exchanges tensors between processes, and what models in several processes take part in.
+DISTRIBUTED := tests/engine/distributed tests/engine/executor tests/engine/lockstep \
+	tests/engine/lora/test_adapted_engines.py tests/engine/runner/test_draft_model.py
+
+test-strict-device: $(VENV)/.test ## run the distributed tests on a device that there is not, as strict as CUDA and NCCL
+	$(BIN)/python -m pytest --strict-device $(PARALLEL) $(DISTRIBUTED) $(ARGS)
 
 $(VENV)/.deploy: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[deploy-test]'

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from rich.console import Console
@@ -138,8 +138,15 @@ async def _streamed(client: httpx.AsyncClient, ask: Ask, progress: Progress, res
     )
 
 
+class Disturbs(Protocol):
+    """Strikes when a share of the pieces is there."""
+
+    async def run(self, progress: Progress) -> None:
+        """Wait until then, and strike."""
+
+
 async def run(
-    url: str, todo: list[Ask], disturb: "Disturber | None", progress: Progress
+    url: str, todo: list[Ask], disturb: Disturbs | None, progress: Progress
 ) -> list[Answer]:
     """Send everything at once and return the answers in order."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -153,7 +160,7 @@ async def run(
 
 
 class Disturber:
-    """Strikes when a share of the pieces is there."""
+    """Strikes three times."""
 
     def __init__(self, stack: RunningStack, stop_seconds: float, expected_pieces: int) -> None:
         self._stack = stack

@@ -9,17 +9,16 @@ import pytest
 import zmq
 
 from benchmarks.running_stack import RunningStack
+from tests.support import quick, strict
 from tests.support.groups import pytest_xdist_make_scheduler
 from tests.support.heap import pytest_collection
 from tests.support.leaks import no_process_outlives_the_tests
 from tests.support.process_logs import pytest_runtest_makereport, pytest_runtest_setup
-from tests.support.quick import pytest_addoption, pytest_configure, pytest_ignore_collect
+from tests.support.quick import pytest_ignore_collect
 
 __all__ = [
     "no_process_outlives_the_tests",
-    "pytest_addoption",
     "pytest_collection",
-    "pytest_configure",
     "pytest_ignore_collect",
     "pytest_runtest_makereport",
     "pytest_runtest_setup",
@@ -27,6 +26,19 @@ __all__ = [
 ]
 
 faulthandler.enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the tests' own."""
+    quick.add_option(parser)
+    strict.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Do what they ask for."""
+    quick.configure(config)
+    strict.configure(config)
+
 
 # How long an example takes is the machine's matter; what hangs is ended by pytest-timeout.
 hypothesis.settings.register_profile(

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.stack
 
 PROMPTS = [f"{name}, what" for name in ("ROMEO", "JULIET", "HENRY")]
 TOKENS = 40
+MOVING = ("--enable-eplb", "--num-redundant-experts", "2", "--eplb-step-interval", "3")
+"""Experts move in most steps, so that engines die while they do."""
 
 
 class Trio(NamedTuple):
@@ -31,13 +33,18 @@ class Trio(NamedTuple):
     """What the prompts are answered with by engines that nobody disturbs."""
 
 
-@pytest.fixture(scope="module", params=["shrink", "wait"])
+@pytest.fixture(
+    scope="module", params=[("shrink", ()), ("wait", MOVING)], ids=["shrink", "wait, moving"]
+)
 def trio(request: pytest.FixtureRequest) -> Iterator[Trio]:
-    flags = ("--data-parallel-size", "3", "--regroup", request.param)
+    regroup, moving = request.param
+    flags = ("--data-parallel-size", "3", "--regroup", regroup, *moving)
     with RunningStack(*FLAGS, *flags) as stack:
         with ThreadPoolExecutor(len(PROMPTS)) as clients:
             told = list(clients.map(lambda i: complete(stack.url, PROMPTS[i], TOKENS, i), range(3)))
-        yield Trio(stack, request.param, told)
+        if moving:
+            until(lambda: total(stack.url, "expert_layers_moved_total") > 0, "experts have moved")
+        yield Trio(stack, regroup, told)
 
 
 @pytest.mark.parametrize("dead", [1, 0])

@@ -12,6 +12,8 @@ from engine.distributed.spec import listener_address, open_listener
 from tests.engine.template import CONNECTION_VARIABLE, template
 
 ROOT = Path(__file__).parents[2]
+ARGUMENTS: tuple[str, ...] = ()
+"""What modules are started with that are given no arguments of their own."""
 
 
 class Process:
@@ -77,7 +79,7 @@ class World:
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
-        self._arguments = arguments
+        self._arguments = arguments or ARGUMENTS
         self._topology = 0
         self.processes: list[Process] = []
 

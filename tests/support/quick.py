@@ -95,12 +95,12 @@ class Guard:
             self._runs = False
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def add_option(parser: pytest.Parser) -> None:
     """Add `--quick`."""
     parser.addoption("--quick", action="store_true", help="collect only what is quick to run")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def configure(config: pytest.Config) -> None:
     """Leave out what is marked, and refuse what is not quick."""
     if config.getoption("quick"):
         given = config.option.markexpr

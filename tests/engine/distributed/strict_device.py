@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.overrides import TorchFunctionMode
@@ -17,6 +18,8 @@ from engine.distributed import backend
 from engine.distributed.backend import Backend, Connections
 from engine.distributed.group import CPU
 from engine.distributed.spec import GroupSpec
+from engine.executor import encoding, in_process, loading, multi_process, worker
+from engine.shared.config import EngineConfig
 
 DEVICE = torch.device("cuda")
 """What groups are told that the tensors are on, and what these say themselves."""
@@ -29,7 +32,7 @@ class OnDevice(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         assert func not in _OF_PROCESSORS, f"{func.__name__}: of a tensor on the device"
-        copies = func in _COPIES
+        copies = func.__name__ == "copy_"  # takes tensors of both kinds
         for each in _tensors((*args, *kwargs.values())):
             assert copies or isinstance(each, OnDevice) or each.dim() == 0, (
                 f"{func.__name__}: a tensor of the processor among those of the device"
@@ -42,8 +45,6 @@ class OnDevice(Tensor):
         return DEVICE
 
 
-_COPIES = {Tensor.copy_}
-"""Take tensors of both kinds."""
 _OF_PROCESSORS = {Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.pin_memory}
 
 
@@ -119,11 +120,11 @@ def _without_device(argument: Any) -> Any:
 _MEMORY: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
     "device_count": lambda: 8,
-    "mem_get_info": lambda _=None: (1 << 30, 1 << 31),
+    "mem_get_info": lambda _=None: (1 << 31, 1 << 31),
     "reset_peak_memory_stats": lambda _: None,
     "max_memory_allocated": lambda _: 1 << 20,
     "memory_reserved": lambda _: 0,
-    "synchronize": lambda _: None,
+    "synchronize": lambda _=None: None,
 }
 """What torch says of eight devices that nothing fills."""
 
@@ -153,3 +154,19 @@ def install() -> None:
     threading.Thread.run = run_with_placement  # type: ignore[assignment]
     for name, answer in _MEMORY.items():
         setattr(torch.cuda, name, answer)
+
+
+def replace_processors() -> None:
+    """Have this process's engines and workers compute on the device, whatever they are told.
+
+    Those that are to do what only processors can stay where they are.
+    """
+    for module in (encoding, in_process, multi_process, worker):
+        setattr(module, "device_for", _device_for)  # noqa: B010
+
+
+def _device_for(config: EngineConfig, rank: int = 0) -> torch.device:
+    quantized = config.model.quantization or config.scheduler.speculative_model_quantization
+    stays = config.executor.batch_invariant or quantized in ("int4", "int8")
+    model = replace(config.model, device="cpu" if stays else "cuda")
+    return loading.device_for(replace(config, model=model), rank)

@@ -10,6 +10,7 @@ def main() -> int:
     from tests.engine.distributed import strict_device
 
     strict_device.install()
+    strict_device.replace_processors()
     return run(launch, lifeline)
 
 

@@ -314,8 +314,10 @@ class Running:
 
 
 def test_each_engine_reads_and_keeps_its_share_only(
-    checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch
+    checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if request.config.getoption("strict_device"):
+        pytest.skip("a copy to that device is several calls of copy_, which are counted here")
     directory = checkpoint("qwen3-moe-many").directory
     read = []
     original = torch.Tensor.copy_

@@ -1,6 +1,7 @@
 """Pipeline stages in processes of their own give the tokens of one, whatever is in flight."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ import msgspec
 import psutil
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo
@@ -35,7 +39,7 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.lifeline import Lifeline
-from engine.shared.messages import AddRequest
+from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams
 from tests.engine.driver import Driver
 from tests.engine.executor.many_kinds import Served, requests, serve
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
@@ -44,6 +48,15 @@ from tests.support.waiting import PATIENCE
 
 NUM_BLOCKS = 30
 """Too few for all slots, so that some sequences are preempted."""
+CHORUS = AddRequest(
+    12,
+    "chorus",
+    0,
+    0,
+    [1, 2, 3],
+    SamplingParams(max_tokens=40, seed=0, temperature=0.0, grammar=RegexGrammar("(la, ){9}")),
+)
+"""Repeats what it has said, so that drafts from n-grams are right, of a random model too."""
 
 
 def settings(
@@ -84,6 +97,7 @@ class Stages:
 
 
 StartStages: TypeAlias = Callable[..., Stages]
+AddWords: TypeAlias = Callable[[Path], Path]
 ServeAlone: TypeAlias = Callable[..., Served]
 
 
@@ -120,6 +134,27 @@ def alone() -> ServeAlone:
     return serve_alone
 
 
+@pytest.fixture(scope="module")
+def with_words(tmp_path_factory: pytest.TempPathFactory) -> AddWords:
+    """Return a function that copies a tiny model with a tokenizer, a token for each byte.
+
+    So it takes grammars.
+    """
+    made: dict[Path, Path] = {}
+
+    def copy(directory: Path) -> Path:
+        if directory not in made:
+            made[directory] = shutil.copytree(directory, tmp_path_factory.mktemp("words") / "model")
+            bytes_ = sorted(ByteLevel.alphabet())
+            tokenizer = Tokenizer(BPE({byte: i for i, byte in enumerate(bytes_)}, []))
+            tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            tokenizer.save(str(made[directory] / "tokenizer.json"))
+        return made[directory]
+
+    return copy
+
+
 def test_steps_in_flight_with_grammars_and_guesses_change_no_token(
     stages: StartStages, alone: ServeAlone
 ) -> None:
@@ -139,7 +174,9 @@ def test_steps_in_flight_with_grammars_and_guesses_change_no_token(
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("llama-deep", {"stages": 3}),
+        ("llama-deep", {"stages": 2}),
+        ("llama-deep", {"stages": 3, "partition": "2,1,2"}),
+        ("llama-deep", {"stages": 2, "shards": 2}),
         ("qwen3-moe-deep", {"stages": 2, "shards": 2}),
         ("gpt-oss-mxfp4", {"stages": 2, "num_blocks": 20}),
         ("deepseek3", {"stages": 2, "shards": 2}),
@@ -147,17 +184,23 @@ def test_steps_in_flight_with_grammars_and_guesses_change_no_token(
     ],
 )
 def test_every_layout_gives_the_tokens_of_one_process(
-    name: str, layout: dict[str, int], stages: StartStages, alone: ServeAlone, checkpoint: SaveModel
+    name: str,
+    layout: dict[str, Any],
+    stages: StartStages,
+    alone: ServeAlone,
+    with_words: AddWords,
+    checkpoint: SaveModel,
 ) -> None:
-    model = checkpoint(name)
-    pipeline, made = stages(model.directory, **layout), requests(256)
-    expected = alone(model.directory, made, num_blocks=layout.get("num_blocks", NUM_BLOCKS))
-    overlapped = msgspec.structs.replace(pipeline.config.scheduler, async_scheduling=True)
-    for scheduler in (pipeline.config.scheduler, overlapped):
+    directory = with_words(checkpoint(name).directory)
+    pipeline, made = stages(directory, **layout), [CHORUS, *requests(256, grammars=True)]
+    expected = alone(directory, made, num_blocks=layout.get("num_blocks", NUM_BLOCKS))
+    for scheduling in ({}, {"async_scheduling": True}, {"speculative_ngram": 3}):
+        scheduler = msgspec.structs.replace(pipeline.config.scheduler, **scheduling)
         config = msgspec.structs.replace(pipeline.config, scheduler=scheduler)
         served, counters = serve(pipeline.executor, config, made)
         assert served == expected
         assert counters.preemptions > 0
+        assert (counters.spec_accepted_tokens > 0) == ("speculative_ngram" in scheduling)
 
 
 def test_sleep_profile_and_a_wrong_request_leave_the_stages_whole(

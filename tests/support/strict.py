@@ -1,0 +1,29 @@
+"""`pytest --strict-device`: engines compute on a device that there is not.
+
+Whatever a test tells them, they and their workers are on the device of `strict_device`, in the
+test's own process and in those that it starts. Front ends and whole stacks are as always.
+"""
+
+import pytest
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """Add `--strict-device`."""
+    parser.addoption(
+        "--strict-device",
+        action="store_true",
+        help="have engines compute on a device that there is not, as strict as CUDA and NCCL",
+    )
+
+
+def configure(config: pytest.Config) -> None:
+    """Replace the processor by the device."""
+    if config.getoption("strict_device"):
+        from engine.executor import team  # nothing of these is needed for other tests
+        from tests.engine import processes
+        from tests.engine.distributed import strict_device
+
+        strict_device.install()
+        strict_device.replace_processors()
+        team.WORKER_MODULE = "tests.engine.executor.strict_worker"
+        processes.ARGUMENTS = ("device",)
