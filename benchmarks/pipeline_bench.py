@@ -2,14 +2,17 @@
 
 python -m benchmarks.pipeline_bench --stages 2 --streams 32
 
-Real stages compute a model of random weights with one thread each. How busy a process is, is its
-processor time by the wall's: on a machine with fewer free cores than processes it cannot be 100 %.
+Real stages compute a model of random weights with one thread each. A stage is busy while its thread
+runs, and while it could but other work has the cores, as Linux's scheduler counts both
+(/proc/PID/task/TID/schedstat): what is missing to 100 % is spent waiting for another stage. How
+much of the time it had a core is told beside that.
 """
 
 import argparse
 import json
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +58,9 @@ class Run(NamedTuple):
     rate: float
     """Tokens per second while all streams ran."""
     busy: list[float]
-    """Share of the time that each stage computed."""
+    """Share of the time that each stage computed, or could have with a core of its own."""
+    ran: list[float]
+    """Share of the time that it had a core."""
 
 
 def settings(model: Path, stages: int, streams: int, *, overlap: bool = False) -> EngineConfig:
@@ -99,7 +104,7 @@ def simulated(config: EngineConfig, name: str, streams: int, tokens: int) -> Run
     made = decode(core, streams)
     seconds = times.now() - began
     busy = [(now - then) / seconds for now, then in zip(times.busy, before, strict=True)]
-    return Run(name, made / seconds, busy)
+    return Run(name, made / seconds, busy, busy)
 
 
 def real(config: EngineConfig, name: str, streams: int, tokens: int) -> Run:
@@ -118,18 +123,33 @@ def real(config: EngineConfig, name: str, streams: int, tokens: int) -> Run:
         processes = [*map(psutil.Process, team.pids), processes[0]]
     try:
         core = start(config, executor, streams, tokens)
-        before, began = [_cpu(each) for each in processes], time.monotonic()
+        before, began = [_times(each) for each in processes], time.monotonic()
         made = decode(core, streams)
         seconds = time.monotonic() - began
-        spent = [_cpu(each) - then for each, then in zip(processes, before, strict=True)]
+        spent = [_spent(each, then) for each, then in zip(processes, before, strict=True)]
     finally:
         executor.shutdown()
-    return Run(name, made / seconds, [each / seconds for each in spent])
+    ran = [each[0] / seconds for each in spent]
+    return Run(name, made / seconds, [sum(each) / seconds for each in spent], ran)
 
 
-def _cpu(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def _times(process: psutil.Process) -> dict[str, tuple[float, float]]:
+    """Return how many seconds each thread ran, and waited for a core."""
+    found = {}
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        with suppress(FileNotFoundError):  # it has just ended
+            ran, waited, _ = (task / "schedstat").read_text().split()
+            found[task.name] = int(ran) / 1e9, int(waited) / 1e9
+    return found
+
+
+def _spent(process: psutil.Process, before: dict[str, tuple[float, float]]) -> tuple[float, float]:
+    """Return the seconds since then of the thread that had most to do."""
+    spent = []
+    for thread, (ran, waited) in _times(process).items():
+        ran_before, waited_before = before.get(thread, (0.0, 0.0))
+        spent.append((ran - ran_before, waited - waited_before))
+    return max(spent, key=sum)
 
 
 def main() -> None:
@@ -152,9 +172,10 @@ def main() -> None:
         runs = [simulated(config, f"simulated, {name}", streams, 200) for name, config in ways]
         for name, config in [("one process", alone), *ways]:
             runs.append(real(config, name, streams, arguments.tokens))
-    table = Table("way", "tokens/s", "busy, by stage")
+    table = Table("way", "tokens/s", "busy, by stage", "had a core")
     for run in runs:
-        table.add_row(run.name, f"{run.rate:.0f}", ", ".join(f"{share:.0%}" for share in run.busy))
+        shares = (", ".join(f"{share:.0%}" for share in each) for each in (run.busy, run.ran))
+        table.add_row(run.name, f"{run.rate:.0f}", *shares)
     Console().print(table)
 
 
