@@ -11,6 +11,7 @@ Writes gpu_check.json and, for the documentation, gpu-check.md.
 
 import argparse
 import importlib.util
+import inspect
 import json
 import platform
 import shutil
@@ -55,6 +56,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
+_ROOT = Path(__file__).parents[1]
 _SERVED_SECONDS = 140.0
 """For the start of the stack, and again for its load."""
 TOTAL_SECONDS = 470.0
@@ -147,10 +149,16 @@ def agreement(some: list[list[int]], others: list[list[int]]) -> float:
     return alike / sum(map(len, some))
 
 
+def files_of_cuda_tests() -> list[str]:
+    """Return the files that have tests for a device: others import what may not be installed."""
+    files = sorted((_ROOT / "tests").rglob("test_*.py"))
+    return [str(each) for each in files if "mark.cuda" in each.read_text(encoding="utf-8")]
+
+
 def cuda_tests(setup: Setup) -> dict[str, Any]:
     """Run all tests that need a device."""
-    where = "tests/engine/executor/test_cuda.py" if setup.small else "tests"
-    flags = ("-q", "-m", "cuda", "-o", "addopts=", "-p", "no:cacheprovider", where)
+    where = ["tests/engine/executor/test_cuda.py"] if setup.small else files_of_cuda_tests()
+    flags = ("-q", "-m", "cuda", "-o", "addopts=", "-p", "no:cacheprovider", *where)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags], capture_output=True, text=True, check=False
     )
@@ -340,7 +348,24 @@ def machine(device: str) -> dict[str, str]:
     name = platform.processor() or platform.machine()
     if device == "cuda":
         name = torch.cuda.get_device_name()
-    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "attention kernel with tables of blocks": "yes" if has_paged_kernel() else "no",
+        "python": platform.python_version(),
+    }
+
+
+def has_paged_kernel() -> bool:
+    """Whether torch's attention kernel reads a KV cache of blocks; from torch 2.12 on.
+
+    Without it attention uses stock operators, and decode steps are not recorded.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "block_table" in inspect.signature(varlen_attn).parameters
 
 
 def page(report: dict[str, Any] | None) -> str:

@@ -100,3 +100,9 @@ def test_vllms_steps_are_measured_with_one_start_and_without_its_prefill(
     assert fake.asked == [(1, 2), (1, 1), (1, 16), (4, 2), (4, 1), (4, 16)]
     assert found["batches"]["4"]["step_ms"] == pytest.approx(2)
     assert found["batches"]["4"]["tokens_per_s"] == pytest.approx(2000)
+
+
+def test_files_with_cuda_tests_are_found_and_torch_is_asked_for_its_kernel() -> None:
+    names = {Path(path).name for path in gpu_check.files_of_cuda_tests()}
+    assert {"test_cuda.py", "test_masked_sampling.py"} <= names
+    assert gpu_check.machine("cpu")["attention kernel with tables of blocks"] in ("yes", "no")

@@ -76,7 +76,7 @@ class VarlenAttention:
             ImportError: this torch has none.
         """
         if kernel is None:
-            from torch.nn.attention import varlen  # absent before torch 2.10
+            from torch.nn.attention import varlen  # absent before torch 2.10, unpaged in 2.11
 
             kernel = varlen.varlen_attn
         self._kernel: Kernel = kernel
@@ -177,7 +177,14 @@ class CudaAttention:
         try:
             varlen = VarlenAttention(device=self._device, scale=self._scale)
             difference = self._compare(varlen, block_size)
-        except (ImportError, TypeError, ValueError, RuntimeError) as error:
+        except (ImportError, TypeError):
+            logger.warning(
+                "attention over blocks: stock operators, and no recorded steps, as the kernel of "
+                "torch %s takes no tables of blocks; torch 2.12 is the first that has one",
+                torch.__version__,
+            )
+            return self._stock
+        except (ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             logger.warning(
                 "attention over blocks of %d tokens: stock operators, as the kernel refuses: %s; "

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.plan import AttentionRows
@@ -110,3 +111,31 @@ def test_stock_operators_serve_where_the_kernel_does_not_work(
     assert chosen.for_blocks(BLOCK_SIZE) is stock
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == (dtype == torch.bfloat16)
+
+
+def test_a_kernel_without_tables_of_blocks_is_not_blamed_on_the_size_of_blocks(
+    stock: PagedAttention, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of torch 2.11."""
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: object = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        raise AssertionError("it cannot have been called")
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    shape = (HEADS, KV_HEADS, HEAD_DIM)
+    chosen = CudaAttention(stock, shape=shape, dtype=torch.bfloat16, device=CPU)
+    assert chosen.for_blocks(BLOCK_SIZE) is stock
+    assert "torch 2.12 is the first" in caplog.text
+    assert "--block-size" not in caplog.text
