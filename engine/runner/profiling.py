@@ -17,7 +17,7 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities)
+        self._profile = profile(activities=activities, acc_events=True)
 
     def start(self) -> None:
         """Begin to record."""
