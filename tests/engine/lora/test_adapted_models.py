@@ -74,6 +74,20 @@ def test_rows_of_a_mixed_batch_equal_the_merged_models(
         first += length
 
 
+def test_adapters_change_what_is_kept_in_8_bits_too(
+    checkpoint: Any, trained: Any, driver: Any, prompt: Any
+) -> None:
+    model, adapter = checkpoint("llama"), trained("llama")
+    engine = load(driver, model.directory, adapter.directory, kv_cache_dtype="fp8")
+    engine.start(0, prompt(40), adapter=0)
+    logits = engine.logits({0: 40})
+    adapted, plain = (
+        float((logits - each.logits(prompt(40))).norm(dim=1).median())
+        for each in (adapter.merged, model)
+    )
+    assert TOLERANCE < adapted < 0.5 * plain
+
+
 def test_generated_tokens_are_those_of_each_rows_model(
     checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:

@@ -60,6 +60,7 @@ def test_the_bundled_model_keeps_its_logits_and_its_perplexity(
         "gpt-oss",  # sinks
         "deepseek2",  # a latent
         "deepseek3",
+        "llama4",  # in chunks
     ],
 )
 def test_every_kind_of_attention_is_close(
@@ -71,6 +72,20 @@ def test_every_kind_of_attention_is_close(
         engine.start(0, tokens)
     errors = relative(rounded.logits({0: 60}), exact.logits({0: 60}))
     assert 0 < errors.median() < 0.2  # random weights tell keys apart that are nearly equal
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_in_fewer_bits_change_nothing_about_it(
+    quantization: str, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    options = {"dtype": "bfloat16", "quantization": quantization}
+    exact, rounded = (
+        driver(BUNDLED_MODEL, kv_cache_dtype=kept, **options) for kept in ("auto", "fp8")
+    )
+    for engine in (exact, rounded):
+        engine.start(0, prompt(60))
+    errors = relative(rounded.logits({0: 60}).float(), exact.logits({0: 60}).float())
+    assert 0 < errors.median() < 0.1
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek3"])
