@@ -6,6 +6,7 @@ from pathlib import Path
 from engine.models.hf_config import read_spec
 from engine.models.spec import ModelSpec
 from engine.shared.config import EngineConfig, ModelConfig
+from engine.shared.gguf.directory import is_gguf
 from engine.shared.model_files import model_directory
 
 
@@ -19,7 +20,7 @@ def check_draft_settings(config: EngineConfig) -> None:
     Raises:
         BadDraftModel: naming the setting to change.
     """
-    if config.scheduler.speculative_model is None:
+    if not config.scheduler.drafts_with_model:
         return
     parallel = config.parallel
     refused = {
@@ -33,7 +34,36 @@ def check_draft_settings(config: EngineConfig) -> None:
     }
     reasons = [reason for reason, asked in refused.items() if asked]
     if reasons:
-        raise BadDraftModel(f"--speculative-model: {'; '.join(reasons)}")
+        raise BadDraftModel(f"{_asking(config)}: {'; '.join(reasons)}")
+
+
+def _asking(config: EngineConfig) -> str:
+    """Return the setting that asks for drafts."""
+    is_mtp = config.scheduler.speculative_method == "mtp"
+    return "--speculative-method mtp" if is_mtp else "--speculative-model"
+
+
+def check_head_settings(config: EngineConfig, *, is_fallback: bool) -> None:
+    """Refuse what a draft head does not work with, beyond what draft models do not either.
+
+    Args:
+        config: all settings.
+        is_fallback: whether the library transformers computes the model.
+
+    Raises:
+        BadDraftModel: naming the setting to change.
+    """
+    is_mtp = config.scheduler.speculative_method == "mtp"
+    refused = {
+        "leave out --load-format dummy, which has no weights for a head": (
+            config.model.load_format == "dummy"
+        ),
+        "--model is a GGUF file, which has no such layer": is_mtp and is_gguf(config.model.model),
+        "--model-impl transformers gives no states between layers": is_fallback,
+    }
+    reasons = [reason for reason, asked in refused.items() if asked]
+    if reasons:
+        raise BadDraftModel(f"{_asking(config)} with a draft head: {'; '.join(reasons)}")
 
 
 def check_draft_model(

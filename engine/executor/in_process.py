@@ -11,12 +11,12 @@ import torch
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupSpec
+from engine.executor.draft_loading import load_draft
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.kv_sizing import KvSizing
 from engine.executor.leader import Leader
 from engine.executor.loading import (
     device_for,
-    load_draft_model,
     load_model,
     max_head_threads,
     set_threads,
@@ -29,6 +29,7 @@ from engine.lora.store import AdapterStore
 from engine.lora.weights import adapter_weights
 from engine.models.adapters import AdapterWeights
 from engine.models.decoder import Decoder
+from engine.models.heads.head import DraftHead
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
@@ -94,7 +95,7 @@ class InProcessExecutor:
         self._balance: ExpertBalance | None = None
         self._experts: Group | None = None
         """All processes that hold experts."""
-        self._draft: Decoder | None = None
+        self._draft: Decoder | DraftHead | None = None
         """Proposes tokens that the model verifies, where the settings name such a model."""
         model, fingerprint = self._load()
         spec = model.spec
@@ -239,9 +240,8 @@ class InProcessExecutor:
             self._balance = loaded.model.expert_group.balance
         self._loader = loaded.loader
         self._pooling = loaded.pooling
-        spec = loaded.model.spec
-        longest = model_length(spec, self._config.model)
-        self._draft = load_draft_model(self._config, spec, longest, self._device, self._report)
+        longest = model_length(loaded.model.spec, self._config.model)
+        self._draft = load_draft(self._config, loaded.model, longest, self._report)
         return loaded.model, loaded.fingerprint
 
     def _size_cache(self, model: Decoder, fingerprint: str, processes: int) -> ExecutorInfo:

@@ -5,6 +5,7 @@ import torch
 
 from engine.executor.leader import Leader
 from engine.models.decoder import Decoder
+from engine.models.heads.head import DraftHead
 from engine.models.parallel.exchange import MirrorGroup
 from engine.runner.kv_memory import available_memory, bytes_per_block, count_blocks
 from engine.runner.memory_profile import profiled_memory
@@ -21,14 +22,14 @@ class KvSizing:
         device: torch.device,
         processes: int,
         leader: Leader | None = None,
-        draft: Decoder | None = None,
+        draft: Decoder | DraftHead | None = None,
     ) -> None:
         """Keep what the size depends on beside the model.
 
         Args:
             processes: how many share this node's memory.
             leader: leads the processes that hold the other parts of the model.
-            draft: the draft model, whose keys and values lie in the same blocks.
+            draft: the draft model or head, whose keys and values lie in the same blocks.
         """
         self._config = config
         self._device = device
@@ -105,4 +106,5 @@ class KvSizing:
         """Return the memory of one block, in the KV caches of both models if there are two."""
         models = (model,) if self._draft is None else (model, self._draft)
         size = self._config.cache.block_size
-        return sum(bytes_per_block(each.spec, size, each.kv_format) for each in models)
+        kept = self._draft.state_bytes if isinstance(self._draft, DraftHead) else 0
+        return kept + sum(bytes_per_block(each.spec, size, each.kv_format) for each in models)

@@ -7,7 +7,6 @@ from math import prod
 import msgspec
 import torch
 
-from engine.executor.draft_rules import check_draft_model
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
 from engine.models.cache_groups import CacheGroups, divide, one_group
@@ -15,7 +14,8 @@ from engine.models.decoder import Decoder
 from engine.models.fallback.choice import implementation
 from engine.models.fallback.loading import load_fallback
 from engine.models.formats.fingerprint import computed_fingerprint
-from engine.models.hf_config import read_spec
+from engine.models.heads.eagle3 import is_eagle3, is_other_head
+from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
@@ -120,12 +120,14 @@ def load_model(
 def _cache_groups(config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheGroups:
     """Return which layers share KV blocks.
 
-    A draft model has its keys and values in the blocks of a group that keeps all of them. Recorded
-    steps of CUDA devices have one block table.
+    A draft model has its keys and values in the blocks of a group that keeps all of them, a draft
+    head in those of all layers. Recorded steps of CUDA devices have one block table.
     """
+    if _has_head(config):
+        return CacheGroups()
     has_draft, beside = config.scheduler.speculative_model is not None, 0.0
     if has_draft:
-        draft = read_spec(model_directory(_draft_settings(config), weights=False))
+        draft = read_spec(model_directory(draft_settings(config), weights=False))
         beside = draft.num_layers * prod(draft.kv_shape) / prod(spec.kv_shape)
     groups = one_group(spec.windows)
     if device.type == "cpu":
@@ -133,47 +135,21 @@ def _cache_groups(config: EngineConfig, spec: ModelSpec, device: torch.device) -
     return CacheGroups() if has_draft and None not in groups.windows else groups
 
 
+def _has_head(config: EngineConfig) -> bool:
+    """Whether a draft head proposes tokens."""
+    scheduling = config.scheduler
+    if not scheduling.drafts_with_model or scheduling.speculative_method == "mtp":
+        return scheduling.drafts_with_model
+    described = read_config(model_directory(draft_settings(config), weights=False))
+    return is_eagle3(described) or is_other_head(described)
+
+
 def _beside(draft: ModelSpec, served: CacheGroups) -> CacheGroups:
     """Return the groups of a draft model, whose layers lie beside those that keep all blocks."""
     return CacheGroups(served.windows, (served.windows.index(None),) * draft.num_layers)
 
 
-def load_draft_model(
-    config: EngineConfig,
-    target: ModelSpec,
-    max_model_len: int,
-    device: torch.device,
-    report: Callable[[str], None],
-) -> Decoder | None:
-    """Load the draft model that the settings name; None if they name none.
-
-    Args:
-        config: all settings; those of the served model's types and weights hold for both.
-        target: of the model that is served.
-        max_model_len: longest sequence, which the draft model has to take too.
-        device: where it computes.
-        report: is told what happens now, in words for people.
-
-    Raises:
-        BadDraftModel: it has other tokens than the model that is served, or fewer positions.
-        ModelNotFound: there is no such model.
-        UnsupportedModel: the model's config asks for something that is not implemented.
-        CheckpointError: the weights do not fit the config.
-    """
-    if config.scheduler.speculative_model is None:
-        return None
-    settings = msgspec.structs.replace(_draft_settings(config), max_model_len=max_model_len)
-    check_draft_model(settings, config.model, target, max_model_len)
-    alone = msgspec.structs.replace(
-        config,
-        model=settings,
-        lora=LoraConfig(),
-        executor=msgspec.structs.replace(config.executor, batch_invariant=False),
-    )
-    return load_model(alone, device, report, served=target.cache_groups).model
-
-
-def _draft_settings(config: EngineConfig) -> ModelConfig:
+def draft_settings(config: EngineConfig) -> ModelConfig:
     """Return the settings of the draft model, all but its length."""
     name = config.scheduler.speculative_model
     assert name is not None

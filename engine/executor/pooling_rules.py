@@ -18,6 +18,9 @@ def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
         "--speculative-model proposes tokens, and this model generates none": (
             config.scheduler.speculative_model is not None
         ),
+        "--speculative-method proposes tokens, and this model generates none": (
+            config.scheduler.speculative_method != "auto"
+        ),
         "--enable-expert-parallel is for models that generate": parallel.enable_expert_parallel,
         "--pipeline-parallel-size is for models that generate: leave it at 1": (
             parallel.pipeline_parallel_size > 1

@@ -95,6 +95,28 @@ class GroupTokens(msgspec.Struct, frozen=True):
     plans: dict[int | None, Any]
 
 
+class Taps:
+    """Collects the states between some layers as a step is computed."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        """Take states after so many layers each, in ascending order."""
+        self._layers = frozenset(layers)
+        self._states: list[Tensor] = []
+
+    def see(self, num_layers: int, states: Tensor) -> None:
+        """States [tokens, hidden] have gone through so many layers; they may be overwritten."""
+        if num_layers in self._layers:
+            self._states.append(states.clone())
+
+    def states(self) -> Tensor:
+        """Return what was taken of each token, side by side: [tokens, layers * hidden]."""
+        return torch.cat(self._states, dim=1)
+
+
+NO_TAPS = Taps(())
+"""Collects nothing."""
+
+
 class StepTokens(msgspec.Struct, frozen=True):
     """The tokens of one step, rows one after the other."""
 
@@ -114,6 +136,8 @@ class StepTokens(msgspec.Struct, frozen=True):
     """Which adapter each token is computed with; None if none has one."""
     others: tuple[GroupTokens, ...] = ()
     """What differs for all groups of layers but the first, which have KV blocks of their own."""
+    taps: Taps = NO_TAPS
+    """What states between layers are given to; those after the last layer are of final tokens."""
 
 
 class Followers(Protocol):
@@ -239,9 +263,10 @@ class Decoder:
         factors = self._weights.factors(step.positions)
         last = self._weights.layers[-1]
         parts: tuple[StepTokens | GroupTokens, ...] = (step, *step.others)
-        for layer, layer_cache, group in zip(
-            self._weights.layers, cache, self._group_of, strict=True
+        for index, (layer, layer_cache, group) in enumerate(
+            zip(self._weights.layers, cache, self._group_of, strict=True)
         ):
+            step.taps.see(index, x)
             part = parts[group]
             final = step.final if layer is last else None
             normed = x if layer.attention_norm is None else layer.attention_norm(x)
@@ -261,6 +286,7 @@ class Decoder:
                 if not layer.is_parallel:
                     normed = x if layer.mlp_norm is None else layer.mlp_norm(x)
                 x = add_to(x, layer.mlp, normed)
+        step.taps.see(len(self._weights.layers), x)
         if self.expert_group is not None:
             self.expert_group.end_step()
         return x if self._weights.norm is None else self._weights.norm(x)
@@ -278,6 +304,11 @@ class Decoder:
             assert isinstance(experts, SpreadExperts)
             experts.change()
         return has_tokens
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return [tokens, hidden] for token ids [tokens]; the first layer has to be here."""
+        assert self._weights.embed is not None, "the first stage has it"
+        return self._weights.embed(token_ids)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Put an adapter into a slot, in all processes; the model has to have room for it."""

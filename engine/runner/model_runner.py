@@ -12,8 +12,10 @@ from engine.grammar.masks import Ends, GrammarTable
 from engine.models.adapters import AdapterRows, AdapterWeights
 from engine.models.attention.plan import AttentionRows
 from engine.models.attention.varlen import to_device
-from engine.models.decoder import Decoder
+from engine.models.decoder import NO_TAPS, Decoder
+from engine.models.heads.head import DraftHead
 from engine.runner.cuda_graphs import DecodeGraphs, can_record
+from engine.runner.draft_head import HeadDrafts
 from engine.runner.draft_model import DraftModel
 from engine.runner.head_threads import head_threads
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
@@ -90,7 +92,7 @@ class ModelRunner:
         pooler: Pooler | None = None,
         adapters: Mapping[str, AdapterWeights] | None = None,
         earlier: EarlierStages | None = None,
-        draft: Decoder | None = None,
+        draft: Decoder | DraftHead | None = None,
     ) -> None:
         """Allocate the KV cache; on CUDA, record decode steps as graphs unless told not to.
 
@@ -121,9 +123,16 @@ class ModelRunner:
             eos_token_ids=model.spec.eos_token_ids,
             num_groups=len(model.spec.cache_groups.windows),
         )
-        self._draft = None if draft is None else DraftModel(draft, self._table, num_kv_blocks)
+        self._draft: DraftModel | None = None
+        self._head: HeadDrafts | None = None
+        if isinstance(draft, DraftHead):
+            self._head = HeadDrafts(draft, self._table, num_kv_blocks)
+        elif draft is not None:
+            self._draft = DraftModel(draft, self._table, num_kv_blocks)
         self._graphs: DecodeGraphs | None = None
-        if on_cuda and record_decodes and can_record(model, block_size):
+        # A draft head needs states that recorded steps do not give.
+        records = record_decodes and self._head is None
+        if on_cuda and records and can_record(model, block_size):
             self._graphs = DecodeGraphs(
                 model,
                 self._cache,
@@ -170,6 +179,12 @@ class ModelRunner:
         if begun is None:
             self.model.dummy_step()
             return BatchResult(token_ids=[])
+        result = self._finish(begun)
+        if self._head is not None:
+            self._head.learn(begun.plan, begun.rows, result.accepted)
+        return result
+
+    def _finish(self, begun: BegunStep) -> BatchResult:
         plan, rows, draws, grammars = begun.plan, begun.rows, begun.draws, self._grammars
         if self._pooler is not None:
             return self._pooled(self._pooler, begun)
@@ -247,6 +262,8 @@ class ModelRunner:
             self._table.start(start)
         for blocks in plan.blocks:
             self._table.append_blocks(blocks)
+        if self._head is not None:
+            return self._head.propose(plan)
         if self._draft is not None:
             return self._draft.propose(plan)
         write_proposed(plan, self._table)
@@ -258,6 +275,8 @@ class ModelRunner:
         reporting = np.flatnonzero(self._table.sampling.prompt_logprobs[rows.slots] != NO_LOGPROBS)
         others = len(draws.tokens) < len(rows.token_ids)
         only_draws = others and not len(reporting) and self.model.is_alone
+        if self._head is not None and self._head.needs_final:
+            only_draws = False
         hidden = self._compute(begun, draws if only_draws else None)
         prompt_logprobs = self._prompt_logprobs(begun, reporting, hidden)
         if len(draws.tokens) < len(hidden):
@@ -272,9 +291,15 @@ class ModelRunner:
         recorded = self._graphs if begun.adapters is None else None
         if recorded is not None and (hidden := recorded.run(rows, shape)) is not None:
             return hidden
-        step = step_tokens(model, self._table, rows, shape, draws=draws, adapters=begun.adapters)
+        taps = NO_TAPS if self._head is None else self._head.new_taps()
+        step = step_tokens(
+            model, self._table, rows, shape, draws=draws, adapters=begun.adapters, taps=taps
+        )
         incoming = None if begun.incoming is None else begun.incoming.wait()
-        return model.hidden_states(step, self._cache, incoming)
+        hidden = model.hidden_states(step, self._cache, incoming)
+        if self._head is not None:
+            self._head.take(hidden, taps)
+        return hidden
 
     def _prompt_logprobs(
         self, begun: BegunStep, reporting: npt.NDArray[np.int64], hidden: Tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.models.adapters import AdapterRows
 from engine.models.attention.plan import AttentionRows
 from engine.models.attention.varlen import to_device
-from engine.models.decoder import Decoder, FinalTokens, GroupTokens, StepTokens
+from engine.models.decoder import NO_TAPS, Decoder, FinalTokens, GroupTokens, StepTokens, Taps
 from engine.runner.inputs import BatchRows
 from engine.runner.slots import SlotTable
 from engine.runner.verification import Draws, draw_rows
@@ -22,6 +22,7 @@ def step_tokens(
     *,
     draws: Draws | None,
     adapters: AdapterRows | None = None,
+    taps: Taps = NO_TAPS,
 ) -> StepTokens:
     """Return what the model computes.
 
@@ -32,6 +33,7 @@ def step_tokens(
         shape: the same for attention.
         draws: the only states that are needed; None for those of all tokens.
         adapters: of each token.
+        taps: what states between layers are given to.
     """
     device, final = model.device, None
     if draws is not None:
@@ -47,6 +49,7 @@ def step_tokens(
         final=final,
         adapters=adapters,
         others=other_groups(model, shape, [to_device(each, device) for each in rows.other_slots]),
+        taps=taps,
     )
 
 

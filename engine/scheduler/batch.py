@@ -16,7 +16,7 @@ RULED_OUT = "the output cannot follow its grammar: the request rules out every t
 
 
 TO_BE_DRAFTED = -1
-"""Stands in a plan for a proposed token that the executor's draft model chooses."""
+"""Stands in a plan for a proposed token that the executor's draft model or head chooses."""
 
 
 class SlotStart(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +55,8 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
     belongs to row i, which then has `counts[i] == 1 + len(proposed[i])`. They are computed as if
     they were the sequence's, and a token is drawn after each of them. The executor keeps these
     draws up to and including the first that differs from what was proposed at its position.
-    An executor with a draft model finds `TO_BE_DRAFTED` in place of the tokens, and chooses them.
+    An executor with a draft model or head finds `TO_BE_DRAFTED` in place of the tokens, and
+    chooses them.
 
     `adapters` says which versions are put into which slots of adapters before anything else.
     """

@@ -53,7 +53,7 @@ class NgramProposer:
 
 
 class ModelProposer:
-    """Leaves it to a draft model beside the executor's, when the step is computed.
+    """Leaves it to a draft model or head beside the executor's, when the step is computed.
 
     There it finds the request's blocks and its newest token.
     """
@@ -76,7 +76,7 @@ class Speculator:
     def __init__(self, scheduling: SchedulerConfig, counters: EngineCounters) -> None:
         self._max = scheduling.max_draft_tokens
         self._proposer: Proposer = ModelProposer()
-        if scheduling.speculative_model is None:
+        if not scheduling.drafts_with_model:
             self._proposer = NgramProposer(*lookup_lengths(scheduling))
         self._counters = counters
         self._lengths: dict[int, int] = {}

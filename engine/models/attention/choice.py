@@ -9,7 +9,12 @@ from engine.models.spec import ModelSpec
 
 
 def attention_of(
-    spec: ModelSpec, kv_format: KvFormat, device: torch.device, *, token_by_token: bool = False
+    spec: ModelSpec,
+    kv_format: KvFormat,
+    device: torch.device,
+    *,
+    token_by_token: bool = False,
+    first_key: int = 0,
 ) -> Attention:
     """Return what attends over a model's KV cache: the kernel on CUDA devices where it can.
 
@@ -17,7 +22,7 @@ def attention_of(
         spec: says the shape of the heads, and what is done to scores.
         kv_format: of the KV cache.
         device: where the model computes.
-        token_by_token: see `PagedAttention`.
+        token_by_token, first_key: see `PagedAttention`.
     """
     stock = PagedAttention(
         num_heads=spec.num_heads,
@@ -31,8 +36,10 @@ def attention_of(
         parts=spec.kv_shape[0],
         has_chunks=spec.has_chunks,
         kv_format=kv_format,
+        first_key=first_key,
     )
-    by_kernel = spec.attention_softcap is None and spec.latent is None and not spec.has_chunks
+    is_plain = spec.attention_softcap is None and spec.latent is None
+    by_kernel = is_plain and not spec.has_chunks and not first_key
     if isinstance(kv_format, Fp8Kv):  # the kernel reads 16 bits from the blocks
         by_kernel = False
     if device.type != "cuda" or not by_kernel:

@@ -53,6 +53,7 @@ class PagedAttention:
         parts: int = 2,
         has_chunks: bool = False,
         kv_format: KvFormat | None = None,
+        first_key: int = 0,
     ) -> None:
         """Prepare for one shape.
 
@@ -64,6 +65,7 @@ class PagedAttention:
                 values alone, whatever else is in the step.
             scale: of scores, unless it is one over the root of `head_dim`.
             softcap: bends scores s to cap * tanh(s / cap), for which torch has no fused operator.
+            first_key: first position that holds something; all tokens are at this or behind.
         """
         self._scale = scale
         self._softcap = softcap
@@ -83,6 +85,7 @@ class PagedAttention:
             token_by_token=token_by_token,
             has_chunks=has_chunks,
             one_product=token_by_token and self._one_product_agrees(dtype),
+            first_key=first_key,
         )
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:

@@ -104,16 +104,19 @@ class AttentionPlanner:
         token_by_token: bool = False,
         one_product: bool = False,
         has_chunks: bool = False,
+        first_key: int = 0,
     ) -> None:
         """Prepare; masks come in `dtype`, those of long rows in `long_dtype`.
 
         `token_by_token` makes each token's result a function of its own position, keys and values
         alone, whatever else is in the step. `one_product` says that one product of
-        `TOKENS_AT_ONCE` tokens keeps that. `has_chunks` as in `ModelSpec`.
+        `TOKENS_AT_ONCE` tokens keeps that. `has_chunks` as in `ModelSpec`. Positions before
+        `first_key` hold nothing, and all tokens come behind them.
         """
         self._has_chunks = has_chunks
         self._token_by_token = token_by_token
         self._one_product = one_product
+        self._first_key = first_key
         self._group = heads_per_kv
         self._dtype = dtype
         self._long_dtype = long_dtype
@@ -293,6 +296,8 @@ class AttentionPlanner:
         hidden = key > query
         if window is not None:
             hidden |= key < self._tensor(self._first_seen(queries, window)).unsqueeze(2)
+        if self._first_key:
+            hidden |= key < self._first_key
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
         return mask.masked_fill_(hidden, float("-inf"))
 

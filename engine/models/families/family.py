@@ -23,6 +23,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     text_prefixes: tuple[str, ...] = ("model.", "")
     """Prefixes that names may have where the decoder's have "model."; the first is preferred."""
     has_draft_layers: bool = False
-    """Whether checkpoints have layers behind the last, which guess tokens and are not loaded."""
+    """Whether checkpoints may have layers behind the last, which draft tokens."""
+    carries_normed: bool = False
+    """Whether such a layer goes on from its own state normalized, as the LM head sees it."""
     not_text: tuple[str, ...] = ()
     """Prefixes of the names of tensors for images and sound, which are not loaded."""

@@ -27,5 +27,9 @@ def _weights(spec: ModelSpec) -> WeightMap:
 
 
 FAMILY = Family(
-    architectures=("Glm4MoeForCausalLM",), spec=_spec, weights=_weights, has_draft_layers=True
+    architectures=("Glm4MoeForCausalLM",),
+    spec=_spec,
+    weights=_weights,
+    has_draft_layers=True,
+    carries_normed=True,
 )

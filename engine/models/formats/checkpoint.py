@@ -73,8 +73,21 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 class SafetensorsCheckpoint:
     """One `model.safetensors`, or the shards that `model.safetensors.index.json` lists."""
 
-    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        spec: ModelSpec,
+        *,
+        extra: Layout | None = None,
+        optional: Layout | None = None,
+    ) -> None:
         """Open the files and compare their tensors with what the model needs.
+
+        Args:
+            directory: of the checkpoint.
+            spec: of the model.
+            extra: tensors that are needed besides, by their names there.
+            optional: the same of tensors that may be there.
 
         Raises:
             CheckpointError: files or tensors are missing, unexpected or of another shape.
@@ -88,7 +101,11 @@ class SafetensorsCheckpoint:
         self._scheme = read_scheme(msgspec.json.decode(self._config))
         shapes = self._find_quantized(directory)
         family = family_of(spec.architecture)
-        self._weights = _with_prefix(family.weights(spec), family.text_prefixes, shapes)
+        weights = family.weights(spec) | _as_stored({**(extra or {}), **(optional or {})})
+        self._weights = _with_prefix(weights, family.text_prefixes, shapes)
+        for name in optional or {}:
+            if self._weights[name].name not in shapes:
+                del self._weights[name]
         ignored = family.not_text
         if family.has_draft_layers:
             ignored += tuple(
@@ -206,10 +223,19 @@ class SafetensorsCheckpoint:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor is there."""
+        return name in self._weights
+
     def fingerprint(self) -> str:
         """Digest of the config and of name, shape, type and some bytes of every tensor."""
         described = {name: f"{shape} {self._stored[name]}" for name, shape in self._shapes.items()}
         return weights_fingerprint(self._config, described, self._stored_tensor)
+
+
+def _as_stored(layout: Layout) -> WeightMap:
+    """Return where tensors are that have the checkpoint's names."""
+    return {name: Source(name=name, shape=shape) for name, shape in layout.items()}
 
 
 def _with_prefix(weights: WeightMap, prefixes: tuple[str, ...], found: Layout) -> WeightMap:

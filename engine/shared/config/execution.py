@@ -46,12 +46,19 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     speculative_model: Annotated[
         str | None,
         "Speculative decoding: directory, hub id or GGUF file of a draft model, a smaller one with "
-        "the same tokenizer. Its draft tokens are kept if the model draws them too.",
+        "the same tokenizer, or of an EAGLE-3 head that was trained for the model. Its draft "
+        "tokens are kept if the model draws them too.",
     ] = None
+    speculative_method: Annotated[
+        Literal["auto", "mtp"],
+        "Speculative decoding; mtp: with the layer for multi-token prediction in the model's own "
+        "checkpoint (DeepSeek V3, GLM-4.5); auto: as the other settings say.",
+    ] = "auto"
     num_speculative_tokens: Annotated[
         int,
         Meta(ge=1, le=64),
-        "For --speculative-model: maximum draft tokens per step and sequence.",
+        "For --speculative-model and --speculative-method: maximum draft tokens per step and "
+        "sequence.",
     ] = 4
     speculative_model_quantization: Annotated[
         Literal["int8", "int4"] | None,
@@ -89,6 +96,12 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.speculative_ngram and self.speculative_model is not None:
             raise ValueError("speculative_ngram and speculative_model: give one of them")
+        others = self.speculative_ngram or self.speculative_model is not None
+        if others and self.speculative_method == "mtp":
+            raise ValueError(
+                "speculative_method mtp goes without speculative_ngram and speculative_model: "
+                "give one of them"
+            )
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is not None and longest is not None and shortest > longest:
             raise ValueError(f"prompt_lookup_min is {shortest}: more than prompt_lookup_max")
@@ -106,9 +119,14 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         return self.async_scheduling and not self.max_draft_tokens
 
     @property
+    def drafts_with_model(self) -> bool:
+        """Whether draft tokens come from weights beside the model's."""
+        return self.speculative_model is not None or self.speculative_method == "mtp"
+
+    @property
     def max_draft_tokens(self) -> int:
         """Maximum draft tokens per step and sequence; 0: none are proposed."""
-        if self.speculative_model is not None:
+        if self.drafts_with_model:
             return self.num_speculative_tokens
         return self.speculative_ngram
 

@@ -1,0 +1,111 @@
+"""Loads what drafts tokens beside a model: another model, or a head that is made for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.executor.draft_rules import BadDraftModel, check_draft_model, check_head_settings
+from engine.executor.loading import draft_settings, load_model
+from engine.models.decoder import Decoder
+from engine.models.fallback.decoder import FallbackDecoder
+from engine.models.heads.eagle3 import is_eagle3, is_other_head, load_eagle3
+from engine.models.heads.head import DraftHead
+from engine.models.heads.mtp import load_mtp
+from engine.models.hf_config import read_config
+from engine.models.settings import ComputeTypes
+from engine.shared.config import EngineConfig, LoraConfig, ModelConfig
+from engine.shared.model_files import model_directory
+
+
+def load_draft(
+    config: EngineConfig,
+    target: Decoder,
+    max_model_len: int,
+    report: Callable[[str], None],
+) -> Decoder | DraftHead | None:
+    """Load the draft model or head that the settings name; None if they name none.
+
+    Args:
+        config: all settings; those of the served model's types and weights hold for both.
+        target: the model that is served.
+        max_model_len: longest sequence, which a draft model has to take too.
+        report: is told what happens now, in words for people.
+
+    Raises:
+        BadDraftModel: it has other tokens than the model that is served, or fewer positions, or
+            the settings do not go with it.
+        ModelNotFound: there is no such model.
+        UnsupportedModel: its config asks for something that is not implemented.
+        CheckpointError: the weights do not fit the config.
+    """
+    if config.scheduler.speculative_method == "mtp":
+        return _load_mtp(config, target, max_model_len, report)
+    name = config.scheduler.speculative_model
+    if name is None:
+        return None
+    settings = msgspec.structs.replace(draft_settings(config), max_model_len=max_model_len)
+    described = read_config(model_directory(settings, weights=False))
+    if is_other_head(described):
+        named = ", ".join(described.get("architectures") or []) or "a speculator"
+        raise BadDraftModel(
+            f"--speculative-model {name}: {named} is not supported; of draft heads EAGLE-3 is"
+        )
+    if is_eagle3(described):
+        return _load_eagle3(config, settings, described, target, report)
+    check_draft_model(settings, config.model, target.spec, max_model_len)
+    alone = msgspec.structs.replace(
+        config,
+        model=settings,
+        lora=LoraConfig(),
+        executor=msgspec.structs.replace(config.executor, batch_invariant=False),
+    )
+    return load_model(alone, target.device, report, served=target.spec.cache_groups).model
+
+
+def _load_eagle3(
+    config: EngineConfig,
+    settings: ModelConfig,
+    described: dict[str, Any],
+    target: Decoder,
+    report: Callable[[str], None],
+) -> DraftHead:
+    check_head_settings(config, is_fallback=isinstance(target, FallbackDecoder))
+    directory = model_directory(settings, weights=True)
+    report(f"loading the draft head {directory.name}")
+    assert settings.max_model_len is not None
+    with torch.inference_mode():
+        return load_eagle3(
+            directory,
+            described,
+            target,
+            types=_types(config, target),
+            max_model_len=settings.max_model_len,
+            quantization=settings.quantization,
+        )
+
+
+def _types(config: EngineConfig, target: Decoder) -> ComputeTypes:
+    """Return what the served model is computed in."""
+    return ComputeTypes(target.dtype, target.kv_format.dtype, config.cache.kv_cache_dtype)
+
+
+def _load_mtp(
+    config: EngineConfig, target: Decoder, max_model_len: int, report: Callable[[str], None]
+) -> DraftHead:
+    check_head_settings(config, is_fallback=isinstance(target, FallbackDecoder))
+    directory = model_directory(config.model, weights=True)
+    described = read_config(directory)
+    described = described | (described.get("text_config") or {})
+    report(f"loading the layer for multi-token prediction of {directory.name}")
+    quantization = config.scheduler.speculative_model_quantization or config.model.quantization
+    with torch.inference_mode():
+        return load_mtp(
+            directory,
+            described.get("num_nextn_predict_layers"),
+            target,
+            types=_types(config, target),
+            max_model_len=max_model_len,
+            quantization=quantization,
+        )

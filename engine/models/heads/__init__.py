@@ -1,0 +1,1 @@
+"""Draft heads: a decoder layer that foretells tokens from the states of its model."""

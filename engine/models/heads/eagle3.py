@@ -1,0 +1,333 @@
+"""EAGLE-3 heads (arXiv 2503.01840) as they are published beside the models they are made for.
+
+A head takes the states that three layers of the model begin with, joined by a product (`fc`). Its
+layer is one of Llama's, but for attention, which sees the embedding of the token beside the state.
+It may foretell a part of the vocabulary only: logit i is then of token i + `d2t[i]`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.models.attention.choice import attention_of
+from engine.models.attention.projections import HeadProjections
+from engine.models.attention.rotary import rotary_table
+from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
+from engine.models.families.reading import integer, llama_spec, read_rope
+from engine.models.formats.checkpoint import CheckpointError, compare, weight_files
+from engine.models.heads.head import DraftHead, DraftVocabulary
+from engine.models.layers import Chain, Rows, prepare_norm
+from engine.models.loading.mlps import MlpLoader
+from engine.models.loading.products import ProductLoader, Quantization
+from engine.models.products.dense import prepare_linear
+from engine.models.products.int4 import Int4Weights
+from engine.models.products.mxfp4 import Mxfp4Weights
+from engine.models.settings import ComputeTypes
+from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.models.weights import Layout
+
+_LAYER = "layers.0."
+_NUM_TAPPED = 3
+_ADDED = ("t2d", "rotary_emb.inv_freq")
+"""Endings of names of tensors that follow from others."""
+
+
+def is_eagle3(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of such a head."""
+    names = [str(name).lower() for name in config.get("architectures") or []]
+    kind = config.get("speculators_model_type")
+    return kind == "eagle3" or any("eagle3" in name for name in names)
+
+
+def is_other_head(config: dict[str, Any]) -> bool:
+    """Whether it is that of a head which is not read here."""
+    names = [str(name).lower() for name in config.get("architectures") or []]
+    known = ("eagle", "medusa", "speculator", "dflash", "mtp")
+    found = any(part in name for name in names for part in known)
+    return not is_eagle3(config) and (found or "speculators_model_type" in config)
+
+
+class Eagle3Spec:
+    """What a head's config.json says, for a model."""
+
+    def __init__(self, config: dict[str, Any], target: ModelSpec) -> None:
+        """Read it.
+
+        Raises:
+            UnsupportedModel: naming the setting that cannot be honoured, or that does not suit the
+                model.
+        """
+        config = {**config, **(config.get("transformer_layer_config") or {})}
+        _refuse(config, target)
+        config = {**config, "architectures": ["LlamaForCausalLM"]}
+        rope = read_rope(config)
+        # Positions are not bounded by what the head was trained for.
+        spec = llama_spec(config, rope=rope)
+        self.layer = replace(spec, max_position_embeddings=target.max_position_embeddings)
+        self.target_hidden = config.get("target_hidden_size") or target.hidden_size
+        self.num_logits = config.get("draft_vocab_size") or spec.vocab_size
+        self.norms_residual = bool(config.get("norm_before_residual"))
+        self.tapped = _tapped(config, target)
+
+
+def _refuse(config: dict[str, Any], target: ModelSpec) -> None:
+    """Raise UnsupportedModel for what is not computed here, naming it."""
+    known: dict[str, tuple[Any, ...]] = {
+        "num_hidden_layers": (1,),
+        "parallel_drafting": (None, False),
+        "quantization_config": (None,),
+    }
+    if config.get("use_sliding_window", True):
+        known["sliding_window"] = (None,)
+    for key, values in known.items():
+        if config.get(key) not in values:
+            raise UnsupportedModel(f"config.json of the draft head: {key} is not supported")
+    used = (config.get("eagle_config") or {}).get("use_aux_hidden_state", True)
+    if not used:
+        raise UnsupportedModel(
+            "config.json of the draft head: use_aux_hidden_state false is not supported"
+        )
+    vocabulary = integer(config, "vocab_size")
+    if vocabulary != target.vocab_size:
+        raise UnsupportedModel(
+            f"the draft head is for a vocabulary of {vocabulary} tokens, the model that is served "
+            f"has one of {target.vocab_size}"
+        )
+    hidden = config.get("target_hidden_size") or config.get("hidden_size")
+    if hidden != target.hidden_size:
+        raise UnsupportedModel(
+            f"the draft head is for states of {hidden} values, those of the model that is served "
+            f"have {target.hidden_size}"
+        )
+
+
+def _tapped(config: dict[str, Any], target: ModelSpec) -> tuple[int, ...]:
+    """Return after how many layers states are taken.
+
+    Configs count layers before the states, or name layers that they come out of. Nobody takes
+    states after one layer, so that a first number of one tells that layers are named.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    given = config.get(key) or (config.get("eagle_config") or {}).get(key)
+    layers = target.num_layers
+    if given is None:
+        given = [2, layers // 2, layers - 3]
+    numbers = given if isinstance(given, list) else []
+    taken = tuple(number + (given[0] == 1) for number in numbers if isinstance(number, int))
+    if len(taken) != _NUM_TAPPED or not 0 <= taken[0] < taken[1] < taken[2] < layers:
+        raise UnsupportedModel(
+            f"{key} of the draft head does not suit a model of {layers} layers: {given}"
+        )
+    return taken
+
+
+class HeadCheckpoint:
+    """The tensors of a head, by names without the prefixes that some tools add."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the files.
+
+        Raises:
+            CheckpointError: there are none, or they cannot be read.
+        """
+        self._directory = directory
+        self._files: dict[str, tuple[Any, str]] = {}
+        self.shapes: Layout = {}
+        for path in weight_files(directory):
+            try:
+                file: Any = safe_open(path, framework="pt", device="cpu")
+            except Exception as error:  # the library raises its own type without a public base
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            for stored in file.keys():  # noqa: SIM118 - not a dict
+                name = stored.removeprefix("model.").replace("midlayer.", _LAYER)
+                self._files[name] = file, stored
+                self.shapes[name] = tuple(file.get_slice(stored).get_shape())
+
+    def require(self, expected: Layout) -> None:
+        """Compare the tensors with what the head needs.
+
+        Raises:
+            CheckpointError: some are missing, unexpected or of another shape.
+        """
+        compare(self._directory, expected, self.shapes, redundant=_ADDED)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that most of the tensors are stored in."""
+        return self.tensor("fc.weight").dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor, a view of a mapped file."""
+        file, stored = self._files[name]
+        tensor: Tensor = file.get_tensor(stored)
+        return tensor
+
+    def int4(self, name: str) -> Int4Weights | None:
+        """None: weights are stored as floats."""
+        return None
+
+    def mxfp4(self, name: str) -> Mxfp4Weights | None:
+        """None: weights are stored as floats."""
+        return None
+
+    def fingerprint(self) -> str:
+        """Empty: what a head is changes no token."""
+        return ""
+
+
+def load_eagle3(
+    directory: Path,
+    config: dict[str, Any],
+    target: Decoder,
+    *,
+    types: ComputeTypes,
+    max_model_len: int,
+    quantization: Quantization | None,
+) -> DraftHead:
+    """Load a head for a model, in the types that this is computed in (`types`).
+
+    Raises:
+        UnsupportedModel: the config asks for something that is not implemented, or the head does
+            not suit the model.
+        CheckpointError: the weights do not fit the config.
+    """
+    head = Eagle3Spec(config, target.spec)
+    checkpoint = HeadCheckpoint(directory)
+    checkpoint.require(_tensors(head, checkpoint.shapes))
+    dtype, device = types.activations, target.device
+    products = ProductLoader(
+        checkpoint, dtype, device, quantization=quantization, is_by_rows=False, bank=None
+    )
+    bias = products.copy("fc.bias") if "fc.bias" in checkpoint.shapes else None
+    layer = _Layer(head, products, types)
+    embed: Rows = target.embed
+    if "embed_tokens.weight" in checkpoint.shapes:
+        table = products.copy("embed_tokens.weight")
+        embed = lambda token_ids: F.embedding(token_ids, table)  # noqa: E731
+    rope = head.layer.distinct_ropes[0]
+    rotary = rotary_table(rope, head.layer.rotary_size, max_model_len, dtype, device)
+    attention = attention_of(head.layer, types.kv_format, device, first_key=1)
+    weights = DecoderWeights(
+        embed=None, layers=[layer.weights()], norm=None, lm_head=None, rotary=[rotary]
+    )
+    return DraftHead(
+        Decoder(head.layer, weights, attention, types, device),
+        embed=embed,
+        project=prepare_linear(products.copy("fc.weight"), bias),
+        enter=layer.enter,
+        norm=prepare_norm(head.layer.norm, products.copy("norm.weight")),
+        lm_head=_lm_head(head, checkpoint, products, target),
+        tapped=head.tapped,
+    )
+
+
+def _tensors(head: Eagle3Spec, found: Layout) -> Layout:
+    """Return the shapes of all tensors of a head; of those that may be absent, if they are not."""
+    spec, hidden = head.layer, head.layer.hidden_size
+    inner, attention, mlp = spec.intermediate_size, _LAYER + "self_attn.", _LAYER + "mlp."
+    expected: Layout = {
+        "fc.weight": (hidden, _NUM_TAPPED * head.target_hidden),
+        "norm.weight": (hidden,),
+        _LAYER + "hidden_norm.weight": (hidden,),
+        _LAYER + "input_layernorm.weight": (hidden,),
+        _LAYER + "post_attention_layernorm.weight": (hidden,),
+        attention + "q_proj.weight": (spec.query_size, 2 * hidden),
+        attention + "k_proj.weight": (spec.kv_size, 2 * hidden),
+        attention + "v_proj.weight": (spec.kv_size, 2 * hidden),
+        attention + "o_proj.weight": (hidden, spec.query_size),
+        mlp + "gate_proj.weight": (inner, hidden),
+        mlp + "up_proj.weight": (inner, hidden),
+        mlp + "down_proj.weight": (hidden, inner),
+    }
+    rows = [name for name in expected if name.endswith("_proj.weight")]
+    biased = [name for name in rows if _has_bias(spec, name)]
+    expected |= {name.removesuffix("weight") + "bias": expected[name][:1] for name in biased}
+    whole = head.num_logits == spec.vocab_size
+    optional: Layout = {
+        "fc.bias": (hidden,),
+        "lm_head.weight": (head.num_logits, hidden),
+        "d2t": (head.num_logits,),
+        "embed_tokens.weight": (spec.vocab_size, hidden),
+    }
+    needed = [] if whole else ["lm_head.weight", "d2t"]
+    if hidden != head.target_hidden:  # the model's own would have another width
+        needed += ["embed_tokens.weight", "lm_head.weight"]
+    return expected | {
+        name: shape for name, shape in optional.items() if name in found or name in needed
+    }
+
+
+def _has_bias(spec: ModelSpec, name: str) -> bool:
+    if ".mlp." in name:
+        return spec.mlp_bias
+    return spec.output_bias if "o_proj" in name else spec.qkv_bias
+
+
+class _Layer:
+    """A head's layer, whose attention sees embeddings beside states."""
+
+    def __init__(self, head: Eagle3Spec, products: ProductLoader, types: ComputeTypes) -> None:
+        self._kv_format = types.kv_format
+        self._spec = head.layer
+        self._products = products
+        self._norms_residual = head.norms_residual
+        self._embedding_norm = self._norm("input_layernorm")
+        self._state_norm = self._norm("hidden_norm")
+        self._embedded: Tensor | None = None
+        """Normalized embeddings of the tokens that are computed now."""
+
+    def enter(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """Keep embeddings for attention; return what it adds to."""
+        self._embedded = self._embedding_norm(embedded)
+        return self._state_norm(states) if self._norms_residual else states
+
+    def weights(self) -> LayerWeights:
+        """Return the layer as a decoder computes it."""
+        spec, products, prefix = self._spec, self._products, _LAYER + "self_attn."
+        names = [f"{prefix}{name}_proj" for name in "qkv"]
+        qkv_bias = [f"{name}.bias" for name in names] if spec.qkv_bias else []
+        output_bias = [prefix + "o_proj.bias"] if spec.output_bias else []
+        return LayerWeights(
+            attention_norm=self._beside,
+            attention=HeadProjections(
+                spec,
+                qkv=products.linear(*(f"{name}.weight" for name in names), bias=qkv_bias),
+                output=products.linear(prefix + "o_proj.weight", bias=output_bias),
+                kv_format=self._kv_format,
+            ),
+            mlp_norm=self._norm("post_attention_layernorm"),
+            mlp=MlpLoader(spec, products, None).dense(_LAYER + "mlp.", spec.intermediate_size),
+            window=None,
+            rope=0,
+        )
+
+    def _beside(self, states: Tensor) -> Tensor:
+        assert self._embedded is not None, "tokens enter first"
+        normed = states if self._norms_residual else self._state_norm(states)
+        return torch.cat((self._embedded, normed), dim=1)
+
+    def _norm(self, name: str) -> Rows:
+        return prepare_norm(self._spec.norm, self._products.copy(f"{_LAYER}{name}.weight"))
+
+
+def _lm_head(
+    head: Eagle3Spec, checkpoint: HeadCheckpoint, products: ProductLoader, target: Decoder
+) -> Rows:
+    if "lm_head.weight" not in checkpoint.shapes:
+        return target.logits
+    product = products.linear("lm_head.weight")
+    if "d2t" not in checkpoint.shapes:
+        return product
+    offsets = checkpoint.tensor("d2t").long()
+    token_ids = torch.arange(head.num_logits) + offsets
+    vocabulary = head.layer.vocab_size
+    if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocabulary:
+        raise CheckpointError(f"d2t of the draft head names tokens outside of {vocabulary}")
+    if len(set(token_ids.tolist())) < len(token_ids):
+        raise CheckpointError("d2t of the draft head names a token twice")
+    return Chain(product, DraftVocabulary(token_ids.to(products.device), vocabulary))

@@ -1,0 +1,111 @@
+"""A draft head as the runner sees it, whichever way it was trained."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.models.attention.kv_format import KvFormat
+from engine.models.decoder import Decoder, StepTokens, Taps
+from engine.models.layers import Rows
+from engine.models.spec import ModelSpec
+
+_UNLIKELY = -1e30
+"""Logit of tokens that a head cannot propose: finite, so that rows of nothing else have a sum."""
+
+Entry = Callable[[Tensor, Tensor], Tensor]
+"""From embeddings and states, both [tokens, hidden], to what enters a head's layer."""
+
+
+class DraftVocabulary:
+    """The tokens that a head can propose, where those are not all."""
+
+    def __init__(self, token_ids: Tensor, size: int) -> None:
+        """Take the token [tokens] of each of the head's logits, and the size of the vocabulary."""
+        self._token_ids = token_ids
+        self._size = size
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Spread logits [rows, tokens] over the whole vocabulary: [rows, vocab] in float32."""
+        spread = logits.new_full((len(logits), self._size), _UNLIKELY, dtype=torch.float32)
+        return spread.index_copy_(1, self._token_ids, logits.float())
+
+
+class DraftHead:
+    """One decoder layer between the states of a model and logits of its tokens.
+
+    It takes a token with the state of the position before it, and foretells the token after both.
+    What it carries to the next position stands for the state there, until the model has computed
+    that.
+    """
+
+    def __init__(
+        self,
+        block: Decoder,
+        *,
+        embed: Rows,
+        project: Rows,
+        enter: Entry,
+        norm: Rows,
+        lm_head: Rows,
+        tapped: tuple[int, ...] = (),
+        carries_normed: bool = False,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            block: the layer, without embedding, norm and LM head.
+            embed: from token ids to embeddings.
+            project: from what the model gives of a token, to a state of the head's width.
+            enter: to what enters the layer.
+            norm: of what comes out, before `lm_head`.
+            lm_head: to logits of all tokens.
+            tapped: after how many layers the model's states are taken, side by side; without any
+                they are those that it makes logits of.
+            carries_normed: whether the state that is carried on is normalized.
+        """
+        self.block = block
+        self.project = project
+        self._embed = embed
+        self._enter = enter
+        self._norm = norm
+        self._lm_head = lm_head
+        self._tapped = tapped
+        self._carries_normed = carries_normed
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of its layer."""
+        return self.block.spec
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """Of its KV cache."""
+        return self.block.kv_format
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of one state."""
+        return self.spec.hidden_size * self.block.dtype.itemsize
+
+    @property
+    def is_tapping(self) -> bool:
+        """Whether it takes states between layers of the model, and not the final ones."""
+        return bool(self._tapped)
+
+    def new_taps(self) -> Taps:
+        """Return what collects the model's states in one step."""
+        return Taps(self._tapped)
+
+    def run(self, step: StepTokens, states: Tensor, cache: list[Tensor]) -> Tensor:
+        """Compute tokens with the states before them, [tokens, hidden]; return what comes out.
+
+        The cache gets their keys and values. What comes out is of the step's final tokens.
+        """
+        entering = self._enter(self._embed(step.token_ids), states)
+        return self.block.hidden_states(step, cache, entering)
+
+    def foretell(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [rows, vocab] of what came out, and the states that are carried on."""
+        normed = self._norm(out)
+        return self._lm_head(normed), normed if self._carries_normed else out

@@ -1,0 +1,147 @@
+"""The layer for multi-token prediction (MTP) that some checkpoints have behind the model's last.
+
+DeepSeek V3 (arXiv 2412.19437) and what is built like it: the embedding of a token and the model's
+final state before it are each normalized and joined by a product. A whole decoder layer follows,
+with a norm and an LM head of its own; the embedding, and usually the LM head, are the model's.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from engine.models.attention.choice import attention_of
+from engine.models.decoder import Decoder
+from engine.models.families.registry import family_of
+from engine.models.formats.checkpoint import SafetensorsCheckpoint
+from engine.models.heads.head import DraftHead, Entry
+from engine.models.layers import Rows, prepare_norm
+from engine.models.loading.decoder import DecoderLoader
+from engine.models.loading.products import ProductLoader, Quantization
+from engine.models.parallel.stages import Stage
+from engine.models.products.dense import prepare_linear
+from engine.models.settings import ComputeTypes
+from engine.models.spec import ModelSpec, UnsupportedModel
+from engine.models.weights import Layout
+
+
+def load_mtp(
+    directory: Path,
+    num_layers: object,
+    target: Decoder,
+    *,
+    types: ComputeTypes,
+    max_model_len: int,
+    quantization: Quantization | None,
+) -> DraftHead:
+    """Load the first of such layers from the checkpoint of a model, in the types of this.
+
+    Args:
+        directory: of the checkpoint.
+        num_layers: how many its config says that there are.
+        target: the model, which is here as a whole.
+        types: what it is computed in.
+        max_model_len: longest sequence.
+        quantization: of the layer and its LM head.
+
+    Raises:
+        UnsupportedModel: it has none.
+        CheckpointError: the weights do not fit the config.
+    """
+    served = target.spec
+    family = family_of(served.architecture)
+    if not family.has_draft_layers or not isinstance(num_layers, int) or num_layers < 1:
+        raise UnsupportedModel(
+            f"--speculative-method mtp: the checkpoint of {served.architecture} in {directory} has "
+            "no layer for it (num_nextn_predict_layers)"
+        )
+    spec, number = _with_next_layer(served), served.num_layers
+    prefix = f"model.layers.{number}."
+    checkpoint = SafetensorsCheckpoint(
+        directory, spec, extra=_tensors(spec, prefix), optional=_copies(spec, prefix)
+    )
+    loader = DecoderLoader(
+        spec,
+        checkpoint,
+        types=types,
+        device=target.device,
+        max_model_len=max_model_len,
+        stage=Stage(range(number, number + 1), number + 2),  # without what is before and behind
+        quantization=quantization,
+    )
+    block = loader.load()
+    block.attention = attention_of(block.spec, types.kv_format, target.device, first_key=1)
+    products = ProductLoader(
+        checkpoint, types.activations, target.device,
+        quantization=quantization, is_by_rows=False, bank=None,
+    )  # fmt: skip
+
+    def norm(name: str) -> Rows:
+        return prepare_norm(spec.norm, products.copy(f"{prefix}{name}.weight"))
+
+    return DraftHead(
+        block,
+        embed=target.embed,
+        project=_unchanged,
+        enter=_entry(norm("enorm"), norm("hnorm"), products.copy(prefix + "eh_proj.weight")),
+        norm=norm("shared_head.norm"),
+        lm_head=_lm_head(checkpoint, prefix + "shared_head.head.weight", products, target),
+        carries_normed=family.carries_normed,
+    )
+
+
+def _with_next_layer(spec: ModelSpec) -> ModelSpec:
+    """Return a model with one more layer like its last."""
+    moe = spec.moe
+    return replace(
+        spec,
+        num_layers=spec.num_layers + 1,
+        ropes=(*spec.ropes, spec.ropes[-1]),
+        windows=(*spec.windows, None),
+        moe=None if moe is None else replace(moe, layers=(*moe.layers, moe.layers[-1])),
+    )
+
+
+def _tensors(spec: ModelSpec, prefix: str) -> Layout:
+    """Return what is around the decoder layer."""
+    hidden = spec.hidden_size
+    return {
+        prefix + "enorm.weight": (hidden,),
+        prefix + "hnorm.weight": (hidden,),
+        prefix + "eh_proj.weight": (hidden, 2 * hidden),
+        prefix + "shared_head.norm.weight": (hidden,),
+    }
+
+
+def _copies(spec: ModelSpec, prefix: str) -> Layout:
+    """Return what most checkpoints store a second time."""
+    names = ("embed_tokens.weight", "shared_head.head.weight")
+    return {prefix + name: (spec.vocab_size, spec.hidden_size) for name in names}
+
+
+def _entry(embedding_norm: Rows, state_norm: Rows, joining: Tensor) -> Entry:
+    join: Callable[[Tensor], Tensor] = prepare_linear(joining)
+
+    def enter(embedded: Tensor, states: Tensor) -> Tensor:
+        return join(torch.cat((embedding_norm(embedded), state_norm(states)), dim=1))
+
+    return enter
+
+
+def _unchanged(states: Tensor) -> Tensor:
+    return states
+
+
+def _lm_head(
+    checkpoint: SafetensorsCheckpoint, name: str, products: ProductLoader, target: Decoder
+) -> Rows:
+    """Return the layer's own LM head, or the model's where that is the same."""
+    if not checkpoint.has(name):
+        return target.logits
+    if not target.spec.tie_word_embeddings:
+        own, others = checkpoint.tensor(name), checkpoint.tensor("lm_head.weight")
+        if torch.equal(own, others):
+            return target.logits
+    return products.linear(name)

@@ -1,0 +1,217 @@
+"""A draft head beside the model that is served: it drafts from states that this one computed."""
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.models.attention.varlen import to_device
+from engine.models.decoder import Taps
+from engine.models.heads.head import DraftHead
+from engine.runner.host_memory import untouched_zeros
+from engine.runner.inputs import BatchRows, attention_rows, batch_rows
+from engine.runner.kv_memory import allocate_cache
+from engine.runner.sampler import draft
+from engine.runner.slots import SlotTable
+from engine.runner.step_input import step_tokens
+from engine.runner.verification import Draws
+from engine.scheduler.batch import BatchPlan
+
+IntArray = npt.NDArray[np.int64]
+
+
+class HeadDrafts:
+    """Proposes tokens for the rows of a plan, and learns from what the model makes of them.
+
+    The head computes each token together with the model's state before it, and keeps what attends
+    to both at the token's position: in blocks of the same numbers as the model's, so that whatever
+    the scheduler decides about a block holds for both, and of tokens up to there alone, so that it
+    is right for every sequence which begins with these. The first position of a sequence has no
+    state before it and holds nothing.
+
+    A sequence that begins with cached blocks was not computed here, and the state before its first
+    token not either: so the state of each block's last token is kept with the block.
+    """
+
+    def __init__(self, head: DraftHead, table: SlotTable, num_kv_blocks: int) -> None:
+        """Allocate its KV cache; `table` is that of the model that is served."""
+        self._head = head
+        self._table = table
+        block, spec = head.block, head.spec
+        self._cache = allocate_cache(
+            spec, num_kv_blocks, table.block_size, block.kv_format, block.device
+        )
+        max_num_seqs = len(table.block_tables)
+        self._last = self._new_states(max_num_seqs)
+        """For each slot the state before its first position that is not computed."""
+        self._of_blocks = self._new_states(num_kv_blocks)
+        """For each block that is full the state of its last token."""
+        self._is_new = np.zeros(max_num_seqs, np.bool_)
+        """Slots whose sequence has had no step yet."""
+        self._found: Tensor | None = None
+        """[tokens, width] what the head takes of each token of the step that is computed."""
+
+    def _new_states(self, count: int) -> Tensor:
+        block, shape = self._head.block, (count, self._head.spec.hidden_size)
+        if block.device.type == "cpu":
+            return untouched_zeros(shape, block.dtype)
+        return torch.zeros(shape, dtype=block.dtype, device=block.device)
+
+    @property
+    def needs_final(self) -> bool:
+        """Whether it takes the states of all tokens after the last layer."""
+        return not self._head.is_tapping
+
+    def new_taps(self) -> Taps:
+        """Return what collects the model's states in one step."""
+        return self._head.new_taps()
+
+    def take(self, hidden: Tensor, taps: Taps) -> None:
+        """Keep what the head needs of a step until its tokens are known.
+
+        Args:
+            hidden: [tokens, hidden] final states, of all tokens if these are needed.
+            taps: states of all tokens between layers.
+        """
+        self._found = taps.states() if self._head.is_tapping else hidden
+
+    def propose(self, plan: BatchPlan) -> BatchPlan:
+        """Return the plan with tokens in place of `TO_BE_DRAFTED`, and write them to the table.
+
+        The table has the starts and blocks of the plan already.
+        """
+        for start in plan.starting:
+            self._is_new[start.slot] = True
+        slots, positions = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
+        self._recall(slots, positions)
+        rows = np.array(list(plan.proposed), np.int64)
+        if not len(rows):
+            return plan
+        left = np.array([len(plan.proposed[row]) for row in rows.tolist()], np.int64)
+        slots, positions = slots[rows], positions[rows]
+        drafted: dict[int, list[int]] = {row: [] for row in plan.proposed}
+        states = self._last[self._tensor(slots)]
+        while len(rows):
+            ones = np.ones_like(slots)
+            out = self._run(slots, positions, ones, states, wants_draws=True)
+            logits, states = self._head.foretell(out)
+            positions = positions + 1
+            tokens = draft(logits, self._table, slots, positions)
+            self._table.token_ids[slots, positions] = tokens
+            for row, token_id in zip(rows.tolist(), tokens.tolist(), strict=True):
+                drafted[row].append(token_id)
+            left = left - 1
+            go_on = np.flatnonzero(left)
+            if len(go_on) < len(rows):
+                rows, slots, positions, left = (
+                    each[go_on] for each in (rows, slots, positions, left)
+                )
+                states = states.index_select(0, self._tensor(go_on))
+        return msgspec.structs.replace(plan, proposed=drafted)
+
+    def learn(self, plan: BatchPlan, rows: BatchRows, accepted: dict[int, int]) -> None:
+        """Take what was found in a step whose tokens are known now.
+
+        Args:
+            plan: the step, with all drafts.
+            rows: the same.
+            accepted: how many drafts of each row that has some were right.
+        """
+        assert self._found is not None, "the model has computed the step"
+        states, self._found = self._head.project(self._found), None
+        counts = rows.counts.copy()
+        for row, right in accepted.items():
+            counts[row] = 1 + right
+        # What a row begins with was computed to draft, with the state that it has here.
+        begins = rows.starts.copy()
+        begins[list(plan.proposed)] += 1
+        begins = np.maximum(begins, 1)
+        self._compute(rows, begins, rows.starts + counts, states)
+        self._keep(rows, counts, states)
+
+    def _recall(self, slots: IntArray, starts: IntArray) -> None:
+        """Find the states before sequences that begin with cached blocks."""
+        new = self._is_new[slots]
+        if not new.any():
+            return
+        self._is_new[slots] = False
+        slots, starts = slots[new & (starts > 0)], starts[new & (starts > 0)]
+        if len(slots):
+            blocks = self._table.block_tables[slots, starts // self._table.block_size - 1]
+            self._last[self._tensor(slots)] = self._of_blocks[self._tensor(blocks)]
+
+    def _compute(self, rows: BatchRows, begins: IntArray, ends: IntArray, states: Tensor) -> None:
+        """Fill the head's cache for the positions of each row from `begins` up to `ends`."""
+        counts = ends - begins
+        chosen = np.flatnonzero(counts > 0)
+        if not len(chosen):
+            return
+        # Executors may rely on rows of one token coming before all others.
+        chosen = chosen[np.argsort(counts[chosen] > 1, kind="stable")]
+        counts, begins = counts[chosen], begins[chosen]
+        row = np.repeat(chosen, counts)
+        last = np.cumsum(counts)
+        positions = np.repeat(begins, counts) + np.arange(last[-1])
+        positions -= np.repeat(last - counts, counts)
+        offsets = positions - rows.starts[row]
+        # States before a row's first token are of the step before.
+        before = np.where(offsets > 0, rows.first_token[row] + offsets - 1, len(states) + row)
+        known = torch.cat((states, self._last[self._tensor(rows.slots)]))
+        given = known.index_select(0, self._tensor(before))
+        self._run(rows.slots[chosen], begins, counts, given, wants_draws=False)
+
+    def _keep(self, rows: BatchRows, counts: IntArray, states: Tensor) -> None:
+        """Remember the last state of each row, and of each block that is full now."""
+        last = rows.first_token + counts - 1
+        self._last[self._tensor(rows.slots)] = states.index_select(0, self._tensor(last))
+        row = np.repeat(np.arange(len(rows.counts)), rows.counts)
+        size, following = self._table.block_size, rows.positions + 1
+        is_known = following <= (rows.starts + counts)[row]
+        full = np.flatnonzero(is_known & (following % size == 0))
+        if len(full):
+            blocks = self._table.block_tables[rows.slots[row[full]], rows.positions[full] // size]
+            self._of_blocks[self._tensor(blocks)] = states.index_select(0, self._tensor(full))
+
+    def _run(
+        self,
+        slots: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        states: Tensor,
+        *,
+        wants_draws: bool,
+    ) -> Tensor:
+        """Compute some positions of slots with the states before them.
+
+        Without draws nothing is computed but what the cache keeps.
+        """
+        rows = batch_rows(
+            BatchPlan(
+                step=0,
+                starting=[],
+                blocks=[],
+                slots=slots.tolist(),
+                starts=starts.tolist(),
+                counts=counts.tolist(),
+                samples=[wants_draws] * len(slots),
+            ),
+            self._table,
+        )
+        draws = Draws(
+            rows.last_tokens[rows.samples],
+            rows.slots[rows.samples],
+            rows.next_positions[rows.samples],
+            {},
+        )
+        step = step_tokens(
+            self._head.block,
+            self._table,
+            rows,
+            attention_rows(rows, self._table),
+            draws=None if wants_draws else draws,
+        )
+        return self._head.run(step, states, self._cache)
+
+    def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
+        return to_device(np.ascontiguousarray(array, dtype=np.int64), self._head.block.device)

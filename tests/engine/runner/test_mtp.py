@@ -1,0 +1,212 @@
+"""A checkpoint's own layer for multi-token prediction drafts, and changes no token."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.core.engine_core import EngineCore
+from engine.executor.draft_rules import BadDraftModel, check_draft_settings
+from engine.executor.in_process import InProcessExecutor
+from engine.models.formats.checkpoint import CheckpointError
+from engine.models.spec import UnsupportedModel
+from engine.shared.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.shared.messages import AddRequest, SamplingParams
+from tests.engine.draft_heads import (
+    MtpReference,
+    Proposals,
+    greedy_requests,
+    note_proposals,
+    save_mtp,
+)
+from tests.engine.fixtures import SaveModel
+from tests.engine.serving import PARAMETERS, SOME_TEXT, request, serve
+
+BIAS = {70: 8.0, 71: 8.0}
+
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek3", {"normed": False}),
+    ("deepseek3-halves", {"normed": False, "own_head": False}),
+    ("glm4-moe-normed", {"normed": True}),
+    ("glm4-moe", {"normed": True, "own_head": False, "copies": False}),
+]
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
+    return note_proposals(monkeypatch)
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=[f"{name}-{form}" for name, form in FORMS])
+def mtp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MtpReference:
+    name, form = request.param
+    return save_mtp(name, tmp_path_factory.mktemp(name), **form)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> MtpReference:
+    return save_mtp("glm4-moe-normed", tmp_path_factory.mktemp("glm"), normed=True)
+
+
+def test_it_proposes_what_its_formula_says_of_chunks_prefixes_and_batches(
+    mtp: MtpReference, proposals: Proposals
+) -> None:
+    requests = [
+        AddRequest(id, str(id), 0, 0, each.prompt_token_ids, each.sampling)
+        for id, each in enumerate(greedy_requests(BIAS) * 2)
+    ]
+    plain, _ = serve(mtp.directory, requests, dtype="float32")
+    drafted, stats = serve(
+        mtp.directory, requests, dtype="float32", num_blocks=36, max_slowdown=0,
+        speculative_method="mtp",
+    )  # fmt: skip
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    proposals.check(mtp, BIAS)
+    counters = stats.counters
+    assert counters.prefix_cache_hits > 0
+    assert counters.preemptions > 0
+    assert 0 < counters.spec_accepted_tokens < counters.spec_draft_tokens
+
+
+def test_its_logits_are_those_of_the_formula(mtp: MtpReference, proposals: Proposals) -> None:
+    asked = [request(1, SOME_TEXT, temperature=0.0)]
+    serve(mtp.directory, asked, dtype="float32", speculative_method="mtp", num_speculative_tokens=1)
+    assert len(proposals.logits) == len(proposals.made) > 30
+    for (after, _), logits in zip(proposals.made, proposals.logits, strict=True):
+        assert (logits[0] - mtp.drafts(after, 1)[1]).abs().max() < 1e-3
+
+
+def test_no_token_changes_however_it_is_drawn(glm: MtpReference) -> None:
+    requests = [
+        request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), max_tokens=40, **sampling)
+        for id, sampling in enumerate(PARAMETERS.values())
+    ]
+    plain, _ = serve(glm.directory, requests, dtype="float32")
+    drafted, stats = serve(
+        glm.directory, requests, dtype="float32", num_blocks=40, max_slowdown=0,
+        speculative_method="mtp",
+    )  # fmt: skip
+    for name, one, other in zip(PARAMETERS, plain, drafted, strict=True):
+        assert (one.tokens, one.reason) == (other.tokens, other.reason), name
+        scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4), name
+    assert stats.counters.preemptions > 0
+    assert stats.counters.spec_draft_tokens > 0
+
+
+def executor_for(directory: Path, **model: Any) -> tuple[EngineConfig, InProcessExecutor]:
+    config = EngineConfig(
+        model=ModelConfig(**{"model": str(directory), "dtype": "float32", **model}),
+        cache=CacheConfig(num_kv_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=2, speculative_method="mtp"),
+        executor=ExecutorConfig(threads=1),
+    )
+    return config, InProcessExecutor(config)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_sleeps_and_wakes_with_the_model(
+    glm: MtpReference, proposals: Proposals, level: int
+) -> None:
+    config, executor = executor_for(glm.directory, device="cpu")
+    results = []
+    for number in range(2):
+        if number:
+            executor.sleep(level)
+            executor.wake_up()
+        core = EngineCore(config, executor, rank=0, incarnation=1)
+        core.front_end_joined(0, 1)
+        sampling = SamplingParams(max_tokens=20, seed=1, temperature=0.0, ignore_eos=True)
+        core.handle(AddRequest(1, "1", 0, 0, SOME_TEXT, sampling))
+        tokens: list[int] = []
+        while core.has_work:
+            tokens += [t for each in core.step().outputs.get(0, []) for t in each.token_ids]
+        results.append(tokens)
+    executor.shutdown()
+    assert results[0] == results[1]
+    proposals.check(glm)
+
+
+def test_its_layer_may_be_rounded_with_the_model(glm: MtpReference) -> None:
+    config, executor = executor_for(glm.directory, device="cpu", quantization="int8")
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    core.handle(request(1, SOME_TEXT, temperature=0.0, max_tokens=20))
+    while core.has_work:
+        core.step()
+    assert core.stats().counters.spec_draft_tokens > 0
+    executor.shutdown()
+
+
+def test_a_checkpoint_without_such_a_layer_is_refused(
+    checkpoint: SaveModel, tmp_path: Path
+) -> None:
+    for name in ("llama", "deepseek2"):
+        with pytest.raises(UnsupportedModel, match=r"--speculative-method mtp: .* has no layer"):
+            executor_for(checkpoint(name).directory, device="cpu")
+    made = save_mtp("glm4-moe", tmp_path, normed=True)
+    config = tmp_path / "config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "num_nextn_predict_layers": 0}))
+    with pytest.raises(UnsupportedModel, match="num_nextn_predict_layers"):
+        executor_for(made.directory, device="cpu")
+
+
+def test_tensors_of_the_layer_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    save_mtp("glm4-moe", tmp_path, normed=True)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.2.enorm.weight"]
+    tensors["model.layers.2.eh_proj.weight"] = torch.zeros(64, 64)
+    save_file(tensors, path)
+    wrong = r"missing model.layers.2.enorm.weight; model.layers.2.eh_proj.weight has shape"
+    with pytest.raises(CheckpointError, match=wrong):
+        executor_for(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "flag"),
+    [({"load_format": "dummy"}, "--load-format"), ({"model_impl": "transformers"}, "--model-impl")],
+    ids=str,
+)
+def test_settings_that_it_does_not_work_with_are_named(
+    glm: MtpReference, model: dict[str, Any], flag: str
+) -> None:
+    with pytest.raises(BadDraftModel, match=f"--speculative-method mtp .*{flag}"):
+        executor_for(glm.directory, device="cpu", **model)
+
+
+@pytest.mark.parametrize(
+    ("flag", "changes"),
+    [
+        ("--tensor-parallel-size", {"parallel": ParallelConfig(tensor_parallel_size=2)}),
+        ("--pipeline-parallel-size", {"parallel": ParallelConfig(pipeline_parallel_size=2)}),
+        ("--enable-expert-parallel", {"parallel": ParallelConfig(enable_expert_parallel=True)}),
+        ("--enable-lora", {"lora": LoraConfig(enable_lora=True)}),
+        ("--executor", {"executor": ExecutorConfig(executor="simulated")}),
+    ],
+)
+def test_ways_to_serve_that_it_does_not_work_with_are_named(
+    flag: str, changes: dict[str, Any]
+) -> None:
+    drafting = SchedulerConfig(speculative_method="mtp")
+    with pytest.raises(BadDraftModel, match=f"--speculative-method mtp: .*{flag}"):
+        check_draft_settings(EngineConfig(scheduler=drafting, **changes))
+
+
+def test_drafts_come_from_one_place() -> None:
+    others: tuple[dict[str, Any], ...] = ({"speculative_ngram": 2}, {"speculative_model": "draft"})
+    for other in others:
+        with pytest.raises(ValueError, match="give one of them"):
+            SchedulerConfig(speculative_method="mtp", **other)
