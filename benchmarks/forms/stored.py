@@ -26,8 +26,8 @@ from engine.shared.model_files import model_directory
 
 _GROUP = 32
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-_GGUF_KINDS = (Kind.BF16, Kind.Q8_0, Kind.Q5_1, Kind.Q5_0, Kind.Q4_0)
-_KINDS_OF_LLAMA_CPP = ("Q6_K", "Q5_K_M", "Q4_K_M")
+_GGUF_KINDS = (Kind.BF16, Kind.Q8_0, Kind.Q4_0)
+_KINDS_OF_LLAMA_CPP = ("Q6_K", "Q4_K_M")
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 Parts = dict[str, Tensor]
