@@ -47,7 +47,7 @@ test-quick: $(VENV)/.test ## run the tests of state machines and plain functions
 
 # What exchanges tensors between processes, and what models in several processes take part in.
 DISTRIBUTED := tests/engine/distributed tests/engine/executor tests/engine/lockstep \
-	tests/engine/lora/test_adapted_engines.py tests/engine/runner/test_draft_model.py
+	tests/engine/lora/test_adapted_engines.py
 
 test-strict-device: $(VENV)/.test ## run the distributed tests on a device that there is not, as strict as CUDA and NCCL
 	$(BIN)/python -m pytest --strict-device $(PARALLEL) $(DISTRIBUTED) $(ARGS)
