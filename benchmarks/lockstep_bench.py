@@ -1,11 +1,13 @@
 """Compares admission policies on real engines that step together, in turn within the same minutes.
 
     python -m benchmarks.lockstep_bench --rounds 7
+    python -m benchmarks.lockstep_bench --policies level --overlap
 
-One stack per policy with the bundled model and expert parallelism; those whose turn it is not are
-paused and use no processor. Two loads: `even`, where all requests are alike and come together, so
-that ranks are in phase and no policy has anything to gain; and `mixed`, long prompts and long
-outputs of very different lengths, whose prefills meet other requests' decodes.
+One stack per policy, and with `--overlap` one more whose steps overlap, with the bundled model and
+expert parallelism; those whose turn it is not are paused and use no processor. Two loads: `even`,
+where all requests are alike and come together, so that ranks are in phase and no policy has
+anything to gain; and `mixed`, long prompts and long outputs of very different lengths, whose
+prefills meet other requests' decodes.
 """
 
 import argparse
@@ -97,15 +99,25 @@ def _per_token(result: StreamResult) -> float:
     return (result.total - result.first_token) / max(1, result.tokens - 1)
 
 
+def policies(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the flags of everything to compare, by name."""
+    found = {}
+    for policy in options.policies:
+        found[policy] = ["--admission-policy", policy]
+        if options.overlap:
+            found[f"{policy}, overlapped"] = [*found[policy], "--async-scheduling"]
+    return found
+
+
 def run(options: argparse.Namespace) -> dict[tuple[str, str], list[Measured]]:
     """Return the rounds of every load and policy."""
     measured: dict[tuple[str, str], list[Measured]] = {}
     with contextlib.ExitStack() as stacks, Progress(console=Console(stderr=True)) as progress:
         urls = {}
-        for policy in options.policies:
+        for policy, chosen in policies(options).items():
             flags = [
                 "--enable-expert-parallel", "--data-parallel-size", str(options.engines),
-                "--admission-policy", policy, "--log-level", "warning",
+                *chosen, "--log-level", "warning",
                 "--max-num-seqs", str(options.max_num_seqs), *options.flags,
             ]  # fmt: skip
             urls[policy] = stacks.enter_context(RunningStack(*flags)).url
@@ -145,6 +157,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", nargs="+", default=["none", "level"])
+    parser.add_argument("--overlap", action="store_true", help="with overlapped steps as well")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=8)

@@ -18,9 +18,9 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.stack
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RunningStack]:
-    with RunningStack(*FLAGS, "--data-parallel-size", "2") as running:
+@pytest.fixture(scope="module", params=[(), ("--async-scheduling",)], ids=["", "overlapped"])
+def pair(request: pytest.FixtureRequest) -> Iterator[RunningStack]:
+    with RunningStack(*FLAGS, "--data-parallel-size", "2", *request.param) as running:
         yield running
 
 

@@ -34,15 +34,17 @@ class Trio(NamedTuple):
 
 
 @pytest.fixture(
-    scope="module", params=[("shrink", ()), ("wait", MOVING)], ids=["shrink", "wait, moving"]
+    scope="module",
+    params=[("shrink", ()), ("wait", MOVING), ("shrink", ("--async-scheduling",))],
+    ids=["shrink", "wait, moving", "shrink, overlapped"],
 )
 def trio(request: pytest.FixtureRequest) -> Iterator[Trio]:
-    regroup, moving = request.param
-    flags = ("--data-parallel-size", "3", "--regroup", regroup, *moving)
+    regroup, more = request.param
+    flags = ("--data-parallel-size", "3", "--regroup", regroup, *more)
     with RunningStack(*FLAGS, *flags) as stack:
         with ThreadPoolExecutor(len(PROMPTS)) as clients:
             told = list(clients.map(lambda i: complete(stack.url, PROMPTS[i], TOKENS, i), range(3)))
-        if moving:
+        if more == MOVING:
             until(lambda: total(stack.url, "expert_layers_moved_total") > 0, "experts have moved")
         yield Trio(stack, regroup, told)
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from engine.core.events import (
     AdaptersSettled,
@@ -24,7 +24,7 @@ from engine.core.steps import Steps
 from engine.core.utilities import call_utility
 from engine.core.wave_clock import OwnClock, WaveClock
 from engine.executor.interface import Executor, GroupExecutor
-from engine.scheduler.admission import AdmissionPolicy, RankState
+from engine.scheduler.admission import AdmissionPolicy
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import EngineConfig
 from engine.shared.messages import (
@@ -129,13 +129,21 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is work, or a request that waits for something other than a step."""
-        return self.has_work or (self._scheduler.has_work and not self.halting.is_halted)
+        """Whether there are requests, what they wait for, or answers to be sent.
+
+        Requests of an engine that is halted do not count, but what is in flight of them.
+        """
+        if self.steps.have_rows or self._outbox:
+            return True
+        return self._scheduler.has_requests and not self.halting.is_halted
 
     @property
     def needs_steps(self) -> bool:
-        """Whether there are requests, or the rest of a step that failed, to be computed."""
-        return self._scheduler.needs_step
+        """Whether the group has to launch steps for this engine: what is in flight ends anyway.
+
+        There are requests to be computed, or what is left of steps that were given up.
+        """
+        return self._scheduler.needs_plan or self.steps.are_given_up
 
     @property
     def has_front_ends(self) -> bool:
@@ -200,18 +208,14 @@ class EngineCore:
         self.steps.advance(may_launch=not self.halting.is_halted)
         return self._take()
 
-    def step_together(self, number: int, loads: Sequence[RankState]) -> CoreStep:
-        """Take a step of a lockstep group to its end and return everything there is to send.
-
-        Args:
-            number: counts the steps of the wave, alike on all ranks.
-            loads: the states of all ranks, from the gather before this step.
+    def land_together(self) -> CoreStep:
+        """Wait for the oldest step of a lockstep group in flight; return what there is to send.
 
         Raises:
-            GroupBroken: a member failed. The same step is taken again when this is called next.
+            GroupBroken: a member failed, and `Steps.give_up` has to follow.
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
-        self.steps.take_together(number, loads)
+        self.steps.land_together()
         return self._take()
 
     def answers(self) -> CoreStep | None:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from engine.core.outbox import Outbox
@@ -36,6 +37,11 @@ class _Launched(NamedTuple):
     pending: PendingResult | None
     """None for a plan without rows, which no executor sees, and for one that a group gave up."""
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether rows of it are still to be computed, in another group."""
+        return self.pending is None and bool(self.plan.slots)
+
 
 class Steps:
     """Launches steps and takes their results, which go to the outbox.
@@ -57,7 +63,7 @@ class Steps:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.count = 0
-        """Steps launched so far."""
+        """Steps launched so far; of a group, those that are over."""
         self._rank = rank
         self._config = config
         self._scheduler = scheduler
@@ -73,6 +79,16 @@ class Steps:
     def are_in_flight(self) -> bool:
         """Whether a result is still to be taken."""
         return bool(self._in_flight)
+
+    @property
+    def have_rows(self) -> bool:
+        """Whether a result is still to be taken that is about a request."""
+        return any(each.plan.slots for each in self._in_flight)
+
+    @property
+    def are_given_up(self) -> bool:
+        """Whether a step has to be launched again, in another group."""
+        return bool(self._in_flight) and self._in_flight[-1].pending is None
 
     @property
     def next_tokens(self) -> int:
@@ -107,7 +123,7 @@ class Steps:
             CannotDo: a step was given up by its group, and has to be taken again first.
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
-        if self._in_flight and self._in_flight[0].pending is None and self._in_flight[0].plan.slots:
+        if any(each.is_given_up for each in self._in_flight):
             raise CannotDo("a step that its group gave up has to be finished first")
         try:
             while self._in_flight:
@@ -133,29 +149,63 @@ class Steps:
             return NO_LOAD
         return self._scheduler.rank_state(last_step_us, self._last_prefill_tokens)
 
-    def take_together(self, number: int, loads: Sequence[RankState]) -> None:
-        """Take a step of the group to its end; an empty one when there is nothing to compute.
+    def launch_together(self, number: int, loads: Sequence[RankState]) -> None:
+        """Launch a step of the group; an empty one when there is nothing to compute.
+
+        What the group before has given up comes first, as it was planned.
 
         Raises:
-            GroupBroken: a member failed. The same step is taken again when this is called next.
+            GroupBroken: a member failed, and `give_up` has to follow.
             StepFailed: the engine cannot go on; what was scheduled has been logged.
         """
         try:
             grant = self._grant(number, loads)
-            if not self._in_flight:
-                planned = self._scheduler.schedule(grant, self._now())
-                self._in_flight.append(_Launched(planned, None))
-            plan = self._in_flight[0].plan
-            result = self._executor.submit(plan).result()
-            self._in_flight.popleft()
-            self._outbox.collect(self._scheduler.update(plan, result, self._now()))
+            pending = [each.pending for each in self._in_flight]
+            place = pending.index(None) if None in pending else len(pending)
+            if place == len(pending):
+                plan = self._scheduler.schedule(grant, self._now())
+                self._in_flight.append(_Launched(plan, None))
+            plan = self._in_flight[place].plan
+            self._in_flight[place] = _Launched(plan, self._executor.submit(plan))
         except GroupBroken:
             raise
         except Exception as error:
             raise self._failed(error) from error
-        self.count += 1
-        self._scheduler.counters.dummy_steps += not plan.slots
-        self._last_prefill_tokens = plan.num_prefill_tokens
+
+    def land_together(self) -> None:
+        """Wait for the oldest step of the group in flight, and take its result.
+
+        Raises:
+            GroupBroken: a member failed, and `give_up` has to follow.
+            StepFailed: the engine cannot go on; what was scheduled has been logged.
+        """
+        try:
+            self._land_oldest()
+        except GroupBroken:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def give_up(self) -> None:
+        """The group has ended: take the results that are there, and keep the plans of the others.
+
+        These are launched again in another group. All steps in flight are over afterwards.
+
+        Raises:
+            StepFailed: the engine cannot go on; what was scheduled has been logged.
+        """
+        try:
+            with suppress(GroupBroken):
+                while self._in_flight and self._in_flight[0].pending is not None:
+                    self._land_oldest()
+            for place, (plan, pending) in enumerate(self._in_flight):
+                if pending is not None:
+                    self._in_flight[place] = _Launched(plan, None)
+                    with suppress(GroupBroken):
+                        pending.result()
+                        raise AssertionError("a step has followed one that was given up")
+        except Exception as error:
+            raise self._failed(error) from error
 
     # -- parts of a step -------------------------------------------------------------------------
 
@@ -187,6 +237,17 @@ class Steps:
             self._take_result()
         while self._in_flight and self._in_flight[0].pending is None:
             self._take_result()
+
+    def _land_oldest(self) -> None:
+        """Take the result of the group's oldest step in flight."""
+        plan, pending = self._in_flight[0]
+        assert pending is not None, "it has to be launched again"
+        result = pending.result()
+        self._in_flight.popleft()
+        self._outbox.collect(self._scheduler.update(plan, result, self._now()))
+        self.count += 1
+        self._scheduler.counters.dummy_steps += not plan.slots
+        self._last_prefill_tokens = plan.num_prefill_tokens
 
     def _take_result(self) -> None:
         plan, pending = self._in_flight.popleft()

@@ -278,11 +278,12 @@ class Group:
                 return True
         else:
             return True
+        left_at = self._left_at  # another thread may wait for a step meanwhile
         if not any(connections.somebody_left() for connections in self._all):
             self._left_at = None
-        elif self._left_at is None:
+        elif left_at is None:
             self._left_at = time.monotonic()
-        elif time.monotonic() - self._left_at > _GRACE:
+        elif time.monotonic() - left_at > _GRACE:
             self.abort()
         return False
 

@@ -162,6 +162,7 @@ class InProcessExecutor:
         """
         assert self._place == GroupPlace(spec.rank, spec.size), "another place was prepared"
         group = join_engines(spec, self._device, listener, shards=self._num_shards)
+        self._steps.regroup()
         self._share_experts(group.processes)
         return group
 

@@ -36,16 +36,28 @@ class StepThread:
         """Make it; `own` if steps overlap with what the caller does."""
         self.pool = _one_thread() if own else None
         """The thread, where there is one of its own."""
+        self._in_group = False
+        self._loss: Exception | None = None
+        """Why a step of a group has failed, and with it those after it."""
         self._profiler: StepProfiler | None = None
 
     def submit(self, run: Callable[[BatchPlan], BatchResult], plan: BatchPlan) -> PendingResult:
         """Run a step, or have the thread run it after those before it."""
         if self.pool is not None:
-            return self.pool.submit(run, plan)
+            return self.pool.submit(self._run, run, plan)
         try:
             return FinishedStep(run(plan))
         except Exception as error:  # belongs to whoever waits for this step
             return FinishedStep(error)
+
+    def regroup(self) -> None:
+        """Steps hold collectives with another group from now on; none is in flight.
+
+        In a group no step follows one that failed: it needs tokens of that, and the other members
+        would take its collectives for those that they still wait for.
+        """
+        self._in_group = True
+        self._loss = None
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function between two steps, and wait for it; raises what it raises."""
@@ -77,6 +89,15 @@ class StepThread:
         if profiler is None:
             raise CannotDo("no profile is being recorded")
         self.call(partial(profiler.stop, path))
+
+    def _run(self, run: Callable[[BatchPlan], BatchResult], plan: BatchPlan) -> BatchResult:
+        if self._loss is not None:
+            raise self._loss
+        try:
+            return run(plan)
+        except Exception as error:
+            self._loss = error if self._in_group else None
+            raise
 
     def shutdown(self) -> None:
         """Let the step that runs end; the others never begin."""

@@ -2,25 +2,29 @@
 
     park     sleep on the inbox
     gather   exchange a row with all ranks, and learn what the group does
-    step     schedule, compute (an empty batch without work), hand the outputs on, take what came
+    step     schedule, and begin to compute (an empty batch without work)
+    land     wait for the oldest step, hand the outputs on, take what came
 
 When a member of the group fails, in a gather or inside a step, the engine leaves the group and
-waits for the coordinator to form another. The step that failed is then taken again as it was
+waits for the coordinator to form another. The steps that failed are then taken again as they were
 planned.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from engine.core.engine_core import EngineCore
 from engine.core.outbox import CoreStep
+from engine.core.steps import StepFailed
 from engine.distributed.spec import GroupBroken
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.held_calls import HeldCalls
-from engine.lockstep.wave import EngineWave, Gather, GatherRow, Park, Step
+from engine.lockstep.wave import EngineWave, Gather, GatherRow, Land, Park, Step
 from engine.process.ending import Ending
 from engine.process.events import Drain, InboxItem, Stop, Welcomed
 from engine.process.inbox import receive
@@ -43,7 +47,10 @@ GATHER_INTERVAL = 16
 
 
 class LockstepLoop:
-    """Takes part in the steps of a group."""
+    """Takes part in the steps of a group.
+
+    More than 15 attributes: it is where all parts of an engine in a group meet.
+    """
 
     def __init__(
         self,
@@ -79,6 +86,9 @@ class LockstepLoop:
         self._held_calls = HeldCalls(core, wave)
         self._group: EngineGroup | None = None
         self._load: RankState | None = None
+        self._launched: deque[tuple[float, int]] = deque()
+        """Of the steps in flight, when, and how many tokens they have at most."""
+        self._landed_at = 0.0
         self._last_step_us = 0
 
     def run(self) -> Stop:
@@ -98,6 +108,11 @@ class LockstepLoop:
             except GroupBroken as error:
                 self._lose_group(error)
 
+    def end(self) -> None:
+        """Give up what is in flight, when `run` is over: the group's connections can be closed."""
+        with suppress(StepFailed):  # which has been logged
+            self._end_group()
+
     def _turn(self) -> None:
         """Do the next thing."""
         action = self._wave.next_action(self._core.needs_steps, self._own_load())
@@ -108,7 +123,9 @@ class LockstepLoop:
             case Gather(row):
                 self._gather(row)
             case Step():
-                self._step(action)
+                self._launch(action)
+            case Land(drains):
+                self._land(drains=drains)
 
     # -- what the wave may want ------------------------------------------------------------------
 
@@ -133,17 +150,37 @@ class LockstepLoop:
             self._send_answers()
             self._send_stats()
 
-    def _step(self, action: Step) -> None:
-        began = time.monotonic()
-        self._watch.begin(self._core.steps.next_tokens, began)
+    def _launch(self, action: Step) -> None:
+        self._launched.append((time.monotonic(), self._core.steps.next_tokens))
+        # Where steps do not overlap it is computed here and now.
+        with nullcontext() if self._wave.overlaps else self._watched():
+            self._core.steps.launch_together(action.number, action.loads)
+        self._wave.launched()
+        self._load = None
+        self._send_answers()  # who is to run alone is announced before it runs
+
+    def _land(self, *, drains: bool) -> None:
+        with self._watched() if self._wave.overlaps else nullcontext():
+            step = self._core.land_together()
+        now = time.monotonic()
+        launched_at, _ = self._launched.popleft()
+        self._last_step_us = int((now - max(launched_at, self._landed_at)) * 1e6)
+        self._landed_at = now
+        self._wave.landed()
+        self._load = None
+        self._say(step)
+        if drains:
+            self._drain(0)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """End the engine if a step in flight hangs meanwhile."""
+        tokens = sum(most for _, most in self._launched)
+        self._watch.begin(tokens, time.monotonic())
         try:
-            step = self._core.step_together(action.number, action.loads)
+            yield
         finally:  # a step that a lost member ended has not hung either
             self._watch.end()
-        self._last_step_us = int((time.monotonic() - began) * 1e6)
-        self._wave.stepped()
-        self._say(step)
-        self._drain(0)
 
     # -- what comes in ---------------------------------------------------------------------------
 
@@ -177,6 +214,8 @@ class LockstepLoop:
     # -- groups come and go ----------------------------------------------------------------------
 
     def _form(self, order: FormGroup) -> None:
+        if self._group is not None and order.topology > self._group.topology:
+            self._end_group()
         group = self._grouping.ordered(order)
         if group is not None:
             interval = 1 if self._core.steps.joined_group(group.size) else GATHER_INTERVAL
@@ -184,14 +223,21 @@ class LockstepLoop:
             self._group = group
             logger.info("joined group %d as %d of %d", group.topology, group.rank + 1, group.size)
             self._on_joined()
-        elif self._group is not None and not self._grouping.is_joined:
-            self._wave.group_lost()
-            self._group = None
 
     def _lose_group(self, error: GroupBroken) -> None:
-        self._wave.group_lost()
-        self._group = None
+        self._end_group()
         self._grouping.lose(error)
+
+    def _end_group(self) -> None:
+        """Take no further part in the group; nothing of it is in flight any more."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        group.abort()
+        with self._watched():
+            self._core.steps.give_up()
+        self._launched.clear()
+        self._wave.group_lost()
 
     # -- what goes out ---------------------------------------------------------------------------
 

@@ -6,11 +6,16 @@ none does. `EngineWave` says what an engine's loop has to do next; the loop obey
     match wave.next_action(has_work, load):
         case Park(): block on the input queue, then drain it
         case Gather(row): table = all-gather of row.pack(); wave.gathered(table)
-        case Step(): schedule and execute (or run a dummy batch); wave.stepped(); drain the queue
+        case Step(): schedule and begin to execute (or a dummy batch); wave.launched()
+        case Land(drains): wait for the oldest step; wave.landed(); drain the queue if it `drains`
 
-and sends `take_reports()` to the coordinator before it parks, gathers or steps. The input queue
-is drained after a park or a step only, never between a gather and its step: what a rank says
-in the gather is then all that the step can contain.
+and sends `take_reports()` to the coordinator before each of them. The input queue is drained after
+a park or a landing only, never between a gather and its step: what a rank says in the gather is
+then all that the step can contain.
+
+Where steps overlap the next one is gathered for and launched while one runs. A wave then ends in
+two gathers: after the first no step is launched any more, and the second follows when all ranks
+have landed theirs. So no rank is paused or held while another still computes.
 
 Whether to go on, to pause or to hold is decided by `judge`, a pure function of the
 gathered table, and so alike on all ranks. The wave number, the hold epoch and the topology are
@@ -55,7 +60,7 @@ class GatherRow(NamedTuple):
     tag: int
     """Number of this collective since the group was formed."""
     step: int
-    """Steps done in this wave."""
+    """Steps launched in this wave."""
     wave: int
     hold_epoch: int
     """Odd: the group has to be held; even: it may run."""
@@ -90,18 +95,26 @@ class Gather(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Take a step together with all ranks of the group.
+    """Launch a step that is taken together with all ranks of the group.
 
     A rank without work runs an empty batch, so that its peers' collectives complete.
     """
 
     number: int
-    """Steps done in this wave before this one."""
+    """Steps launched in this wave before this one."""
     loads: tuple[RankState, ...]
     """All ranks' states from this step's gather, by rank; empty in a step without a gather."""
 
 
-Action = Park | Gather | Step
+class Land(NamedTuple):
+    """Wait for the oldest of the steps that were launched and have not landed."""
+
+    drains: bool
+    """Whether to drain the input queue afterwards: not before the gather that ends a wave, which
+    all ranks come to as they were judged."""
+
+
+Action = Park | Gather | Step | Land
 
 
 class Verdict(NamedTuple):
@@ -163,6 +176,7 @@ class EngineWave:
         wave: int = 0,
         topology: int = 0,
         gather_interval: int = 1,
+        max_in_flight: int = 1,
         leads: bool | None = None,
         phase: Phase = Phase.FORMING,
     ) -> None:
@@ -170,8 +184,8 @@ class EngineWave:
 
         `wave` is what the coordinator's welcome or the group's last formation knew. Only every
         `gather_interval`-th step of a wave begins with a gather; 1 for admission policies that
-        look at the loads. The same on all ranks. One of them, by default rank 0, leads: it
-        reports the end of waves.
+        look at the loads. At most `max_in_flight` steps are launched and not landed. Both are the
+        same on all ranks. One of them, by default rank 0, leads: it reports the end of waves.
         """
         self.phase = phase
         self.wave = wave
@@ -182,6 +196,10 @@ class EngineWave:
         self._leads = rank == 0 if leads is None else leads
         self._incarnation = incarnation
         self._gather_interval = gather_interval
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
+        self._settles = False
+        """No step is launched until all have landed and the ranks have gathered once more."""
         self._tag = 0
         self._held_at = 0
         self._loads: tuple[RankState, ...] | None = None
@@ -201,6 +219,11 @@ class EngineWave:
         return self.phase is Phase.HELD
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched while one runs."""
+        return self._max_in_flight > 1
+
+    @property
     def awaits_peers(self) -> bool:
         """Whether this rank started a wave and nobody has been seen to follow yet."""
         return self.phase is Phase.RUNNING and self.step == 0 and self._loads is None
@@ -215,6 +238,8 @@ class EngineWave:
             self._start()
         if self.phase in (Phase.PAUSED, Phase.HELD, Phase.APART):
             return Park()
+        if self._in_flight and (self._settles or self._in_flight == self._max_in_flight):
+            return Land(drains=not self._settles)
         if self._loads is None and self._gathers_now():
             return Gather(self._row(has_work, load))
         return Step(self.step, self._loads or ())
@@ -229,10 +254,12 @@ class EngineWave:
     def group_lost(self) -> None:
         """A member has failed or the group is superseded: no collective until `regroup`.
 
-        Whatever collective was going on has been given up.
+        Whatever collective was going on has been given up, and so have the steps in flight.
         """
         self.phase = Phase.APART
         self._loads = None
+        self._in_flight = 0
+        self._settles = False
 
     def regroup(
         self, topology: int, *, leads: bool | None = None, gather_interval: int | None = None
@@ -303,6 +330,9 @@ class EngineWave:
         self._tag += 1
         self._adopt(verdict.wave)
         self.hold_epoch = max(self.hold_epoch, verdict.hold_epoch)
+        self._settles = self._in_flight > 0 and verdict.phase is not Phase.RUNNING
+        if self._settles:
+            return
         if verdict.phase is Phase.RUNNING:
             self._loads = tuple(row.load for row in rows)
             if self.phase is Phase.FORMING:
@@ -310,11 +340,16 @@ class EngineWave:
         else:
             self._stop(verdict)
 
-    def stepped(self) -> None:
-        """The step is done on this rank."""
+    def launched(self) -> None:
+        """The step has begun on this rank."""
         self._tag += 1
         self.step += 1
+        self._in_flight += 1
         self._loads = None
+
+    def landed(self) -> None:
+        """The oldest step is done on this rank."""
+        self._in_flight -= 1
 
     def tick(self, now: float) -> None:
         """Time has passed while a gather is outstanding (seconds, monotonic).

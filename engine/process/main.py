@@ -181,9 +181,6 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, lifeline: Lifeline, incarnation: int) -> None:
         self._steps_together = steps_together(config)
-        if self._steps_together:  # a step has to be over when its group gathers for the next
-            scheduling = msgspec.structs.replace(config.scheduler, async_scheduling=False)
-            config = msgspec.structs.replace(config, scheduler=scheduling)
         self._config = config
         self._lifeline = lifeline
         self._incarnation = incarnation
@@ -283,7 +280,13 @@ class EngineProcess:
         if not isinstance(executor, GroupExecutor):
             raise CannotStart("this executor cannot share the experts with other engines")
         rank, incarnation = welcome.rank, self._incarnation
-        wave = EngineWave(rank=rank, incarnation=incarnation, wave=welcome.wave, phase=Phase.APART)
+        wave = EngineWave(
+            rank=rank,
+            incarnation=incarnation,
+            wave=welcome.wave,
+            max_in_flight=1 + self._config.scheduler.steps_overlap,
+            phase=Phase.APART,
+        )
         core = EngineCore(
             self._config,
             executor,
@@ -320,6 +323,7 @@ class EngineProcess:
         finally:
             # The goodbye goes first, so that the others regroup on an order and not on an error.
             self._receiver.stop()
+            loop.end()
             grouping.close()
 
     def _has_adapters(self, sheet: AdapterSheet, held: list[HeldAdapter]) -> None:

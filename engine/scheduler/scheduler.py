@@ -138,11 +138,28 @@ class Scheduler:
         return bool(self._books.all or self._in_flight)
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any request is unfinished, or its end not said."""
+        return bool(self._books.all or self._refused)
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether the next plan may have rows.
+
+        Requests that wait for their grammars get none, nor do those whose last token is in flight.
+        """
+        books = self._books
+        if self._isolation.current_id in books.compiling:
+            return False
+        others = len(books.all) - len(books.compiling)
+        if not self._in_flight or others > len(books.running):
+            return others > 0
+        return any(each.queued_tokens or each.can_decode for each in books.running.values())
+
+    @property
     def needs_step(self) -> bool:
-        """Whether a step would do anything now: it would not for requests without their grammar."""
-        if self._isolation.current_id in self._books.compiling:
-            return bool(self._in_flight)
-        return len(self._books.all) > len(self._books.compiling) or bool(self._in_flight)
+        """Whether a step would do anything now, if only to take the result of one in flight."""
+        return bool(self._in_flight) or self.needs_plan
 
     @property
     def alone(self) -> int:

@@ -53,6 +53,7 @@ def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, s
         "enable_eplb": str(config.parallel.enable_eplb),
         "num_redundant_experts": str(config.parallel.num_redundant_experts),
         "eplb_step_interval": str(config.parallel.eplb_step_interval),
+        "steps_overlap": str(config.scheduler.steps_overlap),
         "max_num_seqs": str(config.scheduler.max_num_seqs),
         "max_num_batched_tokens": str(config.scheduler.max_num_batched_tokens),
         "admission_policy": str(config.scheduler.admission_policy),

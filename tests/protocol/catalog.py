@@ -23,6 +23,16 @@ SMALL = {
     "the coordinator restarts": Setup(coordinator_restarts=1, stats=True, notices=False),
     "an engine restarts": Setup(engine_restarts=1, notices=False),
     "held and resumed without requests": Setup(requests=0, calls=(PAUSE, RESUME)),
+    "overlapped, 2 requests": Setup(max_in_flight=2, requests=2, steps=2, notices=False),
+    "overlapped, ends not foreseen": Setup(
+        max_in_flight=2, steps=2, notices=False, foresees_ends=False
+    ),
+    "overlapped, a gather in every 2nd step": Setup(
+        max_in_flight=2, gather_interval=2, steps=3, notices=False
+    ),
+    "overlapped, an engine restarts": Setup(
+        max_in_flight=2, engine_restarts=1, steps=2, notices=False
+    ),
 }
 
 LARGE = {
@@ -38,6 +48,22 @@ LARGE = {
     "2 engines, 2 front ends, 2 requests, 1 repeat": Setup(front_ends=2, requests=2, duplicates=1),
     "held, resumed, with notices": Setup(calls=(PAUSE, RESUME)),
     "2 engines, 2 front ends, 3 requests": Setup(front_ends=2, requests=3),
+    "overlapped, with notices": Setup(max_in_flight=2, steps=2),
+    "overlapped, held, resumed": Setup(
+        max_in_flight=2, steps=2, calls=(PAUSE, RESUME), notices=False
+    ),
+    "overlapped, a gather in every 3rd step, held, resumed": Setup(
+        max_in_flight=2, steps=4, gather_interval=3, calls=(PAUSE, RESUME), notices=False
+    ),
+    "overlapped, 3 engines, one restarts": Setup(
+        max_in_flight=2, engines=3, engine_restarts=1, notices=False
+    ),
+    "overlapped, held, an engine restarts, resumed": Setup(
+        max_in_flight=2, engine_restarts=1, calls=(PAUSE, RESUME), notices=False, requests=0
+    ),
+    "overlapped, the coordinator restarts": Setup(
+        max_in_flight=2, coordinator_restarts=1, stats=True, steps=2, notices=False
+    ),
     "held, 2 requests": Setup(requests=2, calls=(PAUSE, RESUME), notices=False),
     "3 engines, 2 front ends, 2 requests": Setup(engines=3, front_ends=2, requests=2),
 }

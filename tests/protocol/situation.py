@@ -27,6 +27,10 @@ class Setup:
     steps: int = 1
     """Steps that one request takes."""
     gather_interval: int = 1
+    max_in_flight: int = 1
+    """Steps that a rank has launched and not landed, at most."""
+    foresees_ends: bool = True
+    """A rank knows which step in flight is the last of a request; else it turns out."""
     duplicates: int = 0
     """How many notices or orders may be delivered once more than they were sent."""
     calls: tuple[Call, ...] = ()
@@ -59,10 +63,15 @@ class Rank(NamedTuple):
 
     wave: int
     """Number of its `EngineWave`."""
-    work: tuple[int, ...] = ()
-    """Steps left of each request."""
+    work: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Of each request: its steps left, and whether each of the steps in flight is one of them."""
+    flying: tuple[int, ...] = ()
+    """Tags of the steps in flight, the oldest first."""
+    newest: int = -1
+    """Tag of the newest step that it has launched; -1 where that says nothing any more."""
     inside: Any = None
-    """The collective that it is in, as (kind, tag or row)."""
+    """What it waits for: ("gather", row), ("step", tag, whether it drains then), ("join", topology)
+    """
     orders: tuple[tuple[int, ...], ...] = ()
     reports: tuple[tuple[Any, ...], ...] = ()
     calls: tuple[Call, ...] = ()
@@ -100,6 +109,25 @@ class Rest(NamedTuple):
 
 
 # -- small changes of a state --------------------------------------------------------------------
+
+
+def launched(rank: Rank, tag: int) -> Rank:
+    """Return the rank with one more step in flight, which each request with steps left has."""
+    work = [(left, (*flags, int(left > sum(flags)))) for left, flags in rank.work]
+    return rank._replace(work=tuple(sorted(work)), flying=(*rank.flying, tag), newest=tag)
+
+
+def landed(rank: Rank) -> tuple[Rank, int]:
+    """Return the rank without its oldest step in flight, and how many requests that has ended."""
+    work = [(left - flags[0], flags[1:]) for left, flags in rank.work]
+    kept = tuple(sorted(each for each in work if each[0]))
+    return rank._replace(work=kept, flying=rank.flying[1:]), len(work) - len(kept)
+
+
+def given_up(rank: Rank) -> Rank:
+    """Return the rank without steps in flight: what they had of requests is computed again."""
+    work = tuple(sorted((left, ()) for left, _ in rank.work))
+    return rank._replace(work=work, flying=(), newest=-1)
 
 
 def put(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:

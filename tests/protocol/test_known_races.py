@@ -65,7 +65,8 @@ class Group:
         for rank, each in enumerate(self.ranks):
             action = self.next(rank)
             assert isinstance(action, Step), f"rank {rank} does not join: {action}"
-            each.stepped()
+            each.launched()
+            each.landed()
             self.work[rank] = max(0, self.work[rank] - 1)
 
     def tell_hub(self, *ranks: int) -> list[StartDpWave]:

@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 
 from coordinator.wave import Clock, LockstepWave
-from engine.lockstep.wave import Action, EngineWave, Park, Phase, Verdict, is_hold
+from engine.lockstep.wave import (
+    Action,
+    EngineWave,
+    Gather,
+    GatherRow,
+    Land,
+    Park,
+    Phase,
+    Verdict,
+    is_hold,
+    judge,
+)
 from engine.scheduler.admission import RankState
 from engine.shared.messages import StartDpWave, StartWave, WakeUp, WaveComplete
 from tests.protocol.explorer import explore
@@ -158,7 +169,8 @@ class SkipsDummySteps(EngineWave):
     def next_action(self, has_work: bool, load: RankState) -> Action:
         action = super().next_action(has_work, load)
         if self._loads is not None and not has_work:
-            self.stepped()
+            self.launched()
+            self.landed()
             return super().next_action(has_work, load)
         return action
 
@@ -243,6 +255,7 @@ class StaysInALostGroup(EngineWave):
 
     def group_lost(self) -> None:
         self._loads = None
+        self._in_flight = 0
 
 
 class KeepsItsCount(EngineWave):
@@ -277,6 +290,56 @@ class StartsWithoutAGroup(EngineWave):
             self._loads = ()
 
 
+class PausesBeforeLanding(EngineWave):
+    """Ends a wave as soon as the table says so, whatever is in flight."""
+
+    def gathered(self, table: Sequence[Sequence[int]]) -> None:
+        in_flight, self._in_flight = self._in_flight, 0
+        super().gathered(table)
+        self._in_flight = in_flight
+
+
+class EndsInOneGather(EngineWave):
+    """Ends a wave when its own steps have landed, while others may still compute theirs."""
+
+    def gathered(self, table: Sequence[Sequence[int]]) -> None:
+        super().gathered(table)
+        self._judged = judge([GatherRow.unpack(values) for values in table])
+
+    def landed(self) -> None:
+        super().landed()
+        if self._settles and not self._in_flight:
+            self._settles = False
+            self._stop(self._judged)
+
+
+class OverlapsOnRank0Only(EngineWave):
+    """Waits for a step in flight before it gathers for the next one, unless it is rank 0."""
+
+    def next_action(self, has_work: bool, load: RankState) -> Action:
+        action = super().next_action(has_work, load)
+        if isinstance(action, Gather) and self._in_flight and self._rank:
+            return Land(drains=True)
+        return action
+
+
+class SettlesAlone(EngineWave):
+    """Launches no further step when it has no work itself and one is in flight."""
+
+    def gathered(self, table: Sequence[Sequence[int]]) -> None:
+        own = table[self._rank]
+        super().gathered([own] * len(table) if self._in_flight else table)
+
+
+class KeepsItsSteps(EngineWave):
+    """Waits in a new group for steps that were launched in the one before."""
+
+    def group_lost(self) -> None:
+        in_flight = self._in_flight
+        super().group_lost()
+        self._in_flight = in_flight
+
+
 # -- the verdicts --------------------------------------------------------------------------------
 
 NOTICED = Setup(order_window=2)
@@ -292,10 +355,13 @@ RESUMED_AT_ONE = Setup(calls=(Call("pause", 1, (0,)), Call("resume", 2, (1,))), 
 LONG_STEPS = Setup(steps=3, gather_interval=2, notices=False)
 LATE_DRAIN = Setup(requests=2, drains_late=True, notices=False)
 REPLACED = Setup(engine_restarts=1, notices=False)
+OVERLAPPED = Setup(max_in_flight=2, steps=2, notices=False)
+OVERLAPPED_REPLACED = replace(OVERLAPPED, engine_restarts=1)
 
 HANG, LONER, STALE, RESTLESS = "no way to the end", "enters", "goes back", "waves for|left again"
+EARLY, UNKNOWN = "ends with steps in flight", "has not launched"
 """What is found: a request that never ends, a rank alone in a collective, a wave that goes back,
-and waves that nobody needs."""
+and waves that nobody needs; a wave that ends too early, and a step that is not there."""
 
 COORDINATORS = [
     (RunningByOrder, NOTICED, HANG),
@@ -325,6 +391,11 @@ ENGINES = [
     (KeepsItsCount, REPLACED, LONER),
     (SkipsForming, REPLACED, HANG),
     (StartsWithoutAGroup, REPLACED, LONER),
+    (PausesBeforeLanding, OVERLAPPED, EARLY),
+    (EndsInOneGather, OVERLAPPED, EARLY),
+    (OverlapsOnRank0Only, OVERLAPPED, EARLY),
+    (SettlesAlone, OVERLAPPED, LONER),
+    (KeepsItsSteps, OVERLAPPED_REPLACED, UNKNOWN),
 ]
 
 CONFIGURATIONS = {
@@ -332,7 +403,8 @@ CONFIGURATIONS = {
     "noticed while held": NOTICED_WHILE_HELD, "resumed at one rank": RESUMED_AT_ONE,
     "long steps": LONG_STEPS,
     "late drain": LATE_DRAIN, "replaced": REPLACED, "one request": ONE_REQUEST,
-    "three engines": THREE_ENGINES,
+    "three engines": THREE_ENGINES, "overlapped": OVERLAPPED,
+    "overlapped, replaced": OVERLAPPED_REPLACED,
 }  # fmt: skip
 """Where the mutants are shown."""
 

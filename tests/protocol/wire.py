@@ -21,13 +21,18 @@ from tests.protocol.explorer import freeze
 from tests.protocol.situation import Call
 
 _TAG_CYCLE = 4
-"""Ranks are never more than one collective apart, so a tag may be counted in a small circle."""
+"""Ranks are never more than one collective apart, so a tag may be counted in a small circle, and in
+a larger one where each may have several steps in flight."""
 
 _versions = count(1)
 
 
+def tag_cycle(max_in_flight: int) -> int:
+    return _TAG_CYCLE if max_in_flight == 1 else 4 * _TAG_CYCLE
+
+
 def engine_view(engine: EngineWave) -> Any:
-    engine._tag %= _TAG_CYCLE
+    engine._tag %= tag_cycle(engine._max_in_flight)
     return freeze({k: v for k, v in vars(engine).items() if k != "_repeat_at"})
 
 

@@ -11,8 +11,10 @@ are `Router`. What lies between them is modelled as weakly as the sockets are:
 
 A collective is what it is: a rank that enters waits until all ranks of the group are in the same
 one. Ranks then leave it at once; that one could leave later changes nothing for anybody else,
-because a rank inside takes no messages. All requests are alike, and so are front ends, so states
-are told apart by counts and with the front ends sorted.
+because a rank inside takes no messages. Of a step it waits for the end only, when it lands: that
+comes once all have launched the step, and, where steps overlap, at any time from then on. All
+requests are alike, and so are front ends, so states are told apart by counts and with the front
+ends sorted.
 """
 
 from collections.abc import Iterator
@@ -22,7 +24,16 @@ from typing import Any
 
 from coordinator.events import Event, FromMember, PublishOrder, PublishView, Tick
 from coordinator.state import CoordinatorParameters, CoordinatorState
-from engine.lockstep.wave import EngineWave, Gather, LockstepError, Park, Phase, Step
+from engine.lockstep.wave import (
+    Action,
+    EngineWave,
+    Gather,
+    Land,
+    LockstepError,
+    Park,
+    Phase,
+    Step,
+)
 from engine.scheduler.admission import RankState
 from engine.shared.messages import ClusterView, StartDpWave, WakeUp
 from server.router.router import Router, build_router
@@ -35,6 +46,9 @@ from tests.protocol.situation import (
     Rest,
     Setup,
     add_orders,
+    given_up,
+    landed,
+    launched,
     less_duplicates,
     put,
     with_front,
@@ -51,6 +65,7 @@ from tests.protocol.wire import (
     replace_member,
     report_event,
     report_key,
+    tag_cycle,
     tick_until_due,
     view_key,
 )
@@ -64,13 +79,6 @@ def _new_front() -> Router:
         front_end=0, incarnation=1, first_id=0, policy=LeastLoaded(), table=None, grace=FOREVER,
         max_resumes=1, resume_timeout=FOREVER,
     )  # fmt: skip
-
-
-def _inside(action: Gather | Step, tag: int) -> tuple[str, Any]:
-    """Return what a rank says of the collective that it enters, the `tag`-th of its group."""
-    if isinstance(action, Gather):
-        return ("gather", tuple(action.row.pack()))
-    return ("step", tag)
 
 
 @dataclass
@@ -124,8 +132,7 @@ class World:
     def successors(self, state: State) -> Iterator[tuple[Label, State]]:
         ranks, _, fronts, rest = state
         for number, rank in enumerate(ranks):
-            if rank.inside is None:
-                yield from self._enter(state, number)
+            yield from self._enter(state, number)
             if rank.inside is None or (self.setup.drains_late and rank.inside[0] == "gather"):
                 yield from self._take(state, number)
             for order in rank.orders:
@@ -155,6 +162,7 @@ class World:
             incarnation=rank + 1,
             wave=wave,
             gather_interval=self.setup.gather_interval,
+            max_in_flight=self.setup.max_in_flight,
             phase=phase,
         )
 
@@ -164,16 +172,16 @@ class World:
         In the last moment of a collective some of the others may still complete it.
         """
         yield ("engine restarts", number), self._replaced(state, number)
-        rank, action = self._act(state[0][number])
-        if state[0][number].inside is not None or not isinstance(action, Gather | Step):
+        if state[0][number].inside is not None:
             return
-        inside = self._inside(rank, action)
+        rank = self._go_on(state[0][number])
         others = [other for other in range(len(state[0])) if other != number]
-        if any(state[0][other].inside is None for other in others):
+        inside = [each.inside for each in (rank, *(state[0][other] for other in others))]
+        if None in inside or inside[0][0] == "join" or len({kind for kind, *_ in inside}) > 1:
             return
-        if len({inside[0], *(state[0][other].inside[0] for other in others)}) > 1:
-            return
-        entered = with_rank(state, number, rank._replace(inside=inside))
+        entered = with_rank(state, number, rank)
+        if inside[0][0] == "step":
+            others = [other for other in others if self._may_land(entered[0], other)]
         table = tuple(each.inside[1] for each in entered[0])
         for size in range(1, len(others) + 1):
             for lucky in combinations(others, size):
@@ -185,12 +193,10 @@ class World:
 
     def _leave_collective(self, state: State, number: int, table: tuple[Any, ...]) -> State:
         """Let one rank out of a collective that it has completed."""
-        rank, rest = state[0][number], state[3]
+        rank = state[0][number]
         if rank.inside[0] == "gather":
             return with_rank(state, number, self._return_from_gather(rank, table))
-        done = rest.done + sum(left == 1 for left in rank.work)
-        state = (*state[:3], rest._replace(done=done))
-        return with_rank(state, number, self._return_from_step(rank))
+        return self._land(state, number)
 
     def _replaced(self, state: State, number: int) -> State:
         ranks, hub, fronts, rest = state
@@ -219,8 +225,17 @@ class World:
         if wave.topology == newest:
             return
         if wave.phase is not Phase.APART:
-            left, _ = self._apply(rank, "lost", lambda e: e.group_lost())
-            yield ("leave group", number), with_rank(state, number, left._replace(inside=None))
+            # Some of the steps in flight may be over, the others are given up.
+            while True:
+                rank = state[0][number]
+                left, _ = self._apply(rank, "lost", lambda e: e.group_lost())
+                left = given_up(left._replace(inside=None))
+                yield ("leave group", number, len(rank.flying)), with_rank(state, number, left)
+                if not rank.flying or self.setup.max_in_flight == 1:
+                    return
+                over, ended = landed(rank)
+                state = with_rank(state, number, over)
+                state = (*state[:3], state[3]._replace(done=state[3].done + ended))
         elif rank.inside is None:
             meeting = with_rank(state, number, rank._replace(inside=("join", newest)))
             yield ("join group", number), self._complete(meeting)
@@ -243,47 +258,121 @@ class World:
         wave, (returned, reports) = self.engines.apply(rank.wave, event, run)
         return rank._replace(wave=wave, reports=rank.reports + reports), returned
 
-    def _act(self, rank: Rank) -> tuple[Rank, Any]:
-        has_work = bool(rank.work)
+    def _act(self, rank: Rank) -> tuple[Rank, Action]:
+        has_work = any(
+            left > self.setup.foresees_ends * sum(in_flight) for left, in_flight in rank.work
+        )
         return self._apply(rank, ("act", has_work), lambda e: e.next_action(has_work, _LOAD))
 
     def _enter(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
-        rank, action = self._act(state[0][number])
-        if isinstance(action, Park):
+        """Let a rank do what its loop does next, if it waits for nobody."""
+        if state[0][number].inside is not None:
+            if self.setup.max_in_flight > 1 and self._may_land(state[0], number):
+                yield ("land", number), self._complete(self._land(state, number))
+            return
+        rank = self._go_on(state[0][number])
+        if rank.inside is None:
             if rank != state[0][number]:
                 yield ("settle", number), with_rank(state, number, rank)
             return
-        rank = rank._replace(inside=self._inside(rank, action))
         state = with_rank(state, number, rank)
         self._check_company(state[0], number)
         yield ("enter", number, rank.inside), self._complete(state)
 
-    def _inside(self, rank: Rank, action: Gather | Step) -> tuple[str, Any]:
-        return _inside(action, self.engines.objects[rank.wave]._tag)
+    def _go_on(self, rank: Rank) -> Rank:
+        """Return the rank where it waits for others, or for messages."""
+        while True:
+            rank, action = self._act(rank)
+            match action:
+                case Gather(row):
+                    return rank._replace(inside=("gather", tuple(row.pack())))
+                case Land(drains):
+                    if not rank.flying:
+                        raise Violation("a rank waits for a step that it has not launched")
+                    return rank._replace(inside=("step", rank.flying[0], drains))
+                case Step():
+                    rank = self._launch(rank)
+                case Park():
+                    return rank
+
+    def _launch(self, rank: Rank) -> Rank:
+        tag = self.engines.objects[rank.wave]._tag
+        rank, _ = self._apply(rank, "launched", lambda e: e.launched())
+        return launched(rank, tag)
+
+    def _has_launched(self, rank: Rank, tag: int) -> bool:
+        """Whether a rank has launched the step with this tag, maybe others after it."""
+        cycle = tag_cycle(self.setup.max_in_flight)
+        return rank.newest >= 0 and (rank.newest - tag) % cycle < cycle // 2
 
     def _check_company(self, ranks: tuple[Rank, ...], number: int) -> None:
+        """Check that no rank waits for one that waits for it, or for one that will not come."""
         own = self.engines.objects[ranks[number].wave]
-        kind, tag = ranks[number].inside[0], own._tag
+        kind, what = ranks[number].inside[:2]
+        where = f"{kind} {own._tag if kind == 'gather' else what}"
         waves = [self.engines.objects[rank.wave] for rank in ranks]
         if any(w.phase is Phase.APART or w.topology != own.topology for w in waves):
             return  # a member has died or left: whatever they are in fails
         for peer_number, peer in enumerate(ranks):
             wave = self.engines.objects[peer.wave]
+            if peer_number == number:
+                continue
             if peer.inside is None:
-                if wave.phase is Phase.HELD and wave._held_at >= own.hold_epoch:
-                    raise Violation(f"rank {number} enters a {kind} but {peer_number} is held")
-            elif peer.inside[0] != kind or wave._tag != tag:
+                comes = kind == "step" and self._has_launched(peer, what)
+                if wave.phase is Phase.HELD and wave._held_at >= own.hold_epoch and not comes:
+                    raise Violation(f"rank {number} enters {where} but {peer_number} is held")
+                continue
+            if peer.inside[0] == "step":
+                fits = self._has_launched(ranks[number], peer.inside[1])
+            elif kind == "step":
+                fits = self._has_launched(peer, what)
+            else:
+                fits = wave._tag == own._tag
+            if not fits:
                 raise Violation(
-                    f"rank {number} enters {kind} {tag} but {peer_number} is in "
+                    f"rank {number} enters {where} but {peer_number} is in "
                     f"{peer.inside[0]} {wave._tag}"
                 )
 
+    def _may_land(self, ranks: tuple[Rank, ...], number: int) -> bool:
+        """Whether the step that a rank waits for can be over: all of its group have launched it."""
+        inside = ranks[number].inside
+        if inside is None or inside[0] != "step":
+            return False
+        waves = [self.engines.objects[rank.wave] for rank in ranks]
+        if any(w.phase is Phase.APART or w.topology != waves[number].topology for w in waves):
+            return False
+        return all(self._has_launched(rank, inside[1]) for rank in ranks)
+
+    def _land(self, state: State, number: int) -> State:
+        """Let one rank take the result of its oldest step, up to where it takes messages."""
+        rank, rest = state[0][number], state[3]
+        drains = rank.inside[2]
+        rank, _ = self._apply(rank, "landed", lambda e: e.landed())
+        rank, ended = landed(rank._replace(inside=None))
+        if self.setup.max_in_flight == 1:
+            rank = rank._replace(newest=-1)  # all others leave the step too
+        if not drains:
+            rank = self._go_on(rank)
+        state = (*state[:3], rest._replace(done=rest.done + ended))
+        state = with_rank(state, number, rank)
+        self._check_ended(state[0])
+        if rank.inside is not None:
+            self._check_company(state[0], number)
+        return state
+
     def _complete(self, state: State) -> State:
-        """Let all ranks out of a collective that all are in, up to where they take messages."""
-        ranks, hub, fronts, rest = state
-        while all(rank.inside is not None for rank in ranks):
-            kind, what = ranks[0].inside
-            if any(rank.inside[0] != kind for rank in ranks):
+        """Let ranks out of a collective that all are in, up to where they take messages."""
+        while all(rank.inside is not None for rank in state[0]):
+            ranks = state[0]
+            kind, what = ranks[0].inside[:2]
+            if kind == "step" and self.setup.max_in_flight == 1:
+                if not all(self._may_land(ranks, number) for number in range(len(ranks))):
+                    break
+                for number in range(len(ranks)):
+                    state = self._land(state, number)
+                break
+            if kind == "step" or any(rank.inside[0] != kind for rank in ranks):
                 break
             if kind == "join":
                 if any(rank.inside[1] != what for rank in ranks):
@@ -294,29 +383,31 @@ class World:
                     ]._replace(inside=None)
                     for rank in ranks
                 )
-            elif kind == "gather":
+            else:
                 table = tuple(rank.inside[1] for rank in ranks)
                 ranks = tuple(self._return_from_gather(rank, table) for rank in ranks)
-                for number, rank in enumerate(ranks):
-                    if rank.inside is not None:
-                        self._check_company(ranks, number)
-            else:
-                done = sum(left == 1 for rank in ranks for left in rank.work)
-                rest = rest._replace(done=rest.done + done)
-                ranks = tuple(self._return_from_step(rank) for rank in ranks)
-        return (ranks, hub, fronts, rest)
+            state = (ranks, *state[1:])
+            self._check_ended(ranks)
+            for number, rank in enumerate(ranks):
+                if rank.inside is not None:
+                    self._check_company(ranks, number)
+        return state
+
+    def _check_ended(self, ranks: tuple[Rank, ...]) -> None:
+        """Check that nobody computes any more when a wave has ended."""
+        if self.setup.max_in_flight == 1:
+            return  # a rank alone in a step is found by where the others are
+        rests = (Phase.PAUSED, Phase.HELD)
+        at_rest = any(self.engines.objects[rank.wave].phase in rests for rank in ranks)
+        if at_rest and any(rank.flying for rank in ranks):
+            raise Violation("a wave ends with steps in flight")
 
     def _return_from_gather(self, rank: Rank, table: tuple[tuple[int, ...], ...]) -> Rank:
         rank, _ = self._apply(rank, ("gathered", table), lambda e: e.gathered(table))
-        after, action = self._act(rank)
-        if isinstance(action, Step):
-            return after._replace(inside=self._inside(after, action))
+        _, action = self._act(rank)
+        if isinstance(action, Step | Land):
+            return self._go_on(rank)
         return rank._replace(inside=None)
-
-    def _return_from_step(self, rank: Rank) -> Rank:
-        rank, _ = self._apply(rank, "stepped", lambda e: e.stepped())
-        work = tuple(left - 1 for left in rank.work if left > 1)
-        return rank._replace(work=work, inside=None)
 
     def _take(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
         """Take one message that has arrived."""
@@ -333,7 +424,8 @@ class World:
                 rank, _ = self._apply(
                     before, ("request", wave), lambda e, wave=wave: e.request_received(wave)
                 )
-                rank = rank._replace(work=tuple(sorted((*rank.work, self.setup.steps))))
+                request = (self.setup.steps, (0,) * len(rank.flying))
+                rank = rank._replace(work=tuple(sorted((*rank.work, request))))
                 front = front._replace(sent=put(front.sent, number, tuple(others)))
                 after = with_front(with_rank(state, number, rank), index, front)
                 yield ("take request", number, wave), after

@@ -36,7 +36,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "while others decode; to stay below it, its sequences take turns. Lower values keep the "
         "others' tokens flowing, higher ones finish large requests sooner; 0: no limit.",
     ] = 1.25
-    async_scheduling: Annotated[bool, "Plan the next step while the current one runs."] = False
+    async_scheduling: Annotated[
+        bool,
+        "Plan the next step while the current one runs; engines that step together have to agree.",
+    ] = False
     speculative_ngram: Annotated[
         int,
         Meta(ge=0, le=64),

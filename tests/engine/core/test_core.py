@@ -376,11 +376,21 @@ def member(executor: SimulatedExecutor, admission: HoldUntil | None = None) -> E
     return core
 
 
+def step_together(core: EngineCore, number: int, loads: Sequence[RankState] = ()) -> CoreStep:
+    """Take a step of the group to its end; give it up if the group is lost."""
+    try:
+        core.steps.launch_together(number, loads)
+        return core.land_together()
+    except GroupBroken:
+        core.steps.give_up()
+        raise
+
+
 def tokens_of(core: EngineCore, executor: BreakingExecutor) -> list[int]:
     tokens = []
     while core.needs_steps:
         try:
-            step = core.step_together(0, ())
+            step = step_together(core, 0, ())
         except GroupBroken:
             continue
         tokens += [token for output in step.outputs.get(0, []) for token in output.token_ids]
@@ -391,10 +401,10 @@ def test_a_step_without_work_is_an_empty_batch_and_counts_as_a_dummy() -> None:
     executor = BreakingExecutor(set())
     core = member(executor)
     assert not core.needs_steps
-    step = core.step_together(0, ())
+    step = step_together(core, 0, ())
     assert (step.outputs, step.stats.counters.dummy_steps) == ({}, 1)
     core.handle(request(1, max_tokens=1))
-    assert core.step_together(1, ()).stats.counters.dummy_steps == 1
+    assert step_together(core, 1, ()).stats.counters.dummy_steps == 1
     assert [len(plan.slots) for plan in executor.plans] == [0, 1]
 
 
@@ -402,9 +412,9 @@ def test_a_step_whose_prefill_is_held_is_an_empty_batch_too() -> None:
     executor = BreakingExecutor(set())
     core = member(executor, HoldUntil(1))
     core.handle(request(1, max_tokens=1))
-    assert core.step_together(0, ()).stats.counters.dummy_steps == 1
+    assert step_together(core, 0, ()).stats.counters.dummy_steps == 1
     assert core.needs_steps
-    assert len(core.step_together(1, ()).outputs[0]) == 1
+    assert len(step_together(core, 1, ()).outputs[0]) == 1
 
 
 @pytest.mark.parametrize("breaks_at", [{1}, {2}, {3, 4, 5}])
@@ -440,7 +450,7 @@ def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: 
             own = core.steps.rank_state(1000)
             # A gather has the loads of all ranks, whether the policy looks at them or not.
             gathers = exchanges or number % 4 == 0
-            core.step_together(number, (own, other) if gathers else ())
+            step_together(core, number, (own, other) if gathers else ())
         except GroupBroken:
             continue
         if said:
@@ -453,12 +463,12 @@ def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: 
 def test_a_request_may_be_aborted_while_its_step_waits_for_another_group() -> None:
     core = member(BreakingExecutor({2}))
     core.handle(request(1, max_tokens=6))
-    core.step_together(0, ())
+    step_together(core, 0, ())
     with pytest.raises(GroupBroken):
-        core.step_together(1, ())
+        step_together(core, 1, ())
     core.handle(AbortRequests([1]))
     assert core.needs_steps, "the rest of the step"
-    assert core.step_together(0, ()).outputs == {}
+    assert step_together(core, 0, ()).outputs == {}
     assert not core.needs_steps
     stats = core.stats()
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
@@ -468,7 +478,7 @@ def test_an_engine_does_not_sleep_in_the_middle_of_a_step() -> None:
     core = member(BreakingExecutor({1}))
     core.handle(request(1, max_tokens=6))
     with pytest.raises(GroupBroken):
-        core.step_together(0, ())
+        step_together(core, 0, ())
     core.handle(UtilityCall(1, 0, "sleep"))
     answers = core.answers()
     assert answers is not None

@@ -51,6 +51,7 @@ class Member:
         num_blocks: int | None = NUM_BLOCKS,
         balance: tuple[int, int] | None = None,
         stages: int = 1,
+        overlap: bool = False,
     ) -> None:
         if self.team is not None:
             self.executor.shutdown()
@@ -60,7 +61,9 @@ class Member:
                 model=directory, device=self.device, dtype="float32", max_model_len=160
             ),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=num_blocks),
-            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40),
+            scheduler=SchedulerConfig(
+                max_num_seqs=8, max_num_batched_tokens=40, async_scheduling=overlap
+            ),
             executor=ExecutorConfig(threads=1, enforce_eager=True),
             parallel=ParallelConfig(
                 data_parallel_size=size,

@@ -65,7 +65,8 @@ def serve(
     tokens: dict[int, list[int]] = {}
     ends: dict[int, str] = {}
     logprobs: dict[int, list[tuple[int, list[int]]]] = {}
-    number = 0
+    number = in_flight = 0
+    most = 1 + config.scheduler.steps_overlap
     while goes_on(bool(made) or core.has_requests, group):
         for message in made[:2]:
             if message.sampling.grammar is not None:
@@ -73,8 +74,16 @@ def serve(
                 executor.grammars.ask(message.sampling.grammar).wait()
             core.handle(message)
         del made[:2]
-        step = core.step() if group is None else core.step_together(number, ())
-        number += 1
+        if group is None:
+            step = core.step()
+        else:
+            core.steps.launch_together(number, ())
+            in_flight += 1
+            number += 1
+            if in_flight < most:
+                continue
+            step = core.land_together()
+            in_flight -= 1
         for output in step.outputs.get(0, []):
             if output.id in ends:
                 continue
@@ -87,6 +96,8 @@ def serve(
                 tokens[7] = tokens[7][:3]
                 core.handle(AbortRequests([7]))
                 ends[7] = "abort"
+    for _ in range(in_flight):
+        core.land_together()
     logprobs.pop(7, None)
     stats = core.stats()
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)

@@ -10,6 +10,7 @@ from engine.lockstep.wave import (
     EngineWave,
     Gather,
     GatherRow,
+    Land,
     LockstepError,
     Park,
     Phase,
@@ -40,6 +41,12 @@ def gather(
     """Take the engine through a gather with one peer, which is where the engine is."""
     own = asked(engine, has_work)
     engine.gathered([own.pack(), own._replace(has_work=peer_works, **of_peer).pack()])
+
+
+def take_step(wave: EngineWave) -> None:
+    wave.launched()
+    assert wave.next_action(False, IDLE) == Land(drains=True)
+    wave.landed()
 
 
 def paused(rank: int = 0, gather_interval: int = 1) -> EngineWave:
@@ -196,7 +203,7 @@ def test_with_an_interval_steps_between_gathers_carry_no_loads() -> None:
         action = wave.next_action(True, IDLE)
         assert isinstance(action, Step)
         assert (action.number, bool(action.loads)) == (number, number == 0)
-        wave.stepped()
+        take_step(wave)
     assert asked(wave).step == 3
 
 
@@ -209,7 +216,7 @@ def test_every_collective_has_its_own_tag() -> None:
         action = wave.next_action(True, IDLE)
         assert isinstance(action, Step)
         tags.append(wave._tag)
-        wave.stepped()
+        take_step(wave)
     assert tags == [1, 2, 3, 4, 5, 6]
 
 
@@ -222,7 +229,7 @@ def test_a_group_without_work_pauses_and_rank_0_says_so(
 ) -> None:
     wave = running(rank)
     gather(wave, has_work=True)
-    wave.stepped()
+    take_step(wave)
     gather(wave)
     assert (wave.phase, wave.wave, wave.step) == (Phase.PAUSED, 2, 0)
     assert wave.take_reports() == reports
@@ -296,7 +303,7 @@ def test_repeated_and_late_operations_change_nothing() -> None:
 def test_a_regrouped_engine_keeps_its_clocks_and_starts_over() -> None:
     wave = running()
     gather(wave, has_work=True)
-    wave.stepped()
+    take_step(wave)
     wave.regroup(1)
     own = asked(wave, has_work=True)
     assert (own.topology, own.tag, own.step, own.wave) == (1, 0, 0, 1)
@@ -327,7 +334,7 @@ def test_a_step_that_was_given_up_is_followed_by_the_forming_of_a_new_group() ->
     assert wave.running
     gather_due = [isinstance(wave.next_action(True, BUSY), Gather)]
     for _ in range(5):
-        wave.stepped()
+        take_step(wave)
         gather_due.append(isinstance(wave.next_action(True, BUSY), Gather))
     assert gather_due == [False, False, False, False, True, False]
 
@@ -339,3 +346,66 @@ def test_who_leads_reports_the_end_of_waves() -> None:
         gather(wave)
         ends = [report for report in wave.take_reports() if isinstance(report, WaveComplete)]
         assert [report.rank for report in ends] == ([rank] if leads else [])
+
+
+# -- steps that overlap ----------------------------------------------------------------------------
+
+
+def overlapped(rank: int = 0) -> EngineWave:
+    """An engine in a wave that has just begun, which may have two steps in flight."""
+    wave = EngineWave(rank=rank, incarnation=7, max_in_flight=2)
+    gather(wave, has_work=True)
+    wave.take_reports()
+    return wave
+
+
+def test_a_step_is_gathered_for_and_launched_while_one_runs() -> None:
+    wave = overlapped()
+    done: list[str] = []
+    for _ in range(8):
+        action = wave.next_action(True, IDLE)
+        done.append(type(action).__name__)
+        match action:
+            case Gather():
+                gather(wave, has_work=True)
+            case Step():
+                wave.launched()
+            case Land(drains):
+                assert drains
+                wave.landed()
+    assert done == ["Step", "Gather", "Step", "Land", "Gather", "Step", "Land", "Gather"]
+
+
+@pytest.mark.parametrize("hold_epoch", [0, 1])
+def test_a_wave_ends_in_the_gather_after_the_steps_in_flight(hold_epoch: int) -> None:
+    wave = overlapped()
+    wave.launched()
+    gather(wave, has_work=bool(hold_epoch), hold_epoch=hold_epoch)
+    assert (wave.running, wave.take_reports()) == (True, [])
+    assert wave.next_action(True, IDLE) == Land(drains=False), "all come to the gather as judged"
+    wave.landed()
+    assert asked(wave).step == 1
+    gather(wave, has_work=bool(hold_epoch))
+    assert wave.phase is (Phase.HELD if hold_epoch else Phase.PAUSED)
+    assert wave.take_reports() == [WaveComplete(0, 7, 0, hold_epoch)]
+
+
+def test_a_group_that_has_work_again_before_its_wave_ends_goes_on() -> None:
+    wave = overlapped()
+    wave.launched()
+    gather(wave)
+    wave.landed()
+    gather(wave, peer_works=1)
+    assert wave.running
+    assert wave.next_action(False, IDLE) == Step(1, (IDLE, IDLE))
+
+
+def test_steps_in_flight_are_given_up_with_the_group() -> None:
+    wave = overlapped()
+    wave.launched()
+    wave.group_lost()
+    wave.regroup(3)
+    gather(wave, has_work=True)
+    assert isinstance(wave.next_action(True, IDLE), Step)
+    wave.launched()
+    assert isinstance(wave.next_action(True, IDLE), Gather), "only one is in flight"

@@ -1,0 +1,178 @@
+"""Steps of a lockstep group of which one is launched while another runs."""
+
+import pytest
+
+from engine.core.engine_core import EngineCore
+from engine.distributed.spec import GroupBroken
+from engine.executor.interface import PendingResult
+from engine.executor.simulated import SimulatedExecutor
+from engine.scheduler.batch import BatchPlan, BatchResult
+from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.shared.messages import AbortRequests, AddRequest, SamplingParams, UtilityCall
+
+CONFIG = EngineConfig(
+    model=ModelConfig(max_model_len=64),
+    cache=CacheConfig(block_size=4, num_kv_blocks=32),
+    scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=True),
+)
+
+
+class Later:
+    """A step that is computed when its result is wanted, as one in another thread may be."""
+
+    def __init__(self, executor: "LateExecutor", plan: BatchPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+        self._outcome: BatchResult | GroupBroken | None = None
+
+    def result(self) -> BatchResult:
+        if self._outcome is None:
+            self._outcome = self._executor.compute(self._plan)
+        if isinstance(self._outcome, GroupBroken):
+            raise self._outcome
+        return self._outcome
+
+
+class LateExecutor(SimulatedExecutor):
+    """Computes steps late; from one of them on they fail, until there is another group."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG, timing="virtual", check=True)
+        self.plans: list[BatchPlan] = []
+        self.breaks_in = -1
+        self._computed = 0
+
+    def submit(self, plan: BatchPlan) -> PendingResult:
+        self.plans.append(plan)
+        return Later(self, plan)
+
+    def compute(self, plan: BatchPlan) -> BatchResult | GroupBroken:
+        if self._computed == self.breaks_in:
+            return GroupBroken("a member died")
+        self._computed += 1
+        return super().submit(plan).result()
+
+
+class Member:
+    """An engine of a group and the tokens of its requests."""
+
+    def __init__(self, executor: LateExecutor) -> None:
+        self.executor = executor
+        self.core = EngineCore(CONFIG, executor, rank=0, incarnation=1)
+        self.core.front_end_joined(0, 1)
+        self.tokens: list[int] = []
+        self._number = 0
+
+    def launch(self) -> None:
+        self.core.steps.launch_together(self._number, ())
+        self._number += 1
+
+    def land(self) -> None:
+        self._take(self.core.land_together().outputs)
+
+    def give_up(self) -> None:
+        self.core.steps.give_up()
+        said = self.core.answers()
+        if said is not None:
+            self._take(said.outputs)
+
+    def finish(self, in_flight: int = 2) -> None:
+        """Step until nothing is left, with so many steps launched before the first lands."""
+        while self.core.needs_steps:
+            self.launch()
+            if len(self.core.steps._in_flight) == in_flight:
+                self.land()
+        while self.core.steps.are_in_flight:
+            self.land()
+
+    def _take(self, outputs: object) -> None:
+        assert isinstance(outputs, dict)
+        self.tokens += [token for output in outputs.get(0, []) for token in output.token_ids]
+
+
+def request(max_tokens: int) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1)
+    return AddRequest(1, "request-1", 0, 0, list(range(20)), sampling)
+
+
+@pytest.fixture
+def member() -> Member:
+    return Member(LateExecutor())
+
+
+def test_nothing_is_launched_for_a_last_token_in_flight(member: Member) -> None:
+    member.core.handle(request(max_tokens=3))
+    member.finish()
+    # Two steps of prefill, of which the second draws, and two that decode.
+    assert [plan.num_tokens for plan in member.executor.plans] == [16, 4, 1, 1]
+    assert len(member.tokens) == 3
+    assert member.core.stats().counters.dummy_steps == 0
+
+
+@pytest.mark.parametrize("breaks_in", range(6))
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_steps_that_a_group_gave_up_are_taken_again_in_their_order(
+    breaks_in: int, in_flight: int
+) -> None:
+    undisturbed, member = Member(LateExecutor()), Member(LateExecutor())
+    for each in (undisturbed, member):
+        each.core.handle(request(max_tokens=6))
+    undisturbed.finish()
+
+    member.executor.breaks_in = breaks_in
+    with pytest.raises(GroupBroken):
+        member.finish(in_flight)
+    kept = list(member.executor.plans)
+    member.give_up()
+    assert member.core.needs_steps
+    member.executor.breaks_in = -1
+    given_up = [each.plan for each in member.core.steps._in_flight]
+    assert given_up == kept[breaks_in:]
+    member.finish()
+    again = member.executor.plans[len(kept) :]
+    assert all(one is other for one, other in zip(given_up, again, strict=False))
+    assert member.tokens == undisturbed.tokens
+    stats = member.core.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
+
+
+def test_results_that_are_there_when_a_group_ends_are_not_lost(member: Member) -> None:
+    member.core.handle(request(max_tokens=6))
+    member.launch()
+    member.launch()
+    member.executor.breaks_in = 1
+    member.give_up()
+    assert [each.plan for each in member.core.steps._in_flight] == member.executor.plans[1:]
+    member.executor.breaks_in = -1
+    member.launch()
+    member.land()
+    assert len(member.tokens) == 1
+    assert [plan.num_tokens for plan in member.executor.plans] == [16, 4, 4]
+
+
+def test_an_engine_does_not_sleep_with_any_step_given_up(member: Member) -> None:
+    member.launch()  # empty
+    member.core.handle(request(max_tokens=6))
+    member.launch()
+    member.executor.breaks_in = 0
+    member.give_up()
+    member.core.handle(UtilityCall(1, 0, "sleep"))
+    answers = member.core.answers()
+    assert answers is not None
+    [(_, result)] = answers.utility_results
+    assert "finished first" in str(result.error)
+    assert not member.core.halting.is_sleeping
+
+
+def test_an_engine_that_drains_waits_for_rows_in_flight_only(member: Member) -> None:
+    member.core.handle(request(max_tokens=1))
+    member.launch()
+    member.launch()
+    member.core.handle(AbortRequests([1]))
+    assert member.core.has_requests, "its rows are computed"
+    member.land()
+    member.land()
+    assert not member.core.has_requests
+    member.launch()
+    assert member.core.steps.are_in_flight
+    assert not member.core.has_requests, "the others need the step"

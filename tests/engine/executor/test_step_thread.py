@@ -1,0 +1,52 @@
+"""Steps in a thread of their own: what follows one whose group is lost."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.distributed.spec import GroupBroken
+from engine.executor.step_thread import StepThread
+from engine.scheduler.batch import BatchPlan, BatchResult
+
+
+def empty_plan(step: int) -> BatchPlan:
+    return BatchPlan(step, [], [], [], [], [], [])
+
+
+@pytest.fixture
+def thread() -> Iterator[StepThread]:
+    made = StepThread(own=True)
+    yield made
+    made.shutdown()
+
+
+@pytest.mark.parametrize("error", [GroupBroken("a member died"), ValueError("no such token")])
+def test_in_a_group_no_step_follows_one_that_failed(thread: StepThread, error: Exception) -> None:
+    ran = []
+
+    def run(plan: BatchPlan) -> BatchResult:
+        ran.append(plan.step)
+        if ran == [0, 1]:
+            raise error
+        return BatchResult([plan.step])
+
+    thread.regroup()
+    pending = [thread.submit(run, empty_plan(step)) for step in range(4)]
+    assert pending[0].result().token_ids == [0]
+    for each in pending[1:]:
+        with pytest.raises(type(error)) as raised:
+            each.result()
+        assert raised.value is error
+    thread.regroup()
+    assert thread.submit(run, empty_plan(1)).result().token_ids == [1]
+    assert ran == [0, 1, 1]
+
+
+def test_an_engine_alone_may_go_on_after_a_step_that_failed(thread: StepThread) -> None:
+    def fail(plan: BatchPlan) -> BatchResult:
+        raise ValueError(plan.step)
+
+    failed = thread.submit(fail, empty_plan(0))
+    with pytest.raises(ValueError, match="0"):
+        failed.result()
+    assert thread.submit(lambda plan: BatchResult([plan.step]), empty_plan(1)).result()
