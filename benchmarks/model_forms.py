@@ -72,7 +72,7 @@ class Comparison:
         )
 
     def perplexity(self) -> None:
-        """Let every form foretell the text."""
+        """Let every form predict the text."""
         for form in self._forms:
             found = perplexity(form, self._tokenizer, self._options.windows)
             self._found[form.name].perplexity.append(found.value)

@@ -45,7 +45,7 @@ class Perplexity(NamedTuple):
 
 
 def perplexity(form: Form, tokenizer: Tokenizer, windows: int) -> Perplexity:
-    """Return how well a form foretells so many windows of 512 tokens of the text."""
+    """Return how well a form predicts so many windows of 512 tokens of the text."""
     text = "\n".join(pydoc_data.topics.topics[name] for name in _TOPICS)
     tokens = tokenizer.encode(text).ids[: windows * _WINDOW]
     runner = _load(form)

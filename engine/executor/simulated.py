@@ -278,9 +278,9 @@ class SimulatedExecutor:
                 pooled[row] = b"".join(simulated_vector(part, size) for part in parts)
             return BatchResult([], pooled=pooled)
         drawing = [slot for slot, sample in zip(plan.slots, plan.samples, strict=True) if sample]
-        guesses = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
+        drafts = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
         grammars = self._grammars
-        choices = {} if grammars is None else grammars.choices(drawing, guesses)
+        choices = {} if grammars is None else grammars.choices(drawing, drafts)
         ends: dict[int, str | None] = {}
         stalls: dict[int, str] = {}
         drawn: list[int] = []
@@ -300,7 +300,7 @@ class SimulatedExecutor:
                 ]
             if not sample:
                 continue
-            new = self._draw(state, guesses.get(slot, []), choices.get(slot, []))
+            new = self._draw(state, drafts.get(slot, []), choices.get(slot, []))
             if grammars is not None:
                 advanced = grammars.advance([slot] * len(new), new)
                 ends |= advanced.reasons

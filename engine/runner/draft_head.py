@@ -95,7 +95,7 @@ class HeadDrafts:
         while len(rows):
             ones = np.ones_like(slots)
             out = self._run(slots, positions, ones, states, wants_draws=True)
-            logits, states = self._head.foretell(out)
+            logits, states = self._head.predict(out)
             positions = positions + 1
             tokens = draft(logits, self._table, slots, positions)
             self._table.token_ids[slots, positions] = tokens

@@ -21,7 +21,7 @@ class BatchRows(msgspec.Struct, frozen=True):
     """Index of each row's first token."""
     samples: IntArray
     """The rows that draw a token."""
-    guessing: IntArray
+    proposing: IntArray
     """The rows with draft tokens."""
     token_ids: IntArray
     positions: IntArray
@@ -67,7 +67,7 @@ def batch_rows(plan: BatchPlan, table: SlotTable) -> BatchRows:
         counts=counts,
         first_token=first_token,
         samples=np.flatnonzero(np.array(plan.samples, np.bool_)),
-        guessing=np.array(list(plan.proposed), np.int64),
+        proposing=np.array(list(plan.proposed), np.int64),
         token_ids=table.token_ids[token_slots, positions].astype(np.int64),
         positions=positions,
         adapters=table.adapters[token_slots],
@@ -85,9 +85,9 @@ def attention_rows(rows: BatchRows, table: SlotTable) -> AttentionRows:
     longest = int(rows.next_positions.max())
     width = -(-longest // table.block_size)
     starts, counts, first_token, slots = rows.starts, rows.counts, rows.first_token, rows.slots
-    if len(rows.guessing):
+    if len(rows.proposing):
         parts = np.ones(len(slots), np.int64)
-        parts[rows.guessing] = counts[rows.guessing]
+        parts[rows.proposing] = counts[rows.proposing]
         row = np.repeat(np.arange(len(slots)), parts)
         offset = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
         starts, first_token, slots = starts[row] + offset, first_token[row] + offset, slots[row]

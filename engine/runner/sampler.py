@@ -70,7 +70,7 @@ def sample(
 def draft(logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray) -> IntArray:
     """Draw one token per row as `sample` does, without grammars, and report nothing of it.
 
-    With the same number from (seed, position) as the draw that it foretells, it comes to the same
+    With the same number from (seed, position) as the draw that it predicts, it comes to the same
     token as far as the distributions are alike. The arguments are those of `sample`.
     """
     if bool(table.sampling.plain_greedy[slots].all()):

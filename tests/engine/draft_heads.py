@@ -323,7 +323,7 @@ class Proposals:
 def note_proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     """Notes what heads propose from now on."""
     found = Proposals()
-    propose, foretell = HeadDrafts.propose, DraftHead.foretell
+    propose, predict = HeadDrafts.propose, DraftHead.predict
 
     def noted(self: HeadDrafts, plan: BatchPlan) -> BatchPlan:
         drafted = propose(self, plan)
@@ -333,12 +333,12 @@ def note_proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
         return drafted
 
     def kept(self: DraftHead, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, carried = foretell(self, out)
+        logits, carried = predict(self, out)
         found.logits.append(logits.clone())
         return logits, carried
 
     monkeypatch.setattr(HeadDrafts, "propose", noted)
-    monkeypatch.setattr(DraftHead, "foretell", kept)
+    monkeypatch.setattr(DraftHead, "predict", kept)
     return found
 
 

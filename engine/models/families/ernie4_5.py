@@ -55,5 +55,5 @@ FAMILY = Family(
     architectures=("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"),
     spec=_spec,
     weights=_weights,
-    not_text=("model.mtp_",),  # layers that guess tokens
+    not_text=("model.mtp_",),  # layers that draft tokens
 )

@@ -2,7 +2,7 @@
 
 A head takes the states that three layers of the model begin with, joined by a product (`fc`). Its
 layer is one of Llama's, but for attention, which sees the embedding of the token beside the state.
-It may foretell a part of the vocabulary only: logit i is then of token i + `d2t[i]`.
+It may predict a part of the vocabulary only: logit i is then of token i + `d2t[i]`.
 """
 
 from pathlib import Path

@@ -34,7 +34,7 @@ class DraftVocabulary:
 class DraftHead:
     """One decoder layer between the states of a model and logits of its tokens.
 
-    It takes a token with the state of the position before it, and foretells the token after both.
+    It takes a token with the state of the position before it, and predicts the token after both.
     What it carries to the next position stands for the state there, until the model has computed
     that.
     """
@@ -105,7 +105,7 @@ class DraftHead:
         entering = self._enter(self._embed(step.token_ids), states)
         return self.block.hidden_states(step, cache, entering)
 
-    def foretell(self, out: Tensor) -> tuple[Tensor, Tensor]:
+    def predict(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [rows, vocab] of what came out, and the states that are carried on."""
         normed = self._norm(out)
         return self._lm_head(normed), normed if self._carries_normed else out

@@ -319,7 +319,7 @@ def test_another_engine_goes_on_in_the_same_way_wherever_the_first_stopped(
     ],
     ids=str,
 )
-def test_preemption_chunks_overlap_and_guesses_change_no_output(
+def test_preemption_chunks_overlap_and_drafts_change_no_output(
     make: Any, options: dict[str, Any]
 ) -> None:
     specs: list[GrammarSpec | None] = [

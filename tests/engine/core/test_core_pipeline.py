@@ -37,7 +37,7 @@ class WatchedExecutor(SimulatedExecutor):
 
 
 def engine(
-    stages: int, *, overlap: bool = False, guesses: int = 0, blocks: int = 24, seqs: int = 4
+    stages: int, *, overlap: bool = False, drafts: int = 0, blocks: int = 24, seqs: int = 4
 ) -> tuple[EngineCore, WatchedExecutor]:
     settings = EngineConfig(
         model=ModelConfig(max_model_len=64),
@@ -46,7 +46,7 @@ def engine(
             max_num_seqs=seqs,
             max_num_batched_tokens=16 if seqs < 32 else 2048,
             async_scheduling=overlap,
-            speculative_ngram=guesses,
+            speculative_ngram=drafts,
         ),
         executor=ExecutorConfig(simulated_step_us=2000, simulated_token_us=10),
         parallel=ParallelConfig(pipeline_parallel_size=stages),
@@ -87,13 +87,13 @@ def test_one_sequence_is_never_in_two_steps_at_once_unless_its_token_is_drawn_in
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("stages", "overlap", "guesses"),
+    ("stages", "overlap", "drafts"),
     [(2, False, 0), (2, True, 0), (3, False, 3), (3, True, 0), (4, True, 3)],
 )
 def test_a_full_pipeline_changes_no_token_and_no_end(
-    stages: int, overlap: bool, guesses: int, seed: int
+    stages: int, overlap: bool, drafts: int, seed: int
 ) -> None:
     alone = serve(engine(1)[0], seed, 40)
-    together = serve(engine(stages, overlap=overlap, guesses=guesses)[0], seed, 40)
+    together = serve(engine(stages, overlap=overlap, drafts=drafts)[0], seed, 40)
     assert alone[:2] == together[:2]
     assert together[2] > 0, "nobody was preempted"

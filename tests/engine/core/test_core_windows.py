@@ -23,14 +23,14 @@ from tests.engine.serving import request, serve
 STREAMS = 200
 
 
-def settings(directory: Path, num_blocks: int, guesses: int = 0) -> EngineConfig:
+def settings(directory: Path, num_blocks: int, drafts: int = 0) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(directory), dtype="float32", max_model_len=256, device="cpu"),
         cache=CacheConfig(num_kv_blocks=num_blocks, block_size=4),
         scheduler=SchedulerConfig(
             max_num_seqs=STREAMS,
             max_num_batched_tokens=512,
-            speculative_ngram=guesses,
+            speculative_ngram=drafts,
             max_slowdown=0,  # what is scheduled depends on no clock
         ),
         executor=ExecutorConfig(threads=1, batch_invariant=True),
@@ -76,21 +76,21 @@ def served(config: EngineConfig) -> tuple[dict[int, list[int]], EngineCore]:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_blocks", "guesses"),
+    ("name", "num_blocks", "drafts"),
     [("mistral-window", 900, 0), ("gemma3", 300, 3), ("cohere2", 300, 0)],
 )
 def test_two_hundred_streams_get_the_tokens_of_an_engine_that_frees_nothing(
     name: str,
     num_blocks: int,
-    guesses: int,
+    drafts: int,
     checkpoint: SaveModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = checkpoint(name).directory
-    tokens, core = served(settings(directory, num_blocks, guesses))
+    tokens, core = served(settings(directory, num_blocks, drafts))
     assert core.stats().counters.prefix_cache_hits > 500
     monkeypatch.setattr(loading, "_cache_groups", lambda *_: CacheGroups())
-    others, plain = served(settings(directory, 20_000, guesses))
+    others, plain = served(settings(directory, 20_000, drafts))
     assert plain.stats().counters.preemptions == 0
     assert tokens == others
 

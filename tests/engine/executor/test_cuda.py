@@ -30,7 +30,7 @@ REQUESTS = [
 SCHEDULING = [{}, {"async_scheduling": True}, {"speculative_ngram": 4}]
 
 
-@pytest.mark.parametrize("scheduling", SCHEDULING, ids=["apart", "overlapped", "guessed"])
+@pytest.mark.parametrize("scheduling", SCHEDULING, ids=["apart", "overlapped", "drafted"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "qwen3-moe"])
 def test_tokens_are_those_of_a_cpu(
     name: str, scheduling: dict[str, Any], checkpoint: SaveModel

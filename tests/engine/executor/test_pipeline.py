@@ -155,7 +155,7 @@ def with_words(tmp_path_factory: pytest.TempPathFactory) -> AddWords:
     return copy
 
 
-def test_steps_in_flight_with_grammars_and_guesses_change_no_token(
+def test_steps_in_flight_with_grammars_and_drafts_change_no_token(
     stages: StartStages, alone: ServeAlone
 ) -> None:
     pipeline = stages(BUNDLED_MODEL, stages=2, partition="2,4", batch_invariant=True)

@@ -127,7 +127,7 @@ def test_greedy_tokens_behind_a_cached_prefix_are_those_of_transformers(
 @pytest.mark.parametrize(
     "options",
     [{"num_blocks": 33}, {"async_scheduling": True}, {"speculative_ngram": 4}],
-    ids=["few blocks", "overlapped", "guessed"],
+    ids=["few blocks", "overlapped", "drafted"],
 )
 @pytest.mark.parametrize("kind", ["gpt2", "starcoder2"])
 def test_engines_say_the_same_however_steps_are_scheduled(

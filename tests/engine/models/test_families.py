@@ -352,7 +352,7 @@ def test_glm_45_has_dense_layers_first_and_one_mlp_beside_its_experts() -> None:
             spec("Glm4MoeForCausalLM", **GLM45, **wrong)
 
 
-def test_layers_that_guess_tokens_are_not_loaded(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_layers_that_draft_tokens_are_not_loaded(checkpoint: SaveModel, tmp_path: Path) -> None:
     directory = checkpoint("glm4-moe").directory
     tensors = load_file(directory / "model.safetensors")
     extra = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}

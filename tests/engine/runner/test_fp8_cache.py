@@ -129,7 +129,7 @@ def test_tokens_see_their_own_chunk_as_later_ones_will(
         {"long_prefill_token_threshold": 7},
         {"speculative_model": "itself"},
     ],
-    ids=["few blocks", "nothing cached", "overlapped", "guessed", "chunks", "drafted"],
+    ids=["few blocks", "nothing cached", "overlapped", "n-grams", "chunks", "draft model"],
 )
 def test_engines_say_the_same_however_steps_are_scheduled(
     options: dict[str, Any], checkpoint: SaveModel, prompt: MakePrompt

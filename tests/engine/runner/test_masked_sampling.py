@@ -192,7 +192,7 @@ def generate(
 
 
 @pytest.mark.parametrize("pattern", ["[a-z]{3,5}-[0-9]{2}", "(ab|ba){3,8}"])
-def test_a_real_model_follows_grammars_with_overlap_and_with_guesses(pattern: str) -> None:
+def test_a_real_model_follows_grammars_with_overlap_and_with_drafts(pattern: str) -> None:
     spec = RegexGrammar(pattern)
     tokens = generate(spec)
     assert generate(spec, async_scheduling=True) == tokens
@@ -204,7 +204,7 @@ def test_a_real_model_follows_grammars_with_overlap_and_with_guesses(pattern: st
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "deepseek3"])
-def test_models_with_experts_follow_grammars_with_overlap_and_with_guesses(
+def test_models_with_experts_follow_grammars_with_overlap_and_with_drafts(
     name: str, checkpoint: SaveModel, tmp_path: Path
 ) -> None:
     config = json.loads((checkpoint(name).directory / "config.json").read_text())

@@ -222,7 +222,7 @@ def test_half_precision_stays_close(
 @pytest.mark.parametrize(
     "scheduling",
     [{"async_scheduling": True}, {"speculative_ngram": 4}],
-    ids=["overlapped", "guessed"],
+    ids=["overlapped", "drafted"],
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_engines_agree_however_steps_are_scheduled(

@@ -1,4 +1,4 @@
-"""Guessed tokens change nothing about what a model generates, whatever was asked for."""
+"""Draft tokens change nothing about what a model generates, whatever was asked for."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from tests.engine.serving import PARAMETERS, SOME_TEXT, request, serve
 
 
 @pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "preempting"])
-def test_answers_are_those_without_guesses(num_blocks: int) -> None:
+def test_answers_are_those_without_drafts(num_blocks: int) -> None:
     requests = [
         request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), **sampling)
         for id, sampling in enumerate(PARAMETERS.values())
     ]
     plain, before = serve(BUNDLED_MODEL, requests, dtype="float32", num_blocks=num_blocks)
-    guessed, after = serve(
+    drafted, after = serve(
         BUNDLED_MODEL, requests, dtype="float32", speculative_ngram=5, num_blocks=num_blocks
     )
-    for name, one, other in zip(PARAMETERS, plain, guessed, strict=True):
+    for name, one, other in zip(PARAMETERS, plain, drafted, strict=True):
         assert one.tokens == other.tokens, name
         assert one.reason == other.reason, name
         scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
@@ -49,6 +49,6 @@ def test_in_16_bits_too_if_batches_make_no_difference() -> None:
     ]
     options: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True}
     plain, _ = serve(BUNDLED_MODEL, requests, **options)
-    guessed, stats = serve(BUNDLED_MODEL, requests, speculative_ngram=8, **options)
-    assert [answer.tokens for answer in plain] == [answer.tokens for answer in guessed]
+    drafted, stats = serve(BUNDLED_MODEL, requests, speculative_ngram=8, **options)
+    assert [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
     assert stats.counters.spec_accepted_tokens > 50

@@ -118,12 +118,12 @@ class Rig:
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert len(plan.slots) <= limits.max_num_seqs
         longest = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
-        guessed = [len(plan.proposed.get(row, ())) for row in range(len(plan.slots))]
+        drafted = [len(plan.proposed.get(row, ())) for row in range(len(plan.slots))]
         assert all(
             (count <= longest) if n == 0 else (count == 1 + n)
-            for count, n in zip(plan.counts, guessed, strict=True)
+            for count, n in zip(plan.counts, drafted, strict=True)
         )
-        assert all(n <= limits.speculative_ngram for n in guessed)
+        assert all(n <= limits.speculative_ngram for n in drafted)
         assert all(0 <= slot < limits.max_num_seqs for slot in plan.slots)
         ones = [count == 1 for count in plan.counts]
         assert ones == sorted(ones, reverse=True), "rows of one token come first"

@@ -25,7 +25,7 @@ MakeRig = Callable[..., Any]
 
 VOCAB_SIZE = 12
 FEW_TOKENS = 3
-"""A vocabulary in which guesses are often right, and often wrong."""
+"""A vocabulary in which drafts are often right, and often wrong."""
 
 WINDOWS: list[tuple[int | None, ...]] = [
     (None,),
@@ -68,7 +68,7 @@ class Traffic(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         policy=st.sampled_from(["fcfs", "priority"]),
         threshold=st.sampled_from([0, 0, 1, 5]),
-        guesses=st.sampled_from([0, 1, 3, 7]),
+        drafts=st.sampled_from([0, 1, 3, 7]),
         vocab_size=st.sampled_from([VOCAB_SIZE, FEW_TOKENS]),
         windows=st.sampled_from(WINDOWS),
     )
@@ -82,7 +82,7 @@ class Traffic(RuleBasedStateMachine):
         depth: int,
         policy: str = "fcfs",
         threshold: int = 0,
-        guesses: int = 0,
+        drafts: int = 0,
         vocab_size: int = VOCAB_SIZE,
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
@@ -99,8 +99,8 @@ class Traffic(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             scheduling_policy=policy,
             long_prefill_token_threshold=threshold,
-            speculative_ngram=guesses,
-            prompt_lookup_min=1 + guesses % 2,
+            speculative_ngram=drafts,
+            prompt_lookup_min=1 + drafts % 2,
             cache_windows=windows,
         )
 
@@ -234,7 +234,7 @@ def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    ("caching", "policy", "threshold", "guesses"),
+    ("caching", "policy", "threshold", "drafts"),
     [
         (True, "fcfs", 0, 0),
         (False, "fcfs", 7, 0),
@@ -246,12 +246,12 @@ def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig
     ],
 )
 def test_thousands_of_busy_steps(
-    make_rig: MakeRig, depth: int, caching: bool, policy: str, threshold: int, guesses: int
+    make_rig: MakeRig, depth: int, caching: bool, policy: str, threshold: int, drafts: int
 ) -> None:
     rng = random.Random(depth * 2 + caching)
     traffic = Traffic(make_rig)
-    vocab_size = FEW_TOKENS if guesses else VOCAB_SIZE
-    traffic.start(22, 4, 8, 24, caching, depth, policy, threshold, guesses, vocab_size)
+    vocab_size = FEW_TOKENS if drafts else VOCAB_SIZE
+    traffic.start(22, 4, 8, 24, caching, depth, policy, threshold, drafts, vocab_size)
     rig = traffic.rig
     for _ in range(1500):
         if rig.scheduler.gauges().waiting < 4:
@@ -272,7 +272,7 @@ def test_thousands_of_busy_steps(
     assert counters.preemptions > 50
     assert (counters.prefix_cache_hits > 1000) == caching
     assert len(rig.last) > 200
-    if guesses:
+    if drafts:
         assert counters.spec_draft_tokens > counters.spec_accepted_tokens > 30
     traffic.finish()
 

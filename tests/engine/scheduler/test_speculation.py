@@ -25,14 +25,14 @@ def drawn_after(length: int, last: int, count: int) -> list[int]:
 def foretold(length: int, right: int, wrong: int = 0) -> list[int]:
     """Return a prompt that says what will be drawn after its end, then something else.
 
-    The first token is drawn by the prefill; after it come `right` tokens that can be guessed.
+    The first token is drawn by the prefill; after it come `right` tokens that can be drafted.
     """
     start = [1, 2, *drawn_after(length, 2, 1 + right), *[3] * wrong]
     filler = [500 + i for i in range(length - len(start) - 2)]
     return [*start, *filler, 1, 2]
 
 
-def test_right_guesses_save_steps(make_rig: MakeRig) -> None:
+def test_right_drafts_save_steps(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=4), max_tokens=6)
     rig.step()
@@ -51,7 +51,7 @@ def test_right_guesses_save_steps(make_rig: MakeRig) -> None:
     assert counters.generation_tokens == 6
 
 
-def test_what_follows_a_wrong_guess_is_computed_again(make_rig: MakeRig) -> None:
+def test_what_follows_a_wrong_draft_is_computed_again(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=2, wrong=2), max_tokens=9)
     rig.step()
@@ -67,7 +67,7 @@ def test_what_follows_a_wrong_guess_is_computed_again(make_rig: MakeRig) -> None
     rig.assert_complete()
 
 
-def test_blocks_with_a_wrong_guess_are_found_by_nobody(make_rig: MakeRig) -> None:
+def test_blocks_with_a_wrong_draft_are_found_by_nobody(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=2, wrong=2), max_tokens=9)
     rig.step()
@@ -81,7 +81,7 @@ def test_blocks_with_a_wrong_guess_are_found_by_nobody(make_rig: MakeRig) -> Non
     rig.assert_complete(2)
 
 
-def test_a_token_that_ends_the_request_ends_it_among_right_guesses(make_rig: MakeRig) -> None:
+def test_a_token_that_ends_the_request_ends_it_among_right_drafts(make_rig: MakeRig) -> None:
     tokens = drawn_after(20, 2, 6)
     for stop, reason in ((tokens[2], "stop"), (0, "length")):
         rig = make_rig(speculative_ngram=4)
@@ -92,7 +92,7 @@ def test_a_token_that_ends_the_request_ends_it_among_right_guesses(make_rig: Mak
         assert rig.last[SEED].finish_reason == reason
 
 
-def test_nothing_is_guessed_beyond_a_token_that_ends_the_request(make_rig: MakeRig) -> None:
+def test_nothing_is_drafted_beyond_a_token_that_ends_the_request(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     tokens = drawn_after(20, 2, 6)
     rig.add(SEED, foretold(20, right=4), max_tokens=9, stop_token_ids=(tokens[2],))
@@ -100,8 +100,8 @@ def test_nothing_is_guessed_beyond_a_token_that_ends_the_request(make_rig: MakeR
     assert rig.schedule().proposed == {0: tokens[1:3]}
 
 
-@pytest.mark.parametrize(("budget", "guessed"), [(24, 4), (6, 4), (4, 2), (2, 0)])
-def test_guesses_get_what_the_budget_leaves(make_rig: MakeRig, budget: int, guessed: int) -> None:
+@pytest.mark.parametrize(("budget", "drafted"), [(24, 4), (6, 4), (4, 2), (2, 0)])
+def test_drafts_get_what_the_budget_leaves(make_rig: MakeRig, budget: int, drafted: int) -> None:
     rig = make_rig(speculative_ngram=4, max_num_batched_tokens=budget)
     rig.add(SEED, foretold(20, right=4), max_tokens=9)
     rig.add(2, [9, 8], max_tokens=9)
@@ -109,11 +109,11 @@ def test_guesses_get_what_the_budget_leaves(make_rig: MakeRig, budget: int, gues
         rig.step()
     plan = rig.schedule()
     assert plan.num_tokens <= budget
-    assert sum(map(len, plan.proposed.values())) == guessed
+    assert sum(map(len, plan.proposed.values())) == drafted
     rig.update()
 
 
-def test_prefill_goes_before_guesses(make_rig: MakeRig) -> None:
+def test_prefill_goes_before_drafts(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4, max_num_batched_tokens=24)
     rig.add(SEED, foretold(20, right=4), max_tokens=9)
     rig.step()
@@ -125,7 +125,7 @@ def test_prefill_goes_before_guesses(make_rig: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_guesses_take_only_blocks_that_are_free(make_rig: MakeRig) -> None:
+def test_drafts_take_only_blocks_that_are_free(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=6, num_kv_blocks=8, max_model_len=32)
     rig.add(SEED, foretold(20, right=6), max_tokens=8)
     rig.add(2, [9, 8, 7, 6, 5, 4], max_tokens=8)
@@ -137,7 +137,7 @@ def test_guesses_take_only_blocks_that_are_free(make_rig: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_requests_that_are_guessed_badly_are_guessed_less(make_rig: MakeRig) -> None:
+def test_requests_that_are_drafted_badly_are_drafted_less(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=8, vocab_size=2, max_model_len=128)
     rig.add(SEED, [0, 1] * 10, max_tokens=100)
     lengths = []
@@ -149,7 +149,7 @@ def test_requests_that_are_guessed_badly_are_guessed_less(make_rig: MakeRig) -> 
     rig.assert_complete()
 
 
-def test_an_abort_while_guesses_are_verified_frees_everything(make_rig: MakeRig) -> None:
+def test_an_abort_while_drafts_are_verified_frees_everything(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=4), max_tokens=9)
     rig.step()
@@ -159,7 +159,7 @@ def test_an_abort_while_guesses_are_verified_frees_everything(make_rig: MakeRig)
     rig.assert_idle()
 
 
-def test_a_request_waits_for_its_guesses_when_plans_overlap(make_rig: MakeRig) -> None:
+def test_a_request_waits_for_its_drafts_when_plans_overlap(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=4), max_tokens=12)
     rig.step()

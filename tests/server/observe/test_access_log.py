@@ -75,13 +75,13 @@ def test_busy_engines_have_a_line_with_their_rates() -> None:
     )
 
 
-def test_guesses_are_part_of_the_line_where_there_are_any() -> None:
+def test_drafts_are_part_of_the_line_where_there_are_any() -> None:
     log = StatsLog()
     log.lines(view(stats(100)), 10.0)
-    guessing = msgspec.structs.replace(
+    drafting = msgspec.structs.replace(
         stats(200), counters=EngineCounters(spec_draft_tokens=40, spec_accepted_tokens=30)
     )
-    (line,) = log.lines(view(guessing), 20.0)
+    (line,) = log.lines(view(drafting), 20.0)
     assert str(line).endswith("prefix cache hits 0.0 %, draft tokens accepted 75.0 %")
 
 
