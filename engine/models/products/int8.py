@@ -2,21 +2,66 @@
 
 Both are rounded to symmetric integers, weights once at load and activations at each call, each
 token by its own largest value. So a token's result does not depend on its neighbours in the batch.
-oneDNN's product takes unsigned activations: they are stored with 128 added, which its zero point
-takes away again.
+oneDNN's product takes unsigned activations: they are stored with a zero point added, which it
+takes away again. x86 processors without products of four 8-bit pairs (VNNI) add two pairs in 16
+bits, which 8-bit activations overflow: there activations have 7 bits.
 """
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.models.products.row_padding import pad_rows
 
-_LARGEST = 127.0
-_ZERO_POINT = 128
+_LARGEST_WEIGHT = 127.0
 _SMALLEST_RANGE = 1e-30
 """Rows whose largest value is below are as good as zero."""
 _TOLERANCE = 0.05
-"""Most relative error of a product that is right; rounding to 8 bits costs about 0.01."""
+"""Maximum relative error of a product that is right; rounding costs 0.01 with activations of 8
+bits and 0.02 with 7."""
+
+
+class ActivationRange(NamedTuple):
+    """How activations are stored as unsigned integers."""
+
+    largest: int
+    """The integer of a token's largest value, before the zero point is added."""
+    zero_point: int
+
+
+EIGHT_BITS = ActivationRange(127, 128)
+SEVEN_BITS = ActivationRange(63, 64)
+
+
+@cache
+def activation_range() -> ActivationRange:
+    """Return the finest range whose products do not overflow on this processor.
+
+    Raises:
+        RuntimeError, AttributeError: this build of torch has no such product.
+    """
+    width = 64
+    weight = torch.full((8, width), int(_LARGEST_WEIGHT), dtype=torch.int8)
+    largest = EIGHT_BITS.largest + EIGHT_BITS.zero_point
+    product: Tensor = torch.ops.onednn.qlinear_pointwise.default(
+        torch.full((1, width), largest, dtype=torch.uint8),
+        1.0,
+        0,
+        torch.ops.onednn.qlinear_prepack(weight, None),
+        torch.ones(8),
+        torch.zeros(8, dtype=torch.int64),
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
+    )
+    is_exact = bool((product == largest * _LARGEST_WEIGHT * width).all())
+    return EIGHT_BITS if is_exact else SEVEN_BITS
 
 
 class Int8Unsupported(ValueError):
@@ -26,7 +71,15 @@ class Int8Unsupported(ValueError):
 class Int8Linear:
     """A matrix product with 8-bit weights; activations come and go in their own type."""
 
-    __slots__ = ("_bias", "_num_weights", "_product", "_scales", "_weight", "_zero_points")
+    __slots__ = (
+        "_bias",
+        "_num_weights",
+        "_product",
+        "_range",
+        "_scales",
+        "_weight",
+        "_zero_points",
+    )
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Quantize and pack a dense [out, in] weight; the caller drops the original.
@@ -34,25 +87,27 @@ class Int8Linear:
         Raises:
             RuntimeError, AttributeError: this build of torch has no such product.
         """
-        scales = weight.abs().amax(dim=1).float().clamp_min_(_SMALLEST_RANGE) / _LARGEST
+        scales = weight.abs().amax(dim=1).float().clamp_min_(_SMALLEST_RANGE) / _LARGEST_WEIGHT
         integers = (weight / scales.unsqueeze(1)).round_().to(torch.int8)
         self._weight = torch.ops.onednn.qlinear_prepack(integers, None)
         self._num_weights = weight.numel()
         self._scales = scales
         self._zero_points = torch.zeros(weight.shape[0], dtype=torch.int64)
         self._bias = bias
+        self._range = activation_range()
         self._product = torch.ops.onednn.qlinear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         largest = x.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_SMALLEST_RANGE)
-        shifted = x.to(torch.float32, copy=True).mul_(_LARGEST / largest).add_(_ZERO_POINT + 0.5)
+        limit, zero_point = self._range
+        shifted = x.to(torch.float32, copy=True).mul_(limit / largest).add_(zero_point + 0.5)
         # Cutting off the half that was added rounds to the nearest.
         rows = pad_rows(shifted.to(torch.uint8), self._num_weights)
         product: Tensor = self._product(
             rows,
             1.0,
-            _ZERO_POINT,
+            zero_point,
             self._weight,
             self._scales,
             self._zero_points,
@@ -64,7 +119,7 @@ class Int8Linear:
             [],
             "",
         )[: len(x)]
-        product.mul_(largest.mul_(1.0 / _LARGEST))
+        product.mul_(largest.mul_(1.0 / limit))
         if self._bias is not None:
             product.add_(self._bias)
         return product.to(x.dtype)

@@ -111,7 +111,11 @@ def test_long_products_in_float32_are_closer_than_16_bits(biased: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 640, generator=generator).to(BF16)
     bias = torch.randn(48, generator=generator).to(BF16) if biased else None
-    product = PackedLinear(weight, bias, float32_rows=32)
+    try:
+        product = PackedLinear(weight, bias, float32_rows=32)
+    except RuntimeError:  # oneDNN has no product of 16 bits here, and the engine uses another one
+        assert not torch.cpu._is_avx512_supported()
+        return
     for rows in (31, 32, 100):
         x = torch.randn(rows, 640, generator=generator).to(BF16)
         exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())

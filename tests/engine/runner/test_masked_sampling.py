@@ -164,7 +164,12 @@ def generate(
 ) -> dict[int, list[int]]:
     """Return the tokens of five requests with the grammar and of one without."""
     drawn = "auto" if directory == BUNDLED_MODEL else "dummy"
-    model: dict[str, Any] = {"model": str(directory), "load_format": drawn, "device": "cpu"}
+    model: dict[str, Any] = {
+        "model": str(directory),
+        "load_format": drawn,
+        "device": "cpu",
+        "dtype": "float32",
+    }
     config = EngineConfig(
         model=ModelConfig(**model),
         cache=CacheConfig(block_size=16, num_kv_blocks=64),
@@ -179,7 +184,7 @@ def generate(
         assert executor.grammars is not None
         executor.grammars.ask(spec).wait()
         for id in range(6):
-            sampling = SamplingParams(max_tokens=20, seed=id, grammar=spec if id < 5 else None)
+            sampling = SamplingParams(max_tokens=20, seed=9 - id, grammar=spec if id < 5 else None)
             core.handle(AddRequest(id, "r", 0, 0, [40, 50, 60 + id], sampling))
         while core.has_work:
             for output in core.step().outputs.get(0, []):
