@@ -404,7 +404,9 @@ def test_one_scrape_sums_all_processes_of_the_node(tmp_path: Path) -> None:
         assert value(text, "request_success_total", engine="3", finished_reason="stop") == count
 
 
-def test_a_scrape_does_not_hold_the_event_loop(http: Any, engines: Any, front_end_metrics: FrontEndMetrics) -> None:
+def test_a_scrape_does_not_hold_the_event_loop(
+    http: Any, engines: Any, front_end_metrics: FrontEndMetrics
+) -> None:
     engines.view = view(*[engine(rank) for rank in range(64)])
     http.complete()
     durations = []
