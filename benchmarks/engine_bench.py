@@ -107,11 +107,16 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 def instrumented(clock: Clock) -> Iterator[None]:
     """Time the parts of every step of this process."""
     from engine.models.decoder import Decoder
-    from engine.models.products import dense, int8
+    from engine.models.products import converted, dense, int8
     from engine.runner import model_runner
     from engine.scheduler.scheduler import Scheduler
 
-    products = (dense.DenseLinear, dense.PackedLinear, int8.Int8Linear)
+    products = (
+        converted.ConvertedLinear,
+        dense.DenseLinear,
+        dense.PackedLinear,
+        int8.Int8Linear,
+    )
     with ExitStack() as stack:
         for owner, name, part in (
             (Scheduler, "schedule", "schedule"),

@@ -1,0 +1,52 @@
+"""Products of 16-bit weights in float32, on processors without arithmetic for 16-bit floats.
+
+Where oneDNN has no product of 16 bits either (x86 with AVX2 alone), torch's own one multiplies
+many times slower than float32. Converting some outputs' weights at a time, into memory that stays
+in the caches, costs little beside the product and no memory to speak of.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.products.processor import float32_is_faster
+
+_FEW_ROWS = 2
+"""Up to so many rows the weights are read faster than they are converted."""
+_MAX_WEIGHTS = 1 << 20
+"""Maximum weights that are converted at once: 4 MB in float32."""
+_MAX_OUTPUTS, _MIN_OUTPUTS = 512, 64
+
+
+class ConvertedLinear:
+    """A matrix product whose 16-bit weights are converted as they are used."""
+
+    __slots__ = ("_at_once", "_bias", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Take a dense [out, in] weight of 16-bit floats, which stays as it is."""
+        self._weight = weight
+        self._bias = bias
+        outputs = _MAX_WEIGHTS // max(1, weight.shape[1])
+        self._at_once = min(_MAX_OUTPUTS, max(_MIN_OUTPUTS, outputs))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
+        if len(x) <= _FEW_ROWS:
+            return F.linear(x, self._weight, self._bias)
+        num_outputs, width = self._weight.shape
+        inputs = x.float()
+        product = inputs.new_empty(len(x), num_outputs)
+        converted = inputs.new_empty(min(self._at_once, num_outputs), width)
+        for first in range(0, num_outputs, self._at_once):
+            part = self._weight[first : first + self._at_once]
+            some = converted[: len(part)].copy_(part)
+            torch.mm(inputs, some.T, out=product[:, first : first + len(part)])
+        if self._bias is not None:
+            product += self._bias
+        return product.to(x.dtype)
+
+
+def is_worth_converting(weight: Tensor) -> bool:
+    """Whether products of these weights, which cannot be packed, are faster in float32."""
+    return weight.device.type == "cpu" and weight.dtype.itemsize == 2 and float32_is_faster()
