@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.models.products.processor import has_16_bit_kernels
 from engine.models.products.row_padding import pad_rows
 
 _LARGEST_WEIGHT = 127.0
@@ -76,6 +77,7 @@ class Int8Linear:
         "_num_weights",
         "_product",
         "_range",
+        "_result_type",
         "_scales",
         "_weight",
         "_zero_points",
@@ -95,6 +97,8 @@ class Int8Linear:
         self._zero_points = torch.zeros(weight.shape[0], dtype=torch.int64)
         self._bias = bias
         self._range = activation_range()
+        is_bfloat16 = weight.dtype == torch.bfloat16 and has_16_bit_kernels()
+        self._result_type = torch.bfloat16 if is_bfloat16 else torch.float32
         self._product = torch.ops.onednn.qlinear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -114,7 +118,7 @@ class Int8Linear:
             None,
             1.0,
             0,
-            x.dtype if x.dtype == torch.bfloat16 else torch.float32,
+            self._result_type,
             "none",
             [],
             "",

@@ -27,6 +27,15 @@ def float32_is_faster() -> bool:
     return not (torch.cpu._is_avx512_bf16_supported() and _is_amd())
 
 
+def has_16_bit_kernels() -> bool:
+    """Whether oneDNN has kernels that read and write 16-bit floats here.
+
+    Of x86 processors those with AVX-512 have them. On others oneDNN refuses, or falls back on
+    reference code that takes a hundred times as long.
+    """
+    return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_supported()
+
+
 def _is_amd() -> bool:
     try:
         return "AuthenticAMD" in _CPU_INFO.read_text()
