@@ -123,7 +123,9 @@ class GuardConfig(Section, frozen=True, kw_only=True):
     )
     allow_credentials: Annotated[bool, "Let browsers send cookies and other credentials."] = False
     ssl_certfile: Annotated[
-        str | None, "Certificate chain (PEM); serves HTTPS instead of HTTP."
+        str | None,
+        "Certificate chain (PEM); serves HTTPS instead of HTTP. This file and the next two are "
+        "read again when they change.",
     ] = None
     ssl_keyfile: Annotated[
         str | None, "Private key of the certificate; default: in the same file."

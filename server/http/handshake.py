@@ -4,10 +4,11 @@ import asyncio
 import functools
 import logging
 import socket
-import ssl
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from server.http.certificates import Certificates
 from server.http.connection_book import Connection, ConnectionBook, TooManyConnections, client_of
 
 Leave = Callable[[], None]
@@ -61,13 +62,13 @@ class Handshakes:
         self,
         make: Callable[[Leave], asyncio.Protocol],
         book: ConnectionBook[Connection],
-        context: ssl.SSLContext,
+        certificates: Certificates,
         timeout: float,
         begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._make = make
         self._book = book
-        self._context = context
+        self._certificates = certificates
         self._timeout = timeout
         self._begin = begin
 
@@ -87,7 +88,7 @@ class Handshakes:
             await loop.connect_accepted_socket(
                 lambda: self._make(handshake.leave),
                 connection,
-                ssl=self._context,
+                ssl=self._certificates.current(time.monotonic()),
                 ssl_handshake_timeout=self._timeout,
             )
         except (OSError, TimeoutError) as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from server.http.acceptor import Acceptor, ConnectionShare, Take, Tasks, serve_plain
+from server.http.certificates import Certificates
 from server.http.handshake import Handshakes
 from server.http.protocol import LimitedHttpProtocol
 
@@ -75,7 +76,7 @@ class HttpServer(uvicorn.Server):
             return Handshakes(
                 lambda done: make(on_made=done),
                 protocol_class.book,
-                config.ssl,
+                Certificates(config, config.ssl),
                 self._handshake_timeout,
                 begin,
             ).take

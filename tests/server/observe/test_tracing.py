@@ -26,7 +26,7 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 class Collector:
     """An OTLP/HTTP endpoint that keeps the spans it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         collector = self
         self.spans: list[Span] = []
 
@@ -43,8 +43,8 @@ class Collector:
 
             def log_message(self, *_: Any) -> None: ...
 
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
+        self._server = HTTPServer((host, 0), Handler)
+        self.url = f"http://{host}:{self._server.server_port}/v1/traces"
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
 

@@ -1,0 +1,139 @@
+"""Certificates that are renewed while a server runs."""
+
+import asyncio
+import logging
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from server.access.guards import tls_options
+from server.config import GuardConfig
+from server.http.certificates import LOOK_INTERVAL, Certificates
+from tests.server.http.test_http_protocol import run, served
+from tests.support.waiting import PATIENCE
+
+
+def make_certificate(directory: Path) -> None:
+    directory.mkdir()
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", str(directory / "tls.key"), "-out", str(directory / "tls.crt")],
+        check=True, capture_output=True,
+    )  # fmt: skip
+
+
+class Secret:
+    """A directory of a certificate and its key that is exchanged as the kubelet does it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._number = 0
+        self.renew()
+        for name in ("tls.crt", "tls.key"):
+            (path / name).symlink_to(Path("data", name))
+
+    def renew(self) -> None:
+        """Show a new certificate with a new key, in one moment."""
+        self._number += 1
+        make_certificate(self.path / f"{self._number}")
+        (self.path / "next").symlink_to(f"{self._number}")
+        (self.path / "next").rename(self.path / "data")
+
+    @property
+    def guards(self) -> GuardConfig:
+        return GuardConfig(
+            ssl_certfile=str(self.path / "tls.crt"), ssl_keyfile=str(self.path / "tls.key")
+        )
+
+    @property
+    def shown(self) -> bytes:
+        return ssl.PEM_cert_to_DER_cert((self.path / "tls.crt").read_text())
+
+    def trusting(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=self.path / "tls.crt")
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Secret:
+    return Secret(tmp_path)
+
+
+async def certificate_at(port: int) -> bytes:
+    """Return what a new connection gets."""
+    anything = ssl.create_default_context()
+    anything.check_hostname, anything.verify_mode = False, ssl.CERT_NONE
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=anything)
+    shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return shown
+
+
+def test_a_renewed_certificate_is_shown_to_new_connections_and_the_others_go_on(
+    app: Any, secret: Secret
+) -> None:
+    async def scenario() -> None:
+        async with (
+            served(app, secret.guards) as port,
+            httpx.AsyncClient(verify=secret.trusting(), timeout=PATIENCE) as kept,
+        ):
+            url = f"https://127.0.0.1:{port}/health"
+            assert (await kept.get(url)).status_code == 200
+            first = secret.shown
+            assert await certificate_at(port) == first
+            secret.renew()
+            assert secret.shown != first
+            shown = first
+            while shown != secret.shown:
+                shown = await certificate_at(port)
+            assert (await kept.get(url)).status_code == 200, "its certificate is the first"
+            async with httpx.AsyncClient(verify=secret.trusting(), timeout=PATIENCE) as client:
+                assert (await client.get(url)).status_code == 200
+
+    run(scenario)
+
+
+def certificates(secret: Secret) -> Certificates:
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    config = uvicorn.Config(app, log_config=None, **tls_options(secret.guards))
+    config.load()
+    assert config.ssl is not None
+    return Certificates(config, config.ssl)
+
+
+def test_files_are_looked_at_once_in_a_while_and_unchanged_ones_make_no_context(
+    secret: Secret,
+) -> None:
+    watched = certificates(secret)
+    first = watched.current(0)
+    assert watched.current(LOOK_INTERVAL) is first
+    secret.renew()
+    assert watched.current(1.5 * LOOK_INTERVAL) is first
+    second = watched.current(2 * LOOK_INTERVAL)
+    assert second is not first
+    assert watched.current(3 * LOOK_INTERVAL) is second
+
+
+def test_files_that_do_not_fit_change_nothing_until_they_do(
+    secret: Secret, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = certificates(secret)
+    first = watched.current(0)
+    other = tmp_path / "other"
+    make_certificate(other)
+    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    # A renewal that is not made in one moment: the certificate first, then its key.
+    (other / "tls.crt").rename(certificate)
+    assert watched.current(LOOK_INTERVAL) is first
+    key.unlink()
+    assert watched.current(2 * LOOK_INTERVAL) is first
+    assert [each.levelno for each in caplog.records] == [logging.ERROR, logging.ERROR]
+    assert str(key) in caplog.text
+    (other / "tls.key").rename(key)
+    assert watched.current(3 * LOOK_INTERVAL) is not first
