@@ -12,6 +12,9 @@ from server.http.json_price import TooCostly, check_price, costly_field
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 
+_LARGE = 1 << 16
+"""Bytes of a body from which on it matters how often pydantic makes objects of it."""
+
 
 def read_body(model: type[Body], body: bytes) -> Body:
     """Validate a body.
@@ -23,6 +26,8 @@ def read_body(model: type[Body], body: bytes) -> Body:
     try:
         # Before anything is made of it: what it would cost is not in its size.
         check_price(body)
+        if len(body) >= _LARGE:
+            _check_required(model, body)
         found = model.model_validate_json(body)
     except TooCostly as error:
         raise too_complex(error, costly_field(body)) from error
@@ -30,6 +35,26 @@ def read_body(model: type[Body], body: bytes) -> Body:
         raise invalid_body(error, body) from error
     refuse_unserved(model, body)
     return found
+
+
+def _check_required(model: type[pydantic.BaseModel], body: bytes) -> None:
+    """Refuse a body without a required field before all of it becomes objects.
+
+    Pydantic would make objects of the whole body for each field that is missing.
+
+    Raises:
+        ValidationError: as pydantic says it.
+    """
+    try:
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return  # pydantic says what is wrong
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        if field.is_required() and key not in given:
+            raise pydantic.ValidationError.from_exception_data(
+                model.__name__, [{"type": "missing", "loc": (key,), "input": None}]
+            )
 
 
 def fields_of(body: bytes) -> Set[str]:

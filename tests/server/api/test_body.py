@@ -1,0 +1,41 @@
+"""Bodies are read at a price that does not grow with what is missing in them."""
+
+import pydantic
+import pytest
+
+from server.api.body import read_body
+from server.api.completions.schema import CompletionRequest
+from server.api.messages.schema import CountTokensRequest, MessagesRequest
+from server.api.tokenize.schema import DetokenizeRequest
+from server.http.errors import ApiError
+
+
+def refusal(model: type[pydantic.BaseModel], body: bytes) -> tuple[str, str | None]:
+    with pytest.raises(ApiError) as raised:
+        read_body(model, body)
+    return str(raised.value), raised.value.param
+
+
+@pytest.mark.parametrize(
+    "model", [CompletionRequest, MessagesRequest, CountTokensRequest, DetokenizeRequest]
+)
+@pytest.mark.parametrize("given", ['"other": 1', '"messages": []', '"model": "m"'])
+def test_a_large_body_without_a_field_is_refused_as_a_small_one(
+    model: type[pydantic.BaseModel], given: str
+) -> None:
+    large = "[" + "300," * 20_000 + "300]"
+    small, padded = f"{{{given}}}", f'{{{given}, "unknown": {large}}}'
+    assert refusal(model, padded.encode()) == refusal(model, small.encode())
+
+
+def test_a_large_body_with_all_required_fields_is_read() -> None:
+    large = "[" + "300," * 20_000 + "300]"
+    body = read_body(CompletionRequest, f'{{"prompt": {large}}}'.encode())
+    assert body.prompt == [300] * 20_001
+
+
+def test_of_a_large_body_that_is_no_object_pydantic_says_what_is_wrong() -> None:
+    wrong = ("[" + "300," * 20_000 + "300]").encode()
+    message, param = refusal(CompletionRequest, wrong)
+    assert param is None
+    assert "object" in message
