@@ -1,14 +1,14 @@
-"""Compares ways and numbers of guessed tokens, in turn within the same minute.
+"""Compares ways to draft tokens, and numbers of them, in turn within the same minute.
 
-python -m benchmarks.speculation_bench [MODEL] --guesses 0 4 8 --streams 1 16
-python -m benchmarks.speculation_bench model.gguf --guesses 0 --drafts DIRECTORY --texts chat
+python -m benchmarks.speculation_bench [MODEL] --ngram-tokens 0 4 8 --streams 1 16
+python -m benchmarks.speculation_bench model.gguf --ngram-tokens 0 --drafts DIRECTORY --texts chat
 
-One engine in this process for each way: n-grams (`--guesses`, 0 for none) and draft models
+One engine in this process for each way: n-grams (`--ngram-tokens`, 0 for none) and draft models
 (`--drafts`, for each number in `--draft-tokens`; `benchmarks.cut_model` makes some; `--copies` are
-the model itself in few bits). "repetitive"
-continues a text that repeats itself, greedily; "plain" draws at temperature 1 from a text that does
-not; "chat" answers questions greedily, and needs a model that can. Every row should give the same
-tokens; batches of another size may round a tie the other way.
+the model itself in few bits). "repetitive" continues a text that repeats itself, greedily; "plain"
+draws at temperature 1 from a text that does not; "chat" answers questions greedily, and needs a
+model that can. Every row should give the same tokens; batches of another size may round a tie the
+other way.
 """
 
 import argparse
@@ -41,14 +41,14 @@ class Run(NamedTuple):
     rate: float
     """Output tokens per second."""
     per_row: float
-    """Output tokens per row computed: one, and the guesses that were right."""
+    """Output tokens per row computed: one, and the draft tokens that were accepted."""
     accepted: float
-    """Share of the guessed tokens that were right."""
+    """Share of the draft tokens that were accepted."""
     outputs: dict[int, list[int]]
 
 
 class Setting(NamedTuple):
-    """One way to guess."""
+    """One way to draft tokens."""
 
     ngram: int = 0
     draft: str | None = None
@@ -66,7 +66,7 @@ class Setting(NamedTuple):
 
 
 class Engine:
-    """One engine with one way to guess."""
+    """One engine with one way to draft tokens."""
 
     def __init__(self, options: argparse.Namespace, setting: Setting) -> None:
         from engine.executor.in_process import InProcessExecutor  # imports torch
@@ -108,13 +108,13 @@ class Engine:
                 outputs[output.id] += output.token_ids
         seconds = time.perf_counter() - began
         after = self.core.stats()
-        guessed = after.counters.spec_draft_tokens - before.counters.spec_draft_tokens
+        drafted = after.counters.spec_draft_tokens - before.counters.spec_draft_tokens
         right = after.counters.spec_accepted_tokens - before.counters.spec_accepted_tokens
         total = len(prompts) * tokens
         return Run(
             rate=total / seconds,
             per_row=total / (total - right),
-            accepted=right / max(1, guessed),
+            accepted=right / max(1, drafted),
             outputs=outputs,
         )
 
@@ -150,7 +150,7 @@ def prompts(kind: str, streams: int, length: int, vocab_size: int) -> list[list[
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     """Yield the cells of one row per kind of text, number of streams and setting."""
-    settings = [Setting(guesses) for guesses in options.guesses]
+    settings = [Setting(count) for count in options.ngram_tokens]
     settings += [
         Setting(0, *draft) for draft in itertools.product(options.drafts, options.draft_tokens)
     ]
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(BUNDLED_MODEL))
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--guesses", type=int, nargs="+", default=[0, 2, 4, 8])
+    parser.add_argument("--ngram-tokens", type=int, nargs="+", default=[0, 2, 4, 8])
     parser.add_argument("--drafts", nargs="+", default=[], help="directories of draft models")
     parser.add_argument("--copies", nargs="+", default=[], help="int8, int4: copies of the model")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4])
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     settle_environment()
     widths = (10, 7, 12, 12, 5, 12, 8, 11)
-    head = ("text", "streams", "guesses", "output tok/s", "ratio", "tokens / row", "accepted",
+    head = ("text", "streams", "drafts", "output tok/s", "ratio", "tokens / row", "accepted",
             "same tokens")  # fmt: skip
     for cells in itertools.chain([head], measure(parser.parse_args())):
         line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))

@@ -144,10 +144,10 @@ def test_overlap_changes_no_token_and_no_end(seed: int) -> None:
     assert {"length", "stop", "abort"} == set(apart[1].values())
 
 
-def test_steps_do_not_overlap_where_tokens_are_guessed(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_do_not_overlap_with_draft_tokens(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    guessing = msgspec.structs.replace(config(True).scheduler, speculative_ngram=3)
-    settings = msgspec.structs.replace(config(True), scheduler=guessing)
+    drafting = msgspec.structs.replace(config(True).scheduler, speculative_ngram=3)
+    settings = msgspec.structs.replace(config(True), scheduler=drafting)
     executor = WatchedExecutor(settings)
     core = EngineCore(settings, executor, rank=0, incarnation=1)  # type: ignore[arg-type]
     core.front_end_joined(0, 1)

@@ -1,4 +1,4 @@
-"""Guesses from earlier occurrences of the last tokens."""
+"""Draft tokens from earlier occurrences of the last tokens."""
 
 from engine.scheduler.ngram import NgramIndex
 

@@ -1,4 +1,4 @@
-"""Guessed tokens in plans: they save steps and change nothing else."""
+"""Draft tokens in plans: they save steps and change nothing else."""
 
 from collections.abc import Callable
 from typing import Any
