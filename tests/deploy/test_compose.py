@@ -86,7 +86,7 @@ def test_the_image_with_torch_holds_no_more_than_it_needs(compose: Compose) -> N
     assert size < 1300
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("coordinator", 250), ("server", 250)])
+@pytest.mark.parametrize(("kind", "limit"), [("coordinator", 250), ("server", 280)])
 def test_images_without_torch_are_small(compose: Compose, kind: str, limit: int) -> None:
     image = f"swelltest-{kind}:test"
     size = int(compose.docker.inspect(image, "{{.Size}}")) / MEGABYTE
