@@ -1,5 +1,6 @@
 """The chart while one model replaces another: neither is taken away too early."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,34 @@ def test_what_an_old_model_was_started_with_can_be_said() -> None:
     assert (variables["SWELL_REVISION"], variables["SWELL_DTYPE"]) == ("v1", "float32")
     assert "SWELL_SERVED_MODEL_NAME" not in variables
     assert find(manifests, "Deployment", "demo-swell-api")["spec"]["replicas"] == 1
+
+
+def test_the_old_models_engines_keep_what_they_run_on(tmp_path: Path) -> None:
+    """A larger model has more GPUs, other nodes and settings: none of that is the old one's."""
+    small = {
+        "gpus": 1, "repository": "small", "nodeSelector": {"gpu": "a100"}, "env": {"SWELL_SEED": 1},
+        "resources": {
+            "requests": {"cpu": 2, "memory": "16Gi"}, "limits": {"cpu": 4, "memory": "16Gi"}
+        },
+    }  # fmt: skip
+    large = {
+        "gpus": 8, "repository": "large", "digest": f"sha256:{'0' * 64}", "shmSize": "8Gi",
+        "nodeSelector": {"gpu": "h100", "pool": "large"},
+        "env": {"SWELL_PIPELINE_PARALLEL_SIZE": 2, "SWELL_DTYPE": "bfloat16"},
+    }  # fmt: skip
+
+    def with_engines(sets: tuple[str, ...], **values: object) -> dict[str, Manifest]:
+        file = tmp_path / "values.json"
+        file.write_text(json.dumps(values), encoding="utf-8")
+        return workloads(render(file, *sets))
+
+    before = with_engines(OLD, engine=small)
+    kept = {**small, "digest": "", "shmSize": "1Gi"}
+    both = with_engines(BOTH, engine=large, previous={"engine": kept})
+    after = with_engines(NEW, engine=large)
+    assert both["demo-swell-engine"] == before["demo-swell-engine"]
+    assert both["demo-swell-engine-next"] == after["demo-swell-engine-next"]
+    assert environment(after["demo-swell-engine-next"])["SWELL_TENSOR_PARALLEL_SIZE"] == "4"
 
 
 def test_only_the_new_models_engines_are_counted_and_scaled() -> None:

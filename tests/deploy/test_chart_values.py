@@ -67,6 +67,14 @@ def test_the_gpus_of_an_engine_are_divided_among_its_stages() -> None:
     assert "SWELL_PIPELINE_PARALLEL_SIZE" in refused("engine.gpus=4", f"{stages}=3")
 
 
+def test_large_numbers_of_a_values_file_reach_the_processes_as_they_stand(tmp_path: Path) -> None:
+    numbers = {"SWELL_KV_CACHE_MEMORY_BYTES": 40_000_000_000, "SWELL_GPU_MEMORY_UTILIZATION": 0.85}
+    manifests = with_values(tmp_path, {"engine": {"env": numbers}})
+    variables = environment(workload(manifests, "engine"))
+    assert variables["SWELL_KV_CACHE_MEMORY_BYTES"] == "40000000000"
+    assert variables["SWELL_GPU_MEMORY_UTILIZATION"] == "0.85"
+
+
 def test_an_engine_over_several_nodes_is_refused_with_the_reason() -> None:
     for asked in ("engine.leaderWorkerSet=true", "engine.leaderWorkerSet.size=2"):
         said = refused(asked)

@@ -26,7 +26,7 @@ groups:
     model: {{- toYaml $values.model | nindent 6 }}
     engineReplicas: {{ $values.engine.replicas }}
     apiReplicas: {{ $values.api.replicas }}
-    engineEnv: {}
+    engineEnv: {{- toYaml $values.engine.env | nindent 6 }}
     {{- $previous := default dict $values.previous }}
     {{- $minimum := default 1 $values.api.minReadyEngines | int }}
     {{- if and $previous.model (not $values.api.minReadyEngines) }}
@@ -42,7 +42,9 @@ groups:
     model: {{- toYaml $model | nindent 6 }}
     engineReplicas: {{ if kindIs "invalid" .engineReplicas }}{{ $values.engine.replicas }}{{ else }}{{ .engineReplicas }}{{ end }}
     apiReplicas: {{ if kindIs "invalid" .apiReplicas }}{{ $values.api.replicas }}{{ else }}{{ .apiReplicas }}{{ end }}
-    engineEnv: {{- toYaml .engineEnv | nindent 6 }}
+    {{- $env := $values.engine.env }}
+    {{- with .engine }}{{ if hasKey . "env" }}{{ $env = default dict .env }}{{ end }}{{ end }}
+    engineEnv: {{- toYaml (merge (deepCopy (default dict .engineEnv)) $env) | nindent 6 }}
     minReadyEngines: 1
 {{- end }}
 {{- end }}
@@ -62,14 +64,13 @@ groups:
 
 {{- /* What the engines of a group have to agree on: list ROOT GROUP. */}}
 {{- define "swell.agreed" -}}
-{{- $root := index . 0 }}{{- $group := index . 1 }}
+{{- $group := index . 1 }}
 {{- $model := $group.model }}
-{{- $env := merge (deepCopy $group.engineEnv) $root.Values.engine.env }}
 {{- $agreed := list (default "bundled" $model.name) }}
 {{- with $model.revision }}{{ $agreed = append $agreed . }}{{ end }}
 {{- with $model.maxLength }}{{ $agreed = append $agreed (printf "max length %d" (int .)) }}{{ end }}
 {{- range $name := list "DTYPE" "QUANTIZATION" "BATCH_INVARIANT" "MAX_MODEL_LEN" "BLOCK_SIZE" "LOAD_FORMAT" "REVISION" }}
-{{- with index $env (printf "SWELL_%s" $name) }}{{ $agreed = append $agreed (printf "%s %v" (lower $name) .) }}{{ end }}
+{{- with index $group.engineEnv (printf "SWELL_%s" $name) }}{{ $agreed = append $agreed (printf "%s %s" (lower $name) (include "swell.text" .)) }}{{ end }}
 {{- end }}
 {{- join ", " $agreed }}
 {{- end }}
@@ -287,10 +288,15 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
+{{- /* A value of a variable. Numbers of a values file are floats, of which large ones would be 1e+10. */}}
+{{- define "swell.text" -}}
+{{- if and (kindIs "float64" .) (eq (toString .) (toString (floor .))) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
+{{- end }}
+
 {{- /* A component's own variables, sorted by name. */}}
 {{- define "swell.ownEnv" -}}
 {{- range $name, $value := . }}
-- {name: {{ $name }}, value: {{ $value | toString | quote }}}
+- {name: {{ $name }}, value: {{ include "swell.text" $value | quote }}}
 {{- end }}
 {{- end }}
 

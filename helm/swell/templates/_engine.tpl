@@ -1,0 +1,117 @@
+{{- /* Stops what cannot run: the values of a group's engines. */}}
+{{- define "swell.checkEngine" -}}
+{{- $engine := . }}
+{{- range list "SWELL_TENSOR_PARALLEL_SIZE" "SWELL_DATA_PARALLEL_SIZE_LOCAL" }}
+{{- if and $engine.gpus (hasKey $engine.env .) }}
+{{- fail (printf "engine.env.%s: a pod is one engine, and engine.gpus says how many GPUs compute it together" .) }}
+{{- end }}
+{{- end }}
+{{- $stages := include "swell.stages" $engine | int }}
+{{- if and $engine.gpus (ne 0 (mod (int $engine.gpus) $stages)) }}
+{{- fail (printf "engine.env.SWELL_PIPELINE_PARALLEL_SIZE: %d stages of equally many GPUs need an engine.gpus that %d divides, and it is %d" $stages $stages (int $engine.gpus)) }}
+{{- end }}
+{{- end }}
+
+{{- /* Stages of an engine: the values of a group's engines. */}}
+{{- define "swell.stages" -}}
+{{- default 1 .env.SWELL_PIPELINE_PARALLEL_SIZE | int -}}
+{{- end }}
+
+{{- /* The template of an engine's pod: list ROOT GROUP, with the values of the group's engines in ROOT. */}}
+{{- define "swell.enginePod" -}}
+{{- $root := index . 0 }}{{- $group := index . 1 }}{{- $engine := $root.Values.engine }}
+{{- $stages := include "swell.stages" $engine | int -}}
+metadata: {{- include "swell.podMetadata" (list $root "engine" $group) | nindent 2 }}
+spec:
+  serviceAccountName: {{ include "swell.serviceAccount" $root }}
+  automountServiceAccountToken: false
+  # Else a Service named swell would set SWELL_PORT.
+  enableServiceLinks: false
+  securityContext: {{- include "swell.podSecurity" (list $root "engine") | nindent 4 }}
+  # Draining begins with SIGTERM.
+  terminationGracePeriodSeconds: {{ add $root.Values.api.preStopSeconds (ternary (max $engine.drainSeconds $root.Values.api.shutdownSeconds) $engine.drainSeconds $root.Values.inferencePool.enabled) 17 }}
+  {{- with $engine.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- include "swell.scheduling" (list $root "engine") | nindent 2 }}
+  {{- with $engine.initContainers }}
+  initContainers: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: engine
+      image: {{ include "swell.image" (list $root "engine") | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      args: [engine]
+      env:
+        - {name: SWELL_COORDINATOR, value: "{{ include "swell.fullname" $root }}-coordinator:7550"}
+        - {name: SWELL_ADVERTISE_HOST, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+        {{- include "swell.clusterEnv" $root | nindent 8 }}
+        {{- include "swell.modelEnv" (list $root $group) | nindent 8 }}
+        - {name: SWELL_DRAIN_TIMEOUT, value: {{ $engine.drainSeconds | quote }}}
+        {{- if $engine.ranksFromOrdinals }}
+        {{- include "swell.rankEnv" $root | nindent 8 }}
+        {{- end }}
+        {{- if $engine.expertParallel }}
+        - {name: SWELL_ENABLE_EXPERT_PARALLEL, value: "true"}
+        - {name: SWELL_DATA_PARALLEL_SIZE, value: {{ $group.engineReplicas | quote }}}
+        {{- end }}
+        {{- if $engine.gpus }}
+        - {name: SWELL_DEVICE, value: cuda}
+        {{- if gt (int $engine.gpus) $stages }}
+        - {name: SWELL_TENSOR_PARALLEL_SIZE, value: {{ div (int $engine.gpus) $stages | quote }}}
+        {{- end }}
+        {{- else }}
+        - {name: SWELL_DEVICE, value: cpu}
+        - {name: SWELL_THREADS, valueFrom: {resourceFieldRef: {resource: limits.cpu}}}
+        {{- end }}
+        {{- include "swell.ownEnv" $engine.env | nindent 8 }}
+        {{- with $engine.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
+      {{- with $engine.envFrom }}
+      envFrom: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      ports:
+        - {name: health, containerPort: 8080}
+      startupProbe:
+        httpGet: {path: /ready, port: health}
+        periodSeconds: 2
+        failureThreshold: {{ max 1 (div $engine.startupSeconds 2) }}
+      livenessProbe:
+        httpGet: {path: /health, port: health}
+        periodSeconds: 10
+        timeoutSeconds: 5
+      readinessProbe:
+        httpGet: {path: /ready, port: health}
+        periodSeconds: 5
+        timeoutSeconds: 5
+      lifecycle:
+        # API pods of a model that is taken away stop first.
+        preStop: {exec: {command: [sleep, {{ add $root.Values.api.preStopSeconds 2 | quote }}]}}
+      securityContext: {{- include "swell.containerSecurity" (list $root "engine") | nindent 8 }}
+      {{- $resources := deepCopy $engine.resources }}
+      {{- if $engine.gpus }}
+      {{- $limits := merge (dict $engine.gpuResource $engine.gpus) (default dict $resources.limits) }}
+      {{- $resources = merge (dict "limits" $limits) $resources }}
+      {{- end }}
+      resources: {{- toYaml $resources | nindent 8 }}
+      volumeMounts:
+        {{- include "swell.clusterKeyMounts" $root | nindent 8 }}
+        {{- include "swell.modelMount" $root | nindent 8 }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- with $engine.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
+    {{- if $root.Values.inferencePool.enabled }}
+    {{- include "swell.apiContainer" (list $root $group true) | nindent 4 }}
+    {{- end }}
+    {{- with $engine.sidecars }}{{ toYaml . | nindent 4 }}{{ end }}
+  volumes:
+    {{- include "swell.clusterKeyVolume" (list $root "engine") | nindent 4 }}
+    {{- if not $engine.modelClaim }}
+    {{- include "swell.modelVolume" (list $root "engine") | nindent 4 }}
+    {{- end }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $engine.shmSize }}}
+    {{- if $root.Values.inferencePool.enabled }}
+    {{- include "swell.apiVolumes" $root | nindent 4 }}
+    {{- with $root.Values.api.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
+    {{- end }}
+    {{- with $engine.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end }}
