@@ -16,6 +16,7 @@ class Prometheus:
     """A real one that scrapes a stack every second.
 
     Args:
+        targets: HOST:PORT of its API servers.
         labels: what all series get, as from a ServiceMonitor.
         rules: the text of a file of rules, evaluated every second.
         variables: values of the variables in expressions.
@@ -24,8 +25,7 @@ class Prometheus:
     def __init__(
         self,
         folder: Path,
-        target: str,
-        *,
+        *targets: str,
         labels: Mapping[str, str] = {},
         rules: str = "groups: []",
         variables: Mapping[str, str] = {},
@@ -35,7 +35,8 @@ class Prometheus:
         self.url = f"http://127.0.0.1:{free_port()}"
         configuration = folder / "prometheus.yml"
         scrape = {
-            "job_name": "swell", "static_configs": [{"targets": [target], "labels": dict(labels)}]
+            "job_name": "swell",
+            "static_configs": [{"targets": list(targets), "labels": dict(labels)}],
         }  # fmt: skip
         settings = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

@@ -1,0 +1,123 @@
+"""The autoscaler's query as the chart renders it, asked of a real Prometheus that scrapes a stack.
+
+KEDA passes what the query gives to an autoscaler of Kubernetes, which divides it by the threshold
+and rounds up; without an answer KEDA keeps what runs (`fallback`).
+"""
+
+import math
+import shutil
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.running_stack import RunningStack
+from tests.deploy.prometheus import Prometheus
+from tests.deploy.test_alerts_stack import LABELS
+from tests.deploy.test_chart import scaled_object
+from tests.support.commands import coordinator, swell
+from tests.support.http import completion, fetch
+from tests.support.metrics import num_running
+from tests.support.ports import free_port
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.deploy
+
+SLOTS, ENGINES = 4, 2
+LONG = 900
+"""Tokens of a request that outlives the test's look at it, at 50 ms each."""
+
+
+class Scaler:
+    """What KEDA and the autoscaler make of a ScaledObject's trigger."""
+
+    def __init__(self, prometheus: Prometheus, spec: dict[str, Any]) -> None:
+        (trigger,) = spec["triggers"]
+        self._prometheus = prometheus
+        self._query: str = trigger["metadata"]["query"]
+        self._threshold = float(trigger["metadata"]["threshold"])
+        self._least, self._most = spec["minReplicaCount"], spec["maxReplicaCount"]
+        assert trigger["metricType"] == "AverageValue"
+        assert trigger["metadata"]["ignoreNullValues"] == "false", "nothing is not zero"
+
+    def value(self) -> float:
+        """Return what the query gives; nan if nothing."""
+        return self._prometheus.value(self._query)
+
+    def wanted(self) -> int | None:
+        """Return how many engines there shall be; None: as many as there are."""
+        value = self.value()
+        if math.isnan(value):
+            return None
+        return int(min(self._most, max(self._least, math.ceil(value / self._threshold))))
+
+
+def test_full_engines_ask_for_more_idle_ones_for_fewer_and_no_metrics_for_neither(
+    tmp_path: Path,
+) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("Prometheus is not installed (Debian: prometheus)")
+    ports = [free_port(), free_port()]
+    with ExitStack() as running:
+        join = running.enter_context(coordinator(tmp_path, "--engine-timeout", "3"))
+
+        def engine() -> None:
+            running.enter_context(
+                swell("engine", *join, "--executor", "simulated", "--simulated-step-us", "50000",
+                      "--max-num-seqs", str(SLOTS), "--drain-timeout", "1")
+            )  # fmt: skip
+
+        def api(port: int) -> ExitStack:
+            own = running.enter_context(ExitStack())
+            flags = ("--port", str(port), "--min-ready-engines", "1", "--shutdown-timeout", "1")
+            own.enter_context(
+                RunningStack(*join, "--api-server-count", "2", *flags, command="api-server")
+            )
+            return own
+
+        for _ in range(ENGINES):
+            engine()
+        first, second = (api(port) for port in ports)
+        url, other = (f"http://127.0.0.1:{port}" for port in ports)
+        prometheus = Prometheus(tmp_path, *(f"127.0.0.1:{port}" for port in ports), labels=LABELS)
+        running.callback(prometheus.stop)
+        scaler = Scaler(
+            prometheus,
+            scaled_object(
+                f"engine.env.SWELL_MAX_NUM_SEQS={SLOTS}", "engine.autoscaling.minReplicas=1",
+                "engine.autoscaling.maxReplicas=8", "engine.autoscaling.targetUtilization=0.8",
+            ),
+        )  # fmt: skip
+        prometheus.wait(f"min(swell_engines_ready) == {ENGINES}")
+        until(lambda: scaler.wanted() == 1, "idle engines: the least is wanted", interval=0.3)
+
+        clients = []
+        for number in range(SLOTS * ENGINES):
+            body = completion(f"Act {number}", LONG)
+            client = threading.Thread(target=fetch, args=(f"{url}/v1/completions", body))
+            client.start()
+            clients.append(client)
+            # One after the other, so that front ends know how full engines are.
+            until(lambda: num_running(url) == number + 1, "it runs")  # noqa: B023
+        # Every slot is taken and nothing waits; both API servers tell of all engines.
+        until(lambda: scaler.value() == ENGINES, "as much work as engines", interval=0.3)
+        prometheus.wait("count(swell_num_requests_running == 4) == bool 4")
+        prometheus.wait("sum(swell_num_requests_waiting) == bool 0")
+        assert scaler.wanted() == 3
+
+        second.close()
+        prometheus.wait("sum(up) == bool 1")
+        assert (scaler.value(), scaler.wanted()) == (ENGINES, 3), "one API server less: the same"
+
+        first.close()
+        prometheus.wait("sum(up) == bool 0")
+        until(lambda: scaler.wanted() is None, "without metrics nothing is wanted", interval=0.3)
+        for client in clients:
+            client.join()
+
+        api(ports[1])
+        prometheus.wait("sum(up) == bool 1")
+        until(lambda: scaler.wanted() == 1, "what runs is known again", interval=0.3)
+        assert fetch(f"{other}/v1/completions", completion("Act 0", 5)).status == 200
