@@ -26,11 +26,40 @@ from server.fleet.status_config import StatusConfig
 
 
 def _serve(config: ServeConfig) -> int:
+    if config.parallel.node_rank:
+        from server.fleet.joining import BadNode, check_span
+
+        try:
+            check_span(config)
+        except BadNode as error:
+            print(f"swell cannot start: {error}", file=sys.stderr)
+            return 1
+        return _other_node(config.engine())
     from engine.shared.logs import name_process
     from server.fleet import supervisor
 
     name_process("supervisor", config.log.log_level, config.log.log_format)
     return supervisor.run(config)
+
+
+def _other_node(config: EngineConfig) -> int:
+    """Run the workers of an engine whose leader is on the first node."""
+    from engine.executor.nodes import joining
+    from engine.shared.cpu.plan import BadCpuBind
+    from engine.shared.logs import name_process
+    from server.fleet.cpu_binding import of_engine_alone
+
+    number = config.parallel.node_rank
+    name_process(f"node {number}", config.log.log_level, config.log.log_format)
+    parallel = msgspec.structs.replace(
+        config.parallel, data_parallel_size_local=1, data_parallel_rank_local=0
+    )
+    try:
+        config = of_engine_alone(msgspec.structs.replace(config, parallel=parallel))
+    except BadCpuBind as error:
+        print(f"swell cannot start: {error}", file=sys.stderr)
+        return 1
+    return joining.run(config)
 
 
 def _coordinator(config: CoordinatorConfig) -> int:
@@ -46,6 +75,8 @@ def _engine(config: EngineConfig) -> int:
     from engine.shared.lifeline import CANNOT_START, Lifeline
     from server.fleet.cpu_binding import of_engine_alone
 
+    if config.parallel.node_rank:
+        return _other_node(config)
     if config.parallel.data_parallel_size_local is None:
         parallel = msgspec.structs.replace(config.parallel, data_parallel_size_local=1)
         config = msgspec.structs.replace(config, parallel=parallel)
@@ -112,6 +143,9 @@ def _completion(config: CompletionConfig) -> int:
     return 0
 
 
+SPAN = frozenset({"nnodes", "node_rank", "master_addr", "master_port"})
+"""Settings of an engine that spans nodes: for those who run its processes."""
+
 MODEL = ("model", "model directory or hub id; the bundled model if absent")
 
 COMMANDS = {
@@ -121,6 +155,8 @@ COMMANDS = {
         "swell serve Qwen/Qwen3-0.6B --data-parallel-size 4 --port 8080\n"
         "swell serve --data-parallel-address 10.0.0.1            # the first of several nodes\n"
         "swell serve --data-parallel-address 10.0.0.1 --headless # the others\n"
+        "swell serve --data-parallel-size 1 --pipeline-parallel-size 2 --nnodes 2 \\\n"
+        "    --master-addr 10.0.0.1 --node-rank 0   # one engine on two nodes, the first of them\n"
         "swell serve --data-parallel-backend ray --data-parallel-size-local 1\n"
         "swell serve --cpu-bind '1-31|33-63'                     # CPUs of either engine",
         ServeConfig,
@@ -151,7 +187,8 @@ COMMANDS = {
         MODEL,
         frozenset(
             {"data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank_local"}
-        ),
+        )
+        | SPAN,
         _api_server,
     ),
     "chat": Command(
@@ -161,7 +198,7 @@ COMMANDS = {
         "swell chat --url http://head:8000 --quick Hello",
         ChatConfig,
         ("model", "model to serve meanwhile; without one --url is asked"),
-        frozenset(),
+        SPAN,
         _chat,
     ),
     "fetch": Command(
@@ -201,7 +238,8 @@ COMMANDS = {
                 "data_parallel_rank_local",
                 "data_parallel_size_local",
             }
-        ),
+        )
+        | SPAN,
         _run_batch,
         {"input_file": "-i", "output_file": "-o"},
         ("input_file", "output_file"),

@@ -12,6 +12,7 @@ from engine.distributed.backend import open_store
 from engine.distributed.bundle import Bundle
 from engine.distributed.group import Group, Transfer, connect, could_not_join
 from engine.distributed.spec import GroupBroken, GroupSpec
+from engine.shared.addresses import address_towards, join_host_port
 
 _EARLIER, _LATER = 0, 1
 """Ranks in a group of two."""
@@ -77,12 +78,15 @@ def join_grid(
 
     def group(name: str, rank: int, size: int) -> Group:
         return connect(
-            store, GroupSpec(spec.address, rank, size, spec.topology, spec.timeout_s), name, device
+            store, GroupSpec(address, rank, size, spec.topology, spec.timeout_s), name, device
         )
 
     made: list[Group] = []
     before = after = None
     try:
+        # Whoever is first in a group listens under its address, on whatever node it is.
+        host = spec.host if spec.rank == 0 else address_towards(spec.host, spec.port)
+        address = join_host_port(host, spec.port)
         store = open_store(spec, listener)
         made.append(group(f"stage-{stage}/", shard, shards) if shards > 1 else Group.alone())
         if stage > 0:

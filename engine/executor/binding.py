@@ -11,7 +11,7 @@ def sharers(config: EngineConfig, engines_on_node: int) -> int:
     """Return how many processes compute on the CPUs that this one may use."""
     if config.executor.bound_to:
         return 1
-    return engines_on_node * config.parallel.processes
+    return engines_on_node * config.parallel.processes_on_node
 
 
 def bound(config: EngineConfig, rank: int = 0) -> EngineConfig:

@@ -81,7 +81,7 @@ class InProcessExecutor:
         self._config = config
         self._report = progress or logger.info
         set_threads(config, engines_on_node)
-        processes = config.parallel.processes
+        processes = config.parallel.processes_on_node
         self._device = device_for(config)
         self._leader = leader
         self._shard = None
@@ -293,7 +293,7 @@ class InProcessExecutor:
 
     def _new_runner(self, model: Decoder) -> ModelRunner:
         if self._leader is not None:
-            self._leader.allocate(self.info.num_kv_blocks)
+            self._leader.allocate(self.info.num_kv_blocks, self.info.model_fingerprint)
         return ModelRunner(
             model,
             max_num_seqs=self._config.scheduler.max_num_seqs,

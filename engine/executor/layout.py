@@ -1,7 +1,9 @@
 """Which part of a model each process of an engine computes; free of torch.
 
 An engine's processes are a grid of pipeline stages by shards. The engine's own process, which leads
-and draws the tokens, is the first shard of the last stage.
+and draws the tokens, is the first shard of the last stage. Where the engine spans nodes, each has
+the same number of stages, which follow each other: node 1 the first of them, and node 0, which is
+the leader's, the last.
 """
 
 from typing import NamedTuple
@@ -17,15 +19,16 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How many stages there are, and shards of each."""
+    """How many stages there are, shards of each, and nodes that have equally many stages."""
 
     stages: int
     shards: int
+    nodes: int = 1
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> "Layout":
         """Return what the settings ask for."""
-        return cls(parallel.pipeline_parallel_size, parallel.tensor_parallel_size)
+        return cls(parallel.pipeline_parallel_size, parallel.tensor_parallel_size, parallel.nnodes)
 
     @property
     def size(self) -> int:
@@ -37,10 +40,22 @@ class Layout(NamedTuple):
         stage, shard = divmod(rank, self.shards)
         return Place((stage - 1) % self.stages, shard)
 
+    def node(self, rank: int) -> int:
+        """Return the node of a process; the leader's is 0."""
+        return (self.place(rank).stage // self._stages_on_node + 1) % self.nodes
+
+    def on_node(self, node: int) -> list[int]:
+        """Return the ranks of a node's processes, in order."""
+        return [rank for rank in range(self.size) if self.node(rank) == node]
+
     def number(self, rank: int) -> int:
-        """Return a process's number in the order of stages, in which devices are dealt out."""
+        """Return a process's number on its node, in the order of stages: so devices are dealt."""
         place = self.place(rank)
-        return place.stage * self.shards + place.shard
+        return place.stage % self._stages_on_node * self.shards + place.shard
+
+    @property
+    def _stages_on_node(self) -> int:
+        return self.stages // self.nodes
 
     def ranks(self, stage: int) -> range:
         """Return the ranks of a stage's processes, its first shard's first."""

@@ -34,6 +34,13 @@ class Leader(Followers, Protocol):
         """Have them free that cache and answer how many blocks they have memory for."""
         ...
 
-    def allocate(self, num_blocks: int) -> None:
-        """Have them hold their weights, and an empty KV cache of so many blocks."""
+    def allocate(self, num_blocks: int, fingerprint: str) -> None:
+        """Have them hold their parts of the weights, and an empty KV cache of so many blocks.
+
+        Args:
+            fingerprint: of the weights in this process.
+
+        Raises:
+            CannotDo: one of them has other weights.
+        """
         ...

@@ -199,7 +199,7 @@ def set_threads(config: EngineConfig, engines_on_node: int, cores: int | None = 
         ModelNotFound: there is no such model.
         UnsupportedModel: the model's config asks for something that is not implemented.
     """
-    processes = config.parallel.processes
+    processes = config.parallel.processes_on_node
     if config.executor.bound_to and not config.executor.threads:
         of_process = min(usable_cores(), num_cores())
     else:
@@ -247,12 +247,12 @@ def device_number(parallel: ParallelConfig, worker: int, count: int) -> int:
     Devices are numbered on each node, engine by engine: those of one engine follow each other.
 
     Args:
-        worker: which of the engine's processes this is, from 0, in the order of stages.
+        worker: which of the engine's processes on this node it is, from 0, in the order of stages.
 
     Raises:
         TooFewDevices: the engine's last device is not there.
     """
-    engine, size = parallel.number_on_node, parallel.processes
+    engine, size = parallel.number_on_node, parallel.processes_on_node
     first, last = engine * size, (engine + 1) * size - 1
     if last >= count:
         needed = f"device {first}" if size == 1 else f"devices {first} to {last}"

@@ -18,7 +18,7 @@ from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.layout import Layout
 from engine.executor.loading import device_for
-from engine.executor.team import Team
+from engine.executor.team import Team, UnlikeWorkers
 from engine.executor.team_messages import (
     Allocate,
     BeginTrial,
@@ -118,9 +118,9 @@ class TeamLeader:
         """Have them free that cache and answer how many blocks they have memory for."""
         self._team.tell(EndTrial())
 
-    def allocate(self, num_blocks: int) -> None:
-        """Have them hold their weights, and an empty KV cache of so many blocks."""
-        self.call(Allocate(num_blocks))
+    def allocate(self, num_blocks: int, fingerprint: str) -> None:
+        """Have them hold their parts of these weights, and an empty KV cache of so many blocks."""
+        self.call(Allocate(num_blocks, fingerprint))
 
     def call(self, command: Command) -> None:
         """Have them do something and wait until they have.
@@ -221,6 +221,7 @@ class MultiProcessExecutor:
 
         Raises:
             WorkerFailed: a worker cannot start.
+            UnlikeWorkers: a worker has another kind of device, or other weights.
             ValueError: as `InProcessExecutor` does.
         """
         self._team = team
@@ -228,15 +229,17 @@ class MultiProcessExecutor:
         self._on_failure = on_failure
         team.on_failure = self._failed
         try:
-            team.collect()
             layout, device = Layout.of(config.parallel), device_for(config)
+            team.meet(device.type)
             self._grid = self._join(layout, device)
             self._leader = TeamLeader(team, self._grid, layout, device, _stages(config))
             self._inner = InProcessExecutor(
                 config, rank, engines_on_node, progress, leader=self._leader
             )
-        except BaseException:
+        except BaseException as error:
             self._end_team()
+            if isinstance(error, CannotDo):
+                raise UnlikeWorkers(str(error)) from error
             raise
 
     @property

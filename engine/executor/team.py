@@ -1,63 +1,68 @@
 """The worker processes of an engine: starts, commands, watches and ends them. No torch."""
 
 import logging
-import os
 import selectors
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
+from typing import Protocol
 
 import msgspec
 
 from engine.distributed.spec import listener_address, open_listener
 from engine.executor.binding import sharers
 from engine.executor.environment import settle_environment
+from engine.executor.layout import Layout
 from engine.executor.team_messages import Answer, Command, WorkerLaunch
+from engine.executor.worker_process import StartedWorker, end_worker, spawn, start_worker
 from engine.shared.config import EngineConfig
-from engine.shared.lifeline import LIFELINE_VARIABLE, FrameReader, pack_frame
+from engine.shared.lifeline import FrameReader, pack_frame
 from engine.shared.messages import ChildFailed, ChildStatus
 
 logger = logging.getLogger(__name__)
 
-WORKER_MODULE = "engine.executor.worker_main"
-"""What workers run."""
-END_TIMEOUT = 5.0
-"""Seconds that workers get to end after their sockets were closed."""
 CAUSE_TIMEOUT = 0.5
 """Seconds after a worker's last words in which another's death shows, which they may be about."""
 FAILURE_TIMEOUT = 5.0
 """Seconds in which a failure that somebody has met becomes known, on a busy machine."""
+_LARGEST_WORD = 1 << 20
+"""Bytes of what a worker, which may be on another node, says at once."""
 
 
 class WorkerFailed(Exception):
     """A worker process has died or cannot go on, and with it the engine."""
 
 
-class _Worker:
-    """One process with its two sockets: its lifeline, and commands."""
+class UnlikeWorkers(ValueError):
+    """Workers, which may be on other nodes, do not go with the engine's own process."""
 
-    def __init__(self, launch: WorkerLaunch) -> None:
-        self.rank = launch.rank
-        self.lifeline, its_lifeline = socket.socketpair()
-        self.commands, its_commands = socket.socketpair()
-        with its_lifeline, its_commands:
-            descriptors = its_lifeline.fileno(), its_commands.fileno()
-            try:
-                self.process = _started(*descriptors)
-            except OSError:
-                self.lifeline.close()
-                self.commands.close()
-                raise
-        launch = msgspec.structs.replace(launch, commands=descriptors[1])
-        try:
-            self.lifeline.sendall(pack_frame(launch))
-        except OSError:  # it has died already: whoever watches its lifeline sees it
-            logger.debug("worker %d does not listen", self.rank)
-        self.statuses = FrameReader(ChildStatus)
-        self.answers = FrameReader(Answer)
+
+class Elsewhere(Protocol):
+    """The other nodes that an engine spans."""
+
+    @property
+    def host(self) -> str:
+        """The address of this node under which they reach it."""
+
+    def worker(self, rank: int) -> StartedWorker:
+        """Return a worker of theirs, which starts when all begin."""
+
+    def begin(self, engine: int, address: str) -> None:
+        """Have them start their workers, which meet the others of an engine at HOST:PORT."""
+
+    def close(self) -> None:
+        """End their workers."""
+
+
+class _Worker:
+    """One process, here or on another node, with its two sockets."""
+
+    def __init__(self, rank: int, started: StartedWorker) -> None:
+        self.rank = rank
+        self.process, self.lifeline, self.commands = started
+        self.statuses = FrameReader(ChildStatus, _LARGEST_WORD)
+        self.answers = FrameReader(Answer, _LARGEST_WORD)
         self.lives = True
         """Until its lifeline ends."""
         self.has_answered = False
@@ -67,8 +72,17 @@ class _Worker:
 class Team:
     """All workers of one engine."""
 
-    def __init__(self, config: EngineConfig, engine: int, engines_on_node: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: int,
+        engines_on_node: int,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         """Start the workers, which load their libraries while the caller goes on.
+
+        Args:
+            elsewhere: starts those of other nodes, if the engine spans any.
 
         Raises:
             OSError: a process cannot be started; none is left.
@@ -77,7 +91,7 @@ class Team:
         settle_environment(sharers(config, engines_on_node))  # which the workers inherit
         self.on_failure: Callable[[str], None] | None = None
         """Called once, in a thread of its own, with the reason."""
-        self.listener = open_listener("127.0.0.1")
+        self.listener = open_listener("127.0.0.1" if elsewhere is None else elsewhere.host)
         address = listener_address(self.listener)
         self._failure: str | None = None
         self._closing = False
@@ -85,10 +99,17 @@ class Team:
         self.address = address
         self._workers: list[_Worker] = []
         self._thread = threading.Thread(target=self._watch, name="team", daemon=True)
+        self._elsewhere = elsewhere
+        layout = Layout.of(config.parallel)
         try:
             for rank in range(1, self.size):
+                if elsewhere is not None and layout.node(rank):
+                    self._workers.append(_Worker(rank, elsewhere.worker(rank)))
+                    continue
                 launch = WorkerLaunch(config, engine, rank, self.size, address, engines_on_node)
-                self._workers.append(_Worker(launch))
+                self._workers.append(_Worker(rank, start_worker(launch, spawn)))
+            if elsewhere is not None:
+                elsewhere.begin(engine, address)
         except OSError:
             self._dismiss()
             self._wait_for_all()
@@ -97,8 +118,25 @@ class Team:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [worker.process.pid for worker in self._workers]
+        """Process ids of the workers of this node."""
+        return [worker.process.pid for worker in self._workers if worker.process.pid]
+
+    def meet(self, device: str) -> None:
+        """Wait until all have loaded their libraries.
+
+        Args:
+            device: the kind that the engine's own process computes on.
+
+        Raises:
+            WorkerFailed: one of them has died.
+            UnlikeWorkers: one of them computes on another kind.
+        """
+        for answer in self.collect():
+            if answer.device != device:
+                raise UnlikeWorkers(
+                    f"a worker's device is {answer.device}, but that of the engine's own process "
+                    f"is {device}: give all nodes the same --device"
+                )
 
     def tell(self, command: Command, ranks: Collection[int] | None = None) -> None:
         """Send a command to all, or to those of these ranks.
@@ -151,14 +189,12 @@ class Team:
 
     def _wait_for_all(self) -> None:
         for worker in self._workers:
-            try:
-                worker.process.wait(END_TIMEOUT)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+            end_worker(worker.process)
             worker.lifeline.close()
             worker.commands.close()
         self.listener.close()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
 
     def _watch(self) -> None:
         """Pass answers on until a worker fails or all are told to end."""
@@ -170,15 +206,11 @@ class Team:
             while self._failure is None and not self._closing:
                 ready = selector.select(CAUSE_TIMEOUT if complaint else None)
                 for key, _ in ready:
-                    worker = key.data
-                    if key.fileobj is worker.commands:
-                        if not self._read_answers(worker):
-                            selector.unregister(key.fileobj)  # its lifeline says what it died of
-                    elif said := self._read_status(worker):
-                        selector.unregister(key.fileobj)
+                    try:
+                        said = self._read(selector, key)
                         complaint = complaint or said
-                    elif not worker.lives:
-                        self._failure = self._failure or f"worker {worker.rank} has died"
+                    except msgspec.DecodeError as error:
+                        self._failure = f"worker {key.data.rank} cannot be understood: {error}"
                 if complaint and not ready:
                     self._failure = complaint
         if complaint and complaint != self._failure:
@@ -186,6 +218,19 @@ class Team:
         self._answers.put(None)
         if not self._closing and self.on_failure is not None:
             self.on_failure(self._failure or "")
+
+    def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> str:
+        """Read from a socket; return what a worker complains of, if it does."""
+        worker: _Worker = key.data
+        if key.fileobj is worker.commands:
+            if not self._read_answers(worker):
+                selector.unregister(key.fileobj)  # its lifeline says what it died of
+            return ""
+        if said := self._read_status(worker):
+            selector.unregister(key.fileobj)
+        elif not worker.lives:
+            self._failure = self._failure or f"worker {worker.rank} has died"
+        return said
 
     def _read_answers(self, worker: _Worker) -> bool:
         data = _received(worker.commands)
@@ -202,16 +247,6 @@ class Team:
             if isinstance(status, ChildFailed):
                 return f"worker {worker.rank}: {status.reason}"
         return ""
-
-
-def _started(lifeline: int, commands: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", WORKER_MODULE],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, LIFELINE_VARIABLE: str(lifeline)},
-        pass_fds=(lifeline, commands),
-        start_new_session=True,  # signals from a terminal are for the supervisor
-    )
 
 
 def _received(connection: socket.socket) -> bytes:

@@ -87,6 +87,8 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Have the weights, and an empty KV cache of so many blocks; answered."""
 
     num_blocks: int
+    fingerprint: str
+    """Of the leader's weights, which the worker's have to be parts of."""
 
 
 class BeginTrial(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -138,3 +140,5 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks, of its part, that it has memory for."""
     error: str = ""
     """Why it could not; the worker goes on."""
+    device: str = ""
+    """In the first answer: the kind of its device, which has to be the leader's too."""

@@ -76,7 +76,7 @@ class Worker:
     def __init__(self, launch: WorkerLaunch, grid: Grid, device: torch.device) -> None:
         self._config = launch.config
         self._rank = launch.rank
-        self._processes = launch.engines_on_node * launch.size
+        self._processes = launch.engines_on_node * launch.config.parallel.processes_on_node
         layout = Layout.of(launch.config.parallel)
         self._stage = layout.place(launch.rank).stage
         self._is_last = self._stage == layout.stages - 1
@@ -91,6 +91,8 @@ class Worker:
         self._engines: EngineGroup | None = None
         self._loader: DecoderLoader | None = None
         self._model: Decoder | None = None
+        self._fingerprint = ""
+        """Of the weights that were loaded last."""
         self._load()
         self._cache: list[Tensor] = []
         self._profiler: StepProfiler | None = None
@@ -140,8 +142,9 @@ class Worker:
                     num_rows, model.spec.hidden_size, dtype=model.dtype, device=model.device
                 )
                 model.logits(self._grid.shards.broadcast(states), self._rows(adapters))
-            case Allocate(num_blocks):
+            case Allocate(num_blocks, fingerprint):
                 self._allocate(num_blocks)
+                self._check(fingerprint)
             case BeginTrial(num_blocks):
                 self._begin_trial(num_blocks)
             case EndTrial():
@@ -174,6 +177,7 @@ class Worker:
         if loaded.model.expert_group is not None:
             self._balance = loaded.model.expert_group.balance
         self._model, self._loader = loaded.model, loaded.loader
+        self._fingerprint = loaded.fingerprint
         self._share_experts()
 
     def _prepare_group(self, place: GroupPlace) -> None:
@@ -232,6 +236,14 @@ class Worker:
             model.kv_format,
             model.device,
         )
+
+    def _check(self, fingerprint: str) -> None:
+        if fingerprint != self._fingerprint:
+            raise CannotDo(
+                f"worker {self._rank} on {socket.gethostname()} has parts of other weights than "
+                f"the engine's own process: the files of {self._config.model.model} have to be "
+                "the same on all nodes"
+            )
 
     @property
     def _block_bytes(self) -> int:
@@ -350,7 +362,7 @@ def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
     """
     set_threads(launch.config, launch.engines_on_node)
     device = device_for(launch.config, launch.rank)
-    connection.sendall(pack_frame(Answer(0)))
+    connection.sendall(pack_frame(Answer(0, device=device.type)))
     layout = Layout.of(launch.config.parallel)
     grid = join_grid(
         GroupSpec(launch.address, launch.rank, launch.size, 0, GROUP_TIMEOUT),

@@ -24,7 +24,6 @@ from engine.executor.draft_rules import check_draft_settings
 from engine.executor.environment import settle_environment
 from engine.executor.interface import Executor, GroupExecutor
 from engine.executor.pooling_rules import check_pooling
-from engine.executor.team import Team
 from engine.lockstep.group_connection import GroupConnection
 from engine.lockstep.grouping import Grouping
 from engine.lockstep.loop import LockstepLoop
@@ -33,6 +32,7 @@ from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.models.fallback.choice import check_fallback, implementation
 from engine.models.hf_config import read_spec
+from engine.process.divided import divided_executor
 from engine.process.early_stop import EarlyStop
 from engine.process.ending import Ending
 from engine.process.events import Drain, InboxItem, Stop, Welcomed
@@ -90,7 +90,6 @@ def build_executor(
     An executor with processes of its own calls `on_failure`, in another thread, when one dies.
     None of them is left, whenever the engine is asked to stop.
     """
-    processes = config.parallel.processes
     if config.parallel.enable_expert_parallel and config.parallel.pipeline_parallel_size > 1:
         raise CannotStart(
             "--enable-expert-parallel needs --pipeline-parallel-size 1: use "
@@ -117,21 +116,8 @@ def build_executor(
         from engine.executor.encoding import EncoderExecutor
 
         return EncoderExecutor(config, pooling, engines_on_node, lifeline.progress)
-    if processes > 1:
-        team: Team | None = None
-        try:
-            with early_stop.held():
-                team = Team(config, rank, engines_on_node)
-            from engine.executor.multi_process import MultiProcessExecutor
-
-            return MultiProcessExecutor(
-                config, team, rank, engines_on_node, lifeline.progress, on_failure
-            )
-        except BaseException:
-            if team is not None:
-                with early_stop.held():
-                    team.close()
-            raise
+    if config.parallel.processes > 1:
+        return divided_executor(config, rank, engines_on_node, lifeline, early_stop, on_failure)
     from engine.executor.in_process import InProcessExecutor  # imports torch
 
     return InProcessExecutor(config, rank, engines_on_node, lifeline.progress)
@@ -143,6 +129,8 @@ def _simulated_executor(
     from engine.executor.simulated import SimulatedExecutor
     from engine.grammar.masks import grammar_table
 
+    if config.parallel.nnodes > 1:
+        raise CannotStart("--nnodes needs --executor model: a simulated engine has no workers")
     vocab_size = msgspec.json.decode((directory / "config.json").read_bytes())["vocab_size"]
     adapters = None
     if config.lora.enable_lora:

@@ -29,7 +29,14 @@ CANNOT_START = 3
 
 _LENGTH = struct.Struct("!I")
 
+_LONGEST = (1 << 32) - 1
+"""What a length in front of a message can say."""
+
 T = TypeVar("T")
+
+
+class FrameTooLong(msgspec.DecodeError):
+    """A message is announced that is larger than any that is expected."""
 
 
 def pack_frame(message: Any) -> bytes:
@@ -39,18 +46,29 @@ def pack_frame(message: Any) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into typed messages."""
+    """Cuts a byte stream into typed messages.
 
-    def __init__(self, message_type: Any) -> None:
+    Args:
+        largest: bytes that one may have.
+    """
+
+    def __init__(self, message_type: Any, largest: int = _LONGEST) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message_type)
         self._buffer = bytearray()
+        self._largest = largest
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that `data` completes."""
+        """Return the messages that `data` completes.
+
+        Raises:
+            msgspec.DecodeError: one of them is of another type, or too large.
+        """
         self._buffer += data
         messages = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > self._largest:
+                raise FrameTooLong(f"a message of {length} bytes, more than {self._largest}")
             if len(self._buffer) < _LENGTH.size + length:
                 break
             end = _LENGTH.size + length

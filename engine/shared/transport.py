@@ -83,9 +83,13 @@ class Transport:
         self._bound: list[tuple[Path, str, zmq.Socket[bytes]]] = []
         self._shared_ports: list[SharedPort] = []
 
-    def bind(self, kind: int, address: str) -> "zmq.Socket[bytes]":
-        """Return a bound socket; its real address (TCP port 0 resolved) is `last_endpoint`."""
-        socket = self._socket(kind, address, binder=True)
+    def bind(self, kind: int, address: str, *, largest: int | None = None) -> "zmq.Socket[bytes]":
+        """Return a bound socket; its real address (TCP port 0 resolved) is `last_endpoint`.
+
+        Args:
+            largest: bytes of a message; a peer that begins a larger one loses its connection.
+        """
+        socket = self._socket(kind, address, binder=True, largest=largest)
         if address.startswith("tcp://") and self._keys is not None and self._keys.are_exchanged:
             port = SharedPort(socket, address)
             for keys in self._keys.accepted:
@@ -129,11 +133,20 @@ class Transport:
                     logger.error("the new cluster key is not accepted here: %s", error)
 
     def connect(
-        self, kind: int, address: str, *, identity: bytes | None = None
+        self,
+        kind: int,
+        address: str,
+        *,
+        identity: bytes | None = None,
+        largest: int | None = None,
     ) -> "zmq.Socket[bytes]":
-        """Return a connecting socket; ZeroMQ keeps reconnecting for as long as it is open."""
+        """Return a connecting socket; ZeroMQ keeps reconnecting for as long as it is open.
+
+        Args:
+            largest: as for `bind`.
+        """
         self._accept_new_keys()
-        socket = self._socket(kind, address, binder=False)
+        socket = self._socket(kind, address, binder=False, largest=largest)
         if identity is not None:
             socket.setsockopt(zmq.IDENTITY, identity)
         socket.connect(address)
@@ -147,13 +160,18 @@ class Transport:
             return None
         return HandshakeWatch(socket, address, binder=binder)
 
-    def _socket(self, kind: int, address: str, *, binder: bool) -> "zmq.Socket[bytes]":
+    def _socket(
+        self, kind: int, address: str, *, binder: bool, largest: int | None
+    ) -> "zmq.Socket[bytes]":
         if address.startswith("ipc://") and len(address) - len("ipc://") > _LONGEST_IPC_PATH:
             raise ValueError(f"{address} is too long for a socket: choose a shorter --socket-dir")
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
+        if largest is not None:
+            # Holds from the first byte on, so also for those who do not know the cluster key.
+            socket.setsockopt(zmq.MAXMSGSIZE, largest)
         if address.startswith("tcp://"):
             self._set_tcp_options(socket, address)
             self._secure(socket, address, binder)

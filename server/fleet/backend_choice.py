@@ -4,6 +4,7 @@ from pathlib import Path
 
 from server.config import ServeConfig
 from server.fleet.backend import Backend, CannotServe, ProcessBackend
+from server.fleet.joining import check_span
 
 
 def backend_for(config: ServeConfig, directory: Path) -> Backend:
@@ -17,6 +18,7 @@ def backend_for(config: ServeConfig, directory: Path) -> Backend:
         BadNode: a setting contradicts another, or lacks one.
         OSError: a name cannot be resolved.
     """
+    check_span(config)
     if config.ray.data_parallel_backend == "mp":
         if config.ray.api_server_placement != "head":
             raise CannotServe(

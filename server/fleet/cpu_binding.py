@@ -33,7 +33,7 @@ def plan_cpus(
     wish = Wish(
         bind=executor.cpu_bind,
         engines=config.parallel.engines_on_node,
-        processes=config.parallel.processes,
+        processes=config.parallel.processes_on_node,
         others=others,
         threads=executor.threads,
         on_cpu=on_cpu and executor.executor == "model",

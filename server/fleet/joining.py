@@ -57,6 +57,26 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
     return Joining(config, leads=not nodes.headless, is_alone=False)
 
 
+def check_span(config: ServeConfig) -> None:
+    """Check the settings of an engine that spans nodes.
+
+    Raises:
+        BadNode: they ask for more than that engine.
+    """
+    if config.parallel.nnodes == 1:
+        return
+    if config.ray.data_parallel_backend == "ray":
+        raise BadNode("--nnodes is for plain nodes: leave out --data-parallel-backend ray")
+    nodes = config.nodes
+    if nodes.headless or nodes.data_parallel_address or config.cluster.coordinator:
+        raise BadNode(
+            "--nnodes has one engine, whose coordinator and API servers are on the first node: "
+            "leave out --headless, --data-parallel-address and --coordinator"
+        )
+    if config.parallel.engines_on_node != 1:
+        raise BadNode("--nnodes has one engine: leave out --data-parallel-size-local")
+
+
 def _own_address(name: str) -> str:
     """Return the address to listen on, for which sockets take no names."""
     try:

@@ -33,6 +33,7 @@ class EngineScaler:
         make_role: makes the place of a rank.
         retire_within: seconds that a retiring engine gets.
         start_within: seconds that a new engine gets to be ready.
+        is_alone: whether there can be no second engine.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class EngineScaler:
         *,
         retire_within: float,
         start_within: float,
+        is_alone: bool = False,
     ) -> None:
         self.engines = engines
         self._keeper = keeper
         self._make_role = make_role
         self._retire_within = retire_within
         self._start_within = start_within
+        self._is_alone = is_alone
         self._target = len(engines)
         self._restart_wanted = False
         self._wished = asyncio.Event()
@@ -62,6 +65,8 @@ class EngineScaler:
         match request:
             case ScaleEngines(size) if not 1 <= size <= MAX_ENGINES:
                 return self._status(f"there can be 1 to {MAX_ENGINES} engines, not {size}")
+            case ScaleEngines(size) if self._is_alone and size > 1:
+                return self._status("an engine that spans nodes (--nnodes) is the only one")
             case ScaleEngines(size):
                 self._target = size
             case RestartEngines():
@@ -133,7 +138,7 @@ class EngineScaler:
 
     async def _replace_all(self) -> None:
         ranks = sorted(self.engines)
-        spare = ranks[-1] + 1 if len(ranks) == 1 else None
+        spare = ranks[-1] + 1 if len(ranks) == 1 and not self._is_alone else None
         if spare is not None:
             await self._add(spare)  # somebody has to serve while the only engine is replaced
         for rank in ranks:

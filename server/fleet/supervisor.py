@@ -226,6 +226,7 @@ class Supervisor:
             self._engine_role,
             retire_within=self._config.cluster.drain_timeout + STOP_TIMEOUT,
             start_within=self._config.supervisor.startup_timeout,
+            is_alone=self._config.parallel.nnodes > 1,
         )
         transport = Transport(self._config.cluster, self._context)
         socket = transport.bind(zmq.ROUTER, control_address(self._node.path))

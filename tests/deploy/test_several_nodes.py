@@ -11,7 +11,7 @@ import pytest
 
 from tests.deploy.namespaces import Network, NoNamespaces
 from tests.support.commands import SWELL
-from tests.support.http import call, complete, fetch
+from tests.support.http import are_replaced, call, complete, fetch, incarnations, ready_ranks
 from tests.support.metrics import metric, total
 from tests.support.waiting import PATIENCE, until
 
@@ -218,3 +218,29 @@ def test_engines_of_two_nodes_share_the_experts_of_a_model(cluster: Cluster) -> 
     assert cluster.complete(0, 30) == together[0]
     until(lambda: total(cluster.url, "dummy_steps_total") > before, "the idle engine stepped along")
     until(lambda: not cluster.runs(), "the group pauses again")
+
+
+def test_an_engine_that_spans_two_nodes_outlives_a_cut_between_them(
+    network: Network, tmp_path: Path
+) -> None:
+    key = tmp_path / "cluster.key"
+    key.write_text("one long secret for all")
+    flags = (
+        *("--data-parallel-size", "1", "--pipeline-parallel-size", "2", "--nnodes", "2"),
+        *("--master-addr", network.address(HEAD), "--cluster-key-file", str(key)),
+        *("--dtype", "float32", "--threads", "1", "--engine-timeout", str(ENGINE_TIMEOUT)),
+    )
+    url = f"http://{network.address(HEAD)}:8000"
+    with ExitStack() as running:
+        far = Process(network, FAR, "serve", *flags, "--node-rank", "1")
+        running.callback(far.close)
+        head = Process(network, HEAD, "serve", "--host", "0.0.0.0", *flags, "--node-rank", "0")
+        running.callback(head.close)
+        until(lambda: head.said("swell is ready"), "the engine is ready")
+        undisturbed, before = complete(url, "Once", 40), incarnations(url, [0])
+        network.cut(FAR)
+        until(lambda: far.said("nothing was heard of the engine for 2 s"), "its workers end")
+        until(lambda: not ready_ranks(url), "the engine has ended, too")
+        network.restore(FAR)
+        until(lambda: are_replaced(url, before, [0]), "the engine is back")
+        assert complete(url, "Once", 40) == undisturbed

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from engine.executor import team
+from engine.executor import team, worker_process
 from engine.executor.team import Team
 from engine.shared.config import EngineConfig
 from engine.shared.lifeline import LIFELINE_VARIABLE
@@ -179,10 +179,10 @@ def forked_team(config: EngineConfig, engine: int, engines_on_node: int) -> Team
 
     def start(lifeline: int, commands: int) -> Forked:
         return template().start(
-            team.WORKER_MODULE,
+            worker_process.WORKER_MODULE,
             descriptors={1: 1, 2: 2, lifeline: lifeline, commands: commands},
             environment={**os.environ, LIFELINE_VARIABLE: str(lifeline)},
         )
 
-    with mock.patch.object(team, "_started", start):
+    with mock.patch.object(team, "spawn", start):
         return Team(config, engine, engines_on_node)

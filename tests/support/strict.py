@@ -19,11 +19,11 @@ def add_option(parser: pytest.Parser) -> None:
 def configure(config: pytest.Config) -> None:
     """Replace the processor by the device."""
     if config.getoption("strict_device"):
-        from engine.executor import team  # nothing of these is needed for other tests
+        from engine.executor import worker_process  # nothing of these is needed for other tests
         from tests.engine import processes
         from tests.engine.distributed import strict_device
 
         strict_device.install()
         strict_device.replace_processors()
-        team.WORKER_MODULE = "tests.engine.executor.strict_worker"
+        worker_process.WORKER_MODULE = "tests.engine.executor.strict_worker"
         processes.ARGUMENTS = ("device",)

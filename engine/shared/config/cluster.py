@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from engine.shared.addresses import split_host_port
+from engine.shared.addresses import bare_host, is_literal, split_host_port
 from engine.shared.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 _MANY_LAYERS = 100_000
@@ -13,7 +13,10 @@ _LONG_NUMBER = 10
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
-    """Parallelism"""
+    """Parallelism
+
+    More than 15 attributes: what divides a model depends on each other, and is checked together.
+    """
 
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024), "Number of engines."] = 2
     data_parallel_size_local: Annotated[
@@ -60,6 +63,26 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         "Number of layers of each stage, e.g. 10,14; default: as equal as possible, and never"
         " more in the last stage than in another.",
     ] = None
+    nnodes: Annotated[
+        int,
+        Meta(ge=1, le=256),
+        "Number of nodes over which the stages of the engine are spread. The command is the same "
+        "on each, but for --node-rank.",
+    ] = 1
+    node_rank: Annotated[
+        NonNegativeInt,
+        "With --nnodes, which of the nodes this is; 0: the first, where the engine itself, the "
+        "coordinator and the API servers run. All others run workers of the engine only.",
+    ] = 0
+    master_addr: Annotated[
+        str | None,
+        "With --nnodes, name or address of the first node, under which the others reach it.",
+    ] = None
+    master_port: Annotated[
+        int,
+        Meta(ge=1, le=65535),
+        "With --nnodes, port of the first node where the others join its engine.",
+    ] = 29501
     enable_expert_parallel: Annotated[
         bool,
         "Spread the experts of a mixture-of-experts model over the engines, which then step "
@@ -93,6 +116,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.pipeline_layer_partition is not None:
             self._check_partition(self.pipeline_layer_partition)
+        _check_nodes(self)
         if self.enable_eplb and not self.enable_expert_parallel:
             raise ValueError("--enable-eplb needs --enable-expert-parallel")
         if self.enable_eplb and self.data_parallel_size * self.tensor_parallel_size == 1:
@@ -131,6 +155,11 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def processes_on_node(self) -> int:
+        """How many of them are on each node that the engine spans."""
+        return self.processes // self.nnodes
+
+    @property
     def engines_on_node(self) -> int:
         """How many engines this node runs."""
         if self.data_parallel_size_local is not None:
@@ -150,6 +179,44 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         if first is None:
             first = self.data_parallel_rank
         return None if first is None else first + number
+
+
+def _check_nodes(parallel: ParallelConfig) -> None:
+    if parallel.node_rank >= parallel.nnodes:
+        raise ValueError(
+            f"--node-rank {parallel.node_rank} with --nnodes {parallel.nnodes}: nodes are numbered "
+            "from 0"
+        )
+    if parallel.nnodes == 1:
+        return
+    if parallel.master_addr is None:
+        raise ValueError(
+            f"--nnodes {parallel.nnodes} needs --master-addr, the address of the node that has "
+            "--node-rank 0"
+        )
+    host = bare_host(parallel.master_addr)
+    if not host or host.split() != [host] or (":" in host and not is_literal(host)):
+        raise ValueError(
+            f"--master-addr {parallel.master_addr} is neither a name nor an address: the port is "
+            "--master-port"
+        )
+    if parallel.data_parallel_size != 1:
+        raise ValueError(
+            f"--nnodes {parallel.nnodes} needs --data-parallel-size 1: one engine can span nodes. "
+            "Engines that are whole on their nodes join by --data-parallel-address, without "
+            "--nnodes"
+        )
+    if parallel.pipeline_parallel_size % parallel.nnodes:
+        raise ValueError(
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size} cannot be divided by "
+            f"--nnodes {parallel.nnodes}: each node gets the same number of stages, and the "
+            "tensor-parallel parts of a stage are on one node"
+        )
+    if parallel.enable_expert_parallel:
+        raise ValueError(
+            "--nnodes does not go with --enable-expert-parallel, which needs "
+            "--pipeline-parallel-size 1"
+        )
 
 
 def _is_number(text: str) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from engine.distributed.engines import EngineGroup
 from engine.distributed.spec import GroupBroken, GroupSpec
-from engine.executor import team
+from engine.executor import worker_process
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, WorkerFailed
@@ -183,7 +183,7 @@ def main() -> None:
     if sys.argv[1:] == ["device"]:
         device = "cuda"
         strict_device.install()
-        team.WORKER_MODULE = "tests.engine.executor.strict_worker"
+        worker_process.WORKER_MODULE = "tests.engine.executor.strict_worker"
     answer_lines(Member(device), {GroupBroken: "broken", WorkerFailed: "failed"})
 
 

@@ -124,7 +124,7 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
         request.getfixturevalue("made_up_device")  # the other process has all that is free
         share = sizing.blocks_after_trial(inner._model, executor.info.max_model_len)
         assert share == blocks_of(SHARES[0], inner._model)
-        executor._leader.allocate(NUM_BLOCKS)
+        executor._leader.allocate(NUM_BLOCKS, executor.info.model_fingerprint)
         cut, whole = Driver(Steps(executor)), driver(model.directory)
         for engine in (cut, whole):
             engine.start(0, prompt(30))

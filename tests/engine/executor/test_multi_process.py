@@ -1,6 +1,7 @@
 """One model cut over several real processes computes what it does in one."""
 
 import os
+import shutil
 import signal
 import statistics
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from engine.executor.interface import CannotDo
 from engine.executor.multi_process import MultiProcessExecutor
-from engine.executor.team import Team, WorkerFailed
+from engine.executor.team import Team, UnlikeWorkers, WorkerFailed
 from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.formats.checkpoint import CheckpointError
 from engine.models.hf_config import read_spec
@@ -141,6 +142,18 @@ def test_every_condition_gives_the_tokens_of_one_process(
         engine.decode(33, 0, 3, 1)
     assert cut.tokens == whole.tokens
     assert len(cut.tokens[0]) >= 70 + 64
+
+
+def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
+    ours = checkpoint("llama").directory
+    theirs = Path(shutil.copytree(ours, tmp_path / "other"))
+    with (theirs / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        weights.write(b"\x11")
+    team = forked_team(settings(theirs, 1, stages=2), 0, 1)
+    with pytest.raises(UnlikeWorkers, match=r"worker 1 on .* has parts of other weights"):
+        MultiProcessExecutor(settings(ours, 1, stages=2), team)
+    assert not any(map(psutil.pid_exists, team.pids))
 
 
 def test_logprobs_of_prompt_and_draws_are_those_of_one_process(

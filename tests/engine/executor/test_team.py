@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.executor import team
-from engine.executor.team import Team
+from engine.executor.team import Team, UnlikeWorkers
+from engine.executor.team_messages import Answer
 from engine.shared.config import EngineConfig, ParallelConfig
 from engine.shared.lifeline import pack_frame
 from engine.shared.messages import ChildFailed
@@ -49,7 +50,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
         started.append(Played(lifeline, commands))
         return started[-1]
 
-    monkeypatch.setattr(team, "_started", start)
+    monkeypatch.setattr(team, "spawn", start)
     return started
 
 
@@ -87,3 +88,22 @@ def test_what_a_worker_says_is_the_reason_where_all_others_live(
     monkeypatch.setattr(team, "CAUSE_TIMEOUT", 0.05)
     workers[1].complain()
     assert str(trio.failure(PATIENCE)) == "worker 2: rank 1 lost the group"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [pack_frame(ChildFailed("not an answer")), b"\xff\xff\xff\xff"],
+    ids=["other", "endless"],
+)
+def test_a_worker_that_cannot_be_understood_is_the_end_of_the_engine(
+    data: bytes, trio: Team, workers: list[Played]
+) -> None:
+    workers[0].commands.sendall(data)
+    assert str(trio.failure(PATIENCE)).startswith("worker 1 cannot be understood: ")
+
+
+def test_a_worker_on_another_kind_of_device_is_refused(trio: Team, workers: list[Played]) -> None:
+    for worker, device in zip(workers, ("cpu", "cuda"), strict=True):
+        worker.commands.sendall(pack_frame(Answer(0, device=device)))
+    with pytest.raises(UnlikeWorkers, match=r"a worker's device is cuda, but .* is cpu"):
+        trio.meet("cpu")

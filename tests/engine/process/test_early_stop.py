@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.executor import team
+from engine.executor import worker_process
 from engine.process.early_stop import EarlyStop
 from engine.process.main import build_executor
 from engine.shared.config import EngineConfig, ParallelConfig
@@ -65,7 +65,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[bytes]]":
             if len(processes) == 1:
                 signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(team.subprocess, "Popen", Interrupted)  # type: ignore[attr-defined]
+    monkeypatch.setattr(worker_process.subprocess, "Popen", Interrupted)  # type: ignore[attr-defined]
     return processes
 
 
@@ -91,7 +91,7 @@ def test_a_team_whose_second_worker_cannot_start_leaves_none(
             super().__init__(*args, **kwargs)
             processes.append(self)
 
-    monkeypatch.setattr(team.subprocess, "Popen", OutOfMemory)  # type: ignore[attr-defined]
+    monkeypatch.setattr(worker_process.subprocess, "Popen", OutOfMemory)  # type: ignore[attr-defined]
     config = EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=3))
     with pytest.raises(OSError, match="Cannot allocate memory"):
         build_executor(config, 0, Lifeline(None), EarlyStop())

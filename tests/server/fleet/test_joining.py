@@ -1,13 +1,14 @@
 """What settings make of a node, and how many engines it can run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.shared.config import ClusterConfig, ExecutorConfig, ParallelConfig
-from server.config import NodesConfig, ServeConfig
+from server.config import NodesConfig, RayConfig, ServeConfig
 from server.fleet.capacity import engine_capacity, visible_devices
-from server.fleet.joining import BadNode, joining
+from server.fleet.joining import BadNode, check_span, joining
 from server.fleet.role import engine_role
 from server.router.load_table import MAX_ENGINES
 
@@ -86,3 +87,64 @@ def test_a_node_has_room_for_as_many_engines_as_it_has_devices_for(
     told = parallel.engines_on_node
     outside = parallel.data_parallel_lb == "external" or not told
     assert engine_capacity(simulated, devices) == (told if outside else MAX_ENGINES)
+
+
+SPAN = ParallelConfig(
+    data_parallel_size=1, pipeline_parallel_size=2, nnodes=2, master_addr="10.0.0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            ServeConfig(parallel=SPAN, ray=RayConfig(data_parallel_backend="ray")),
+            "leave out --data",
+        ),
+        (ServeConfig(parallel=SPAN, nodes=NodesConfig(headless=True)), "leave out --headless"),
+        (ServeConfig(parallel=SPAN, cluster=ClusterConfig(coordinator="h:1")), "and --coordinator"),
+    ],
+)
+def test_an_engine_that_spans_nodes_is_the_only_one(config: ServeConfig, reason: str) -> None:
+    check_span(ServeConfig(parallel=SPAN))
+    with pytest.raises(BadNode, match=reason):
+        check_span(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"nnodes": 2}, "needs --master-addr"),
+        ({"node_rank": 1}, "nodes are numbered from 0"),
+        ({"nnodes": 2, "master_addr": "h"}, "needs --data-parallel-size 1"),
+        ({"nnodes": 2, "master_addr": "10.0.0.1:29501"}, "the port is --master-port"),
+        ({"nnodes": 2, "master_addr": ""}, "neither a name nor an address"),
+        (
+            {
+                "nnodes": 2,
+                "master_addr": "fd00::1",
+                "data_parallel_size": 1,
+                "pipeline_parallel_size": 2,
+                "enable_expert_parallel": True,
+            },
+            "does not go with --enable-expert-parallel",
+        ),
+        (
+            {"nnodes": 2, "master_addr": "h", "data_parallel_size": 1},
+            "--pipeline-parallel-size 1 cannot be divided by --nnodes 2",
+        ),
+        (
+            {
+                "nnodes": 2,
+                "master_addr": "h",
+                "data_parallel_size": 1,
+                "pipeline_parallel_size": 3,
+                "tensor_parallel_size": 2,
+            },
+            "--pipeline-parallel-size 3 cannot be divided by --nnodes 2",
+        ),
+    ],
+)
+def test_what_cannot_be_spread_over_nodes_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ParallelConfig(**settings)

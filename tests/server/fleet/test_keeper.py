@@ -233,6 +233,33 @@ def test_an_unexpected_error_while_scaling_is_told_and_not_the_end_of_scaling(ro
     asyncio.run(run())
 
 
+def test_an_engine_that_can_only_be_alone_gets_no_second_one(role: Role) -> None:
+    made: list[int] = []
+
+    def make(rank: int) -> Role:
+        made.append(rank)
+        return role
+
+    async def run() -> None:
+        kept = keeper()
+        scaling = EngineScaler(
+            kept, {0: role}, make, retire_within=5, start_within=20, is_alone=True
+        )
+        status = scaling.handle(ScaleEngines(2))
+        assert status.error == "an engine that spans nodes (--nnodes) is the only one"
+        assert (status.busy, status.engines) == (False, {"0": role.phase})
+        kept.fill(role)
+        await kept.until_ready([role])
+        task = asyncio.create_task(scaling.run())
+        scaling.handle(RestartEngines())
+        await until_async(lambda: not scaling.handle(ControlQuery()).busy, "it is done")
+        assert (made, scaling.handle(ControlQuery()).error) == ([0], None)
+        task.cancel()
+        await stop(kept, role)
+
+    asyncio.run(run())
+
+
 def test_a_replacement_waits_for_an_interpreter_that_is_missing(role: Role) -> None:
     failures = [OSError(2, "No such file or directory")]
 

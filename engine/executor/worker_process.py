@@ -1,0 +1,99 @@
+"""Starts and ends one worker process of an engine. No torch."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from engine.executor.team_messages import WorkerLaunch
+from engine.shared.lifeline import LIFELINE_VARIABLE, pack_frame
+
+logger = logging.getLogger(__name__)
+
+WORKER_MODULE = "engine.executor.worker_main"
+"""What workers run."""
+END_TIMEOUT = 5.0
+"""Seconds that workers get to end after their sockets were closed."""
+
+
+class Process(Protocol):
+    """What is needed of a worker's process."""
+
+    @property
+    def pid(self) -> int:
+        """Its id on this node; 0 if it is on another."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, after so many seconds.
+        """
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+Spawn = Callable[[int, int], Process]
+"""Starts a process that has these descriptors: its lifeline, and its commands."""
+
+
+class StartedWorker(NamedTuple):
+    """A worker process, and this side of its two sockets."""
+
+    process: Process
+    lifeline: socket.socket
+    commands: socket.socket
+
+
+def start_worker(launch: WorkerLaunch, spawn: Spawn) -> StartedWorker:
+    """Start a worker and hand it what it is launched with.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+    lifeline, its_lifeline = socket.socketpair()
+    commands, its_commands = socket.socketpair()
+    with its_lifeline, its_commands:
+        descriptors = its_lifeline.fileno(), its_commands.fileno()
+        try:
+            process = spawn(*descriptors)
+        except OSError:
+            lifeline.close()
+            commands.close()
+            raise
+    launch = msgspec.structs.replace(launch, commands=descriptors[1])
+    try:
+        lifeline.sendall(pack_frame(launch))
+    except OSError:  # it has died already: whoever watches its lifeline sees it
+        logger.debug("worker %d does not listen", launch.rank)
+    return StartedWorker(process, lifeline, commands)
+
+
+def end_worker(process: Process) -> None:
+    """Wait until a worker has ended whose sockets were closed; kill it if it does not."""
+    try:
+        process.wait(END_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def spawn(lifeline: int, commands: int) -> subprocess.Popen[bytes]:
+    """Start a worker process: a `Spawn`.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", WORKER_MODULE],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, LIFELINE_VARIABLE: str(lifeline)},
+        pass_fds=(lifeline, commands),
+        start_new_session=True,  # signals from a terminal are for the supervisor
+    )

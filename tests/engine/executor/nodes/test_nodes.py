@@ -1,0 +1,539 @@
+"""A node joins an engine's leader: agreement, what workers say and are told, and every end."""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from engine.executor.nodes import joining, leading
+from engine.executor.nodes.joining import CannotJoin, JoinedNode
+from engine.executor.nodes.leading import NodeLinks, NodesMissing
+from engine.executor.nodes.messages import (
+    LARGEST_MESSAGE,
+    Alive,
+    FromLeader,
+    FromNode,
+    Join,
+    Over,
+    Piece,
+    Refused,
+    Start,
+)
+from engine.executor.nodes.rules import CannotSpan, agreement, difference
+from engine.executor.team_messages import WorkerLaunch
+from engine.executor.worker_process import StartedWorker
+from engine.shared.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from engine.shared.lifeline import FrameReader
+from engine.shared.messages import ChildStatus
+from engine.shared.transport import Transport, make_context
+from engine.shared.version import SWELL_VERSION
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE, until
+
+SILENCE = 2.0
+
+
+class Played:
+    """A worker that a test plays: the other ends of its lifeline and of its commands."""
+
+    pid = 1
+
+    def __init__(self, lifeline: int, commands: int) -> None:
+        self.lifeline, self.commands = (
+            socket.socket(fileno=os.dup(each)) for each in (lifeline, commands)
+        )
+        for each in (self.lifeline, self.commands):
+            each.settimeout(PATIENCE)
+
+    def launch(self) -> WorkerLaunch:
+        reader = FrameReader(WorkerLaunch)
+        while True:
+            for launch in reader.feed(self.lifeline.recv(65536)):
+                assert isinstance(launch, WorkerLaunch)
+                return launch
+
+    def close(self) -> None:
+        self.lifeline.close()
+        self.commands.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None:
+        self.close()
+
+
+class OtherNode:
+    """A joined node in a thread of its own; its workers are played."""
+
+    def __init__(self, config: EngineConfig, timeout: float) -> None:
+        self.node = JoinedNode(config, timeout)
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.node.run()
+        except CannotJoin as error:
+            self.error = error
+
+    def refusal(self, links: NodeLinks) -> str:
+        """Return why it gave up, while a leader waits for it."""
+        while self.thread.is_alive():
+            with contextlib.suppress(NodesMissing):
+                links.wait(lambda _: None, 0.1)
+        assert self.error is not None
+        return str(self.error)
+
+    def close(self) -> None:
+        self.node.stop()
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    key = tmp_path / "cluster.key"
+    key.write_text("one long secret for all")
+    return EngineConfig(
+        model=ModelConfig(dtype="float32", device="cpu"),
+        parallel=ParallelConfig(
+            data_parallel_size=1,
+            pipeline_parallel_size=2,
+            nnodes=2,
+            master_addr="127.0.0.1",
+            master_port=free_port(),
+        ),
+        cluster=ClusterConfig(
+            cluster_key_file=str(key), engine_timeout=SILENCE, heartbeat_interval=0.2
+        ),
+    )
+
+
+def on_node_1(config: EngineConfig, **sections: Any) -> EngineConfig:
+    parallel = msgspec.structs.replace(config.parallel, node_rank=1)
+    return msgspec.structs.replace(config, **({"parallel": parallel} | sections))
+
+
+StartNode = Callable[..., OtherNode]
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimpleQueue[Played]"]:
+    started: SimpleQueue[Played] = SimpleQueue()
+    every: list[Played] = []
+
+    def start(lifeline: int, commands: int) -> Played:
+        every.append(Played(lifeline, commands))
+        started.put(every[-1])
+        return every[-1]
+
+    monkeypatch.setattr(joining, "spawn", start)
+    yield started
+    for each in every:
+        each.close()
+
+
+@pytest.fixture
+def start_node(workers: "SimpleQueue[Played]") -> Iterator[StartNode]:
+    running: list[OtherNode] = []
+
+    def start(config: EngineConfig, timeout: float = PATIENCE) -> OtherNode:
+        running.append(OtherNode(config, timeout))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.close()
+
+
+@pytest.fixture
+def lead() -> Iterator[Callable[[EngineConfig], NodeLinks]]:
+    made: list[NodeLinks] = []
+
+    def start(config: EngineConfig) -> NodeLinks:
+        made.append(NodeLinks(config))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+Lead = Callable[[EngineConfig], NodeLinks]
+
+
+@pytest.fixture
+def begun() -> Iterator["Begin"]:
+    """Return a function that has the nodes begin; it returns the worker as its team has it."""
+    made: list[StartedWorker] = []
+
+    def begin(links: NodeLinks) -> StartedWorker:
+        links.wait(lambda _: None, PATIENCE)
+        made.append(links.worker(1))
+        made[-1].lifeline.settimeout(PATIENCE)
+        made[-1].commands.settimeout(PATIENCE)
+        links.begin(0, "127.0.0.1:4711")
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.lifeline.close()
+        each.commands.close()
+
+
+Begin = Callable[[NodeLinks], StartedWorker]
+
+
+def read(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(1 << 16)
+        assert more, "closed"
+        data += more
+    return data
+
+
+def last_words(worker: StartedWorker) -> str:
+    """Return why a worker is of no use any more, as its team reads it."""
+    reader, found = FrameReader(ChildStatus), []
+    while data := worker.lifeline.recv(65536):
+        found += reader.feed(data)
+    return found[0].reason if found else ""
+
+
+def test_what_a_worker_is_told_and_answers_arrives_whole_and_in_order(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    begun: Begin,
+    workers: "SimpleQueue[Played]",
+) -> None:
+    start_node(on_node_1(config))
+    worker = begun(lead(config))
+    played = workers.get(timeout=PATIENCE)
+    launch = played.launch()
+    assert (launch.rank, launch.size, launch.address) == (1, 2, "127.0.0.1:4711")
+    many = os.urandom(3_000_000)  # more than sockets hold
+    telling = threading.Thread(target=worker.commands.sendall, args=(many,))
+    telling.start()
+    assert read(played.commands, len(many)) == many
+    telling.join()
+    played.commands.sendall(b"done")
+    assert read(worker.commands, 4) == b"done"
+
+
+def test_a_node_serves_the_engine_that_comes_next(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    begun: Begin,
+    workers: "SimpleQueue[Played]",
+) -> None:
+    start_node(on_node_1(config))
+    first = lead(config)
+    begun(first)
+    played = workers.get(timeout=PATIENCE)
+    played.launch()
+    first.close()
+    assert played.lifeline.recv(1) == b"", "its workers end"
+    begun(lead(config))
+    workers.get(timeout=PATIENCE).launch()
+
+
+def test_the_death_of_a_worker_and_its_last_words_reach_the_leader(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    begun: Begin,
+    workers: "SimpleQueue[Played]",
+) -> None:
+    start_node(on_node_1(config))
+    worker = begun(lead(config))
+    played = workers.get(timeout=PATIENCE)
+    played.launch()
+    played.close()
+    assert last_words(worker) == ""
+    assert worker.commands.recv(1) == b""
+
+
+def test_a_node_that_stops_says_so(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    begun: Begin,
+    workers: "SimpleQueue[Played]",
+) -> None:
+    node = start_node(on_node_1(config))
+    worker = begun(lead(config))
+    played = workers.get(timeout=PATIENCE)
+    played.launch()
+    node.node.stop()
+    assert last_words(worker) == "node 1 is lost: it was told to stop"
+    assert played.lifeline.recv(1) == b""
+
+
+def test_a_silent_node_is_lost_and_its_workers_end(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    begun: Begin,
+    workers: "SimpleQueue[Played]",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start_node(on_node_1(config))
+    links = lead(config)
+    worker = begun(links)
+    played = workers.get(timeout=PATIENCE)
+    played.launch()
+    monkeypatch.setattr(links, "_handle", lambda *_: None)  # as if nothing arrived
+    assert last_words(worker) == "node 1 is lost: nothing was heard of it for 2 s"
+    assert played.lifeline.recv(1) == b""
+
+
+def test_a_node_ends_its_workers_when_nothing_is_heard_of_the_leader(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    begun: Begin,
+    workers: "SimpleQueue[Played]",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (leading, joining):
+        monkeypatch.setattr(module, "STARTING_PATIENCE", SILENCE)
+    start_node(on_node_1(config))
+    links = lead(config)
+    begun(links)
+    played = workers.get(timeout=PATIENCE)
+    played.launch()
+    monkeypatch.setattr(links, "_send", lambda *_: True)
+    assert played.lifeline.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"cache": CacheConfig(block_size=32)}, "block_size is 16 on the first node but 32 there"),
+        ({"model": ModelConfig(dtype="bfloat16", device="cpu")}, "dtype is float32 on the first"),
+    ],
+)
+def test_another_setting_is_refused_by_name_on_both_sides(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    other: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    links = lead(config)
+    assert reason in start_node(on_node_1(config, **other)).refusal(links)
+    assert reason in caplog.text
+
+
+def test_another_layout_is_refused(config: EngineConfig, lead: Lead, start_node: StartNode) -> None:
+    parallel = msgspec.structs.replace(config.parallel, node_rank=1, pipeline_parallel_size=4)
+    refusal = start_node(on_node_1(config, parallel=parallel)).refusal(lead(config))
+    assert "pipeline_parallel_size is 2 on the first node but 4 there" in refusal
+
+
+def test_another_version_is_refused(
+    config: EngineConfig, lead: Lead, start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = lead(config)
+    monkeypatch.setattr(joining, "SWELL_VERSION", "0.0.9")
+    refusal = start_node(on_node_1(config)).refusal(links)
+    assert "on the first node but 0.0.9 there" in refusal
+
+
+def test_another_cluster_key_is_named_on_both_sides(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrong = tmp_path / "wrong.key"
+    wrong.write_text("another secret, long enough")
+    cluster = msgspec.structs.replace(config.cluster, cluster_key_file=str(wrong))
+    start_node(on_node_1(config, cluster=cluster))
+    links = lead(config)
+    for told in ("--cluster-key-file holds another key there", "its cluster key is not ours"):
+        while told not in caplog.text:
+            with contextlib.suppress(NodesMissing):
+                links.wait(lambda _: None, 0.1)
+
+
+def test_a_second_node_of_the_same_number_waits_and_says_why(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    begun: Begin,
+    workers: "SimpleQueue[Played]",
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    start_node(on_node_1(config))
+    begun(lead(config))
+    workers.get(timeout=PATIENCE).launch()
+    caplog.set_level(logging.INFO)
+    start_node(on_node_1(config))
+    until(
+        lambda: "(node 1 is refused: it, or another with its number, is here)" in caplog.text,
+        "it says why",
+    )
+
+
+def test_a_node_without_engine_gives_up_and_says_what_is_missing(
+    config: EngineConfig, start_node: StartNode
+) -> None:
+    node = start_node(on_node_1(config), 0.1)
+    node.thread.join(PATIENCE)
+    assert "is the first node (--node-rank 0) there?" in str(node.error)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""How any program begins to speak to a ZeroMQ socket."""
+ENDLESS = b"\x06" + (1 << 40).to_bytes(8)
+"""The beginning of a command of as many bytes."""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n" * 64, GREETING + ENDLESS],
+    ids=["noise", "http", "endless"],
+)
+def test_a_stranger_is_hung_up_on_and_disturbs_nobody(
+    data: bytes,
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    begun: Begin,
+    workers: "SimpleQueue[Played]",
+) -> None:
+    start_node(on_node_1(config))
+    worker = begun(lead(config))
+    played = workers.get(timeout=PATIENCE)
+    played.launch()
+    port = config.parallel.master_port
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as stranger:
+        stranger.sendall(data)
+        with contextlib.suppress(ConnectionError):
+            while stranger.recv(4096):
+                pass
+    played.commands.sendall(b"done")
+    assert read(worker.commands, 4) == b"done"
+
+
+class Peer:
+    """Somebody who knows the cluster key and says what a test wants."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._context = make_context()
+        address = f"tcp://127.0.0.1:{config.parallel.master_port}"
+        self.socket = Transport(config.cluster, self._context).connect(zmq.DEALER, address)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(1000 * PATIENCE))
+
+    def say(self, *messages: FromNode | bytes) -> None:
+        for each in messages:
+            self.socket.send(each if isinstance(each, bytes) else msgspec.msgpack.encode(each))
+
+    def hear(self, kind: type[Any]) -> Any:
+        """Return the next message of a kind."""
+        while not isinstance(
+            message := msgspec.msgpack.decode(self.socket.recv(), type=FromLeader), kind
+        ):
+            pass
+        return message
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def peer(config: EngineConfig) -> Iterator[Peer]:
+    made = Peer(config)
+    yield made
+    made.close()
+
+
+def test_a_hello_that_comes_twice_is_one_node_and_of_another_peer_none(
+    config: EngineConfig, lead: Lead, begun: Begin, peer: Peer
+) -> None:
+    hello = Join(SWELL_VERSION, 1, agreement(config))
+    peer.say(hello, hello)
+    begun(lead(config))
+    start = peer.hear(Start)
+    assert (start.engine, start.address) == (0, "127.0.0.1:4711")
+    second = Peer(config)
+    try:
+        second.say(hello)
+        assert second.hear(Refused) == Refused(
+            "node 1 is refused: it, or another with its number, is here", final=False
+        )
+        second.say(Piece(start.session, 1, "lifeline", b""))  # as if it were that node
+        assert second.hear(Over).session == start.session
+        peer.say(Alive(start.session))
+        assert peer.hear(Alive).session == start.session
+    finally:
+        second.close()
+
+
+def test_what_no_node_says_is_dropped(
+    config: EngineConfig, lead: Lead, begun: Begin, peer: Peer
+) -> None:
+    peer.say(Join(SWELL_VERSION, 1, agreement(config)))
+    worker = begun(lead(config))
+    session = peer.hear(Start).session
+    peer.say(
+        b"", b"\xc1", b"cos\nsystem\n(S'true'\ntR.",  # the last of them is a pickle
+        msgspec.msgpack.encode(["Join", 1, 2, 3]),
+        msgspec.msgpack.encode(["Piece", session, 1, "standard input", b"x"]),
+        Piece(session, 0, "commands", b"of the leader itself"),
+        Piece(session, 1 << 60, "commands", b"of nobody"),
+        Piece(session + 1, 1, "commands", b"of another session"),
+        Piece(session, 1, "commands", b"answer"),
+    )  # fmt: skip
+    assert read(worker.commands, 6) == b"answer"
+    peer.say(b"x" * (LARGEST_MESSAGE + 1))
+    assert last_words(worker) == "node 1 is lost: its connection has ended"
+
+
+def test_an_engine_whose_nodes_do_not_come_says_which_and_what_to_do(
+    config: EngineConfig, lead: Lead
+) -> None:
+    told: list[str] = []
+    with pytest.raises(NodesMissing, match="same command with --node-rank 1 there"):
+        lead(config).wait(told.append, 0.3)
+    where = f"127.0.0.1:{config.parallel.master_port}"
+    assert told == [
+        f"waiting for node 1 to join at {where}: run the same command with --node-rank 1 there"
+    ]
+
+
+def test_models_with_other_contents_differ_and_a_simulated_engine_cannot_span(
+    config: EngineConfig,
+) -> None:
+    ours = agreement(config)
+    assert difference(ours, ours) is None
+    theirs = ours | {"config.json of the model": "0"}
+    assert "config.json of the model" in (difference(ours, theirs) or "")
+    assert "later is not known on the first node" in (difference(ours, ours | {"later": "1"}) or "")
+    simulated = ExecutorConfig(executor="simulated")
+    with pytest.raises(CannotSpan, match="--executor model"):
+        agreement(msgspec.structs.replace(config, executor=simulated))
