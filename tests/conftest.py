@@ -1,5 +1,6 @@
 """One whole stack for all tests that talk to a real server, and help when something hangs."""
 
+import contextlib
 import faulthandler
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import zmq
 
 from benchmarks.running_stack import RunningStack
 from tests.support import quick, strict
+from tests.support.forking import ForkExec, forking
 from tests.support.groups import pytest_xdist_make_scheduler
 from tests.support.heap import pytest_collection
 from tests.support.leaks import no_process_outlives_the_tests
@@ -47,10 +49,27 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("no deadline")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forks(no_process_outlives_the_tests: None) -> Iterator[ForkExec]:
+    """Forks what tests start from a process that has loaded the libraries."""
+    with forking() as fork_exec:
+        yield fork_exec
+
+
+@pytest.fixture
+def started_anew(forks: ForkExec) -> Iterator[None]:
+    """Has the processes of a test load their libraries themselves, as in production."""
+    with forks.paused():
+        yield
+
+
 @pytest.fixture(scope="session")
-def stack() -> Iterator[RunningStack]:
+def stack(forks: ForkExec) -> Iterator[RunningStack]:
     """`swell serve` as `make serve` starts it: bundled model, two engines, two API servers."""
-    with RunningStack("--log-level", "warning", "--min-ready-engines", "2") as running:
+    running = RunningStack("--log-level", "warning", "--min-ready-engines", "2")
+    with contextlib.ExitStack() as until_the_end:
+        with forks.paused():
+            until_the_end.enter_context(running)
         yield running
 
 

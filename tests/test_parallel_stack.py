@@ -119,6 +119,7 @@ def test_streams_outlive_a_shard_of_engines_that_share_experts() -> None:
         assert not any(each.is_running() for each in everything)
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_a_stack_stopped_while_its_workers_start_leaves_none() -> None:
     process = subprocess.Popen([SWELL, "serve", "--port", "0", *FLAGS], stdout=subprocess.DEVNULL)
     supervisor = psutil.Process(process.pid)

@@ -16,7 +16,7 @@ from tests.support.metrics import total
 from tests.support.ports import free_ports, port_of_a_coordinator
 from tests.support.waiting import PATIENCE, until
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("started_anew")]
 
 
 class Cluster:

@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,15 +10,6 @@ import pytest
 if TYPE_CHECKING:
     from tests.engine.driver import Driver
     from tests.engine.tiny_models import Checkpoint
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_template_outlives_the_tests() -> Iterator[None]:
-    """End the process that has forked others, if any test has had it do so."""
-    from tests.engine.template import end_template  # which a quick test may not import
-
-    yield
-    end_template()
 
 
 @pytest.fixture(scope="session")

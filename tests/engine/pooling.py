@@ -14,6 +14,7 @@ from engine.core.engine_core import EngineCore
 from engine.executor.encoding import EncoderExecutor
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -24,7 +25,6 @@ from engine.shared.config import (
 from engine.shared.config.model import ModelConfig
 from engine.shared.messages import AddRequest, PoolingParams, RequestOutput, SamplingParams
 from engine.shared.pooling import read_pooling
-from tests.engine.template import forked_team
 
 _SIZES = {
     "hidden_size": 64,
@@ -116,7 +116,7 @@ def outputs_of(
     if pooling.is_encoder:
         executor = EncoderExecutor(config, pooling)
     elif processes > 1:
-        executor = MultiProcessExecutor(config, forked_team(config, 0, 1))
+        executor = MultiProcessExecutor(config, Team(config, 0, 1))
     else:
         executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)

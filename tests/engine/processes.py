@@ -1,7 +1,7 @@
 """Processes that tests start once and then tell what to do, line by line."""
 
 import json
-import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.distributed.spec import listener_address, open_listener
-from tests.engine.template import CONNECTION_VARIABLE, template
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS: tuple[str, ...] = ()
@@ -17,27 +16,23 @@ ARGUMENTS: tuple[str, ...] = ()
 
 
 class Process:
-    """One running module that answers lines with lines, forked by the template.
+    """One running module that answers lines with lines.
 
     Args:
         module: its `main` calls `answer_lines`.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
-        its_input, told = os.pipe()
-        answers, its_output = os.pipe()
-        self._told, self._answers = os.fdopen(told, "w"), os.fdopen(answers)
-        with template().connect() as connection:
-            number = connection.fileno()
-            self._process = template().start(
-                module,
-                *arguments,
-                descriptors={0: its_input, 1: its_output, 2: 2, number: number},
-                environment={"PATH": "", CONNECTION_VARIABLE: str(number)},
-                directory=ROOT,
-            )
-        os.close(its_input)
-        os.close(its_output)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._told, self._answers = self._process.stdin, self._process.stdout
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Ask for something without waiting for the answer."""

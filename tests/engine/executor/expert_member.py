@@ -30,7 +30,6 @@ from tests.engine.distributed import strict_device
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.executor.many_kinds import requests, serve
 from tests.engine.processes import answer_lines
-from tests.engine.template import forked_team
 
 
 class Member:
@@ -79,7 +78,7 @@ class Member:
         if shards * stages == 1:
             self.executor = InProcessExecutor(self.config, position)
         else:
-            self.team = forked_team(self.config, position, 1)
+            self.team = Team(self.config, position, 1)
             self.executor = MultiProcessExecutor(self.config, self.team, position)
         self.driver = Driver(self)
 

@@ -31,7 +31,6 @@ from engine.shared.config import (
 )
 from tests.engine.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
-from tests.engine.template import forked_team
 from tests.support.waiting import PATIENCE
 
 
@@ -77,14 +76,9 @@ def start() -> Iterator[StartCluster]:
     """Return a function that starts a cluster of processes, ended after the test."""
     running: list[Cluster] = []
 
-    def start(
-        directory: Path,
-        size: int,
-        start_team: Callable[[EngineConfig, int, int], Team] = Team,
-        **options: Any,
-    ) -> Cluster:
+    def start(directory: Path, size: int, **options: Any) -> Cluster:
         config = settings(directory, size, **options)
-        running.append(Cluster(config, start_team(config, 0, 1)))
+        running.append(Cluster(config, Team(config, 0, 1)))
         return running[-1]
 
     yield start
@@ -124,7 +118,7 @@ def test_every_condition_gives_the_tokens_of_one_process(
     prompt: MakePrompt,
 ) -> None:
     model = checkpoint(name)
-    cut = start(model.directory, size, forked_team).driver
+    cut = start(model.directory, size).driver
     whole = driver(model.directory)
     for engine in (cut, whole):
         engine.start(0, prompt(70))
@@ -196,7 +190,7 @@ def test_a_cache_in_8_bits_is_that_of_one_process(
 ) -> None:
     directory = checkpoint(name).directory
     reported = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
-    cluster = start(directory, size, forked_team, stages=stages, kv_cache_dtype="fp8")
+    cluster = start(directory, size, stages=stages, kv_cache_dtype="fp8")
 
     def logprobs(engine: Driver) -> list[float]:
         engine.start(0, prompt(70), reported)
@@ -216,6 +210,7 @@ def distance(one: float, other: float) -> float:
     return abs(one - other)
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_sleep_profile_and_a_wrong_request_leave_the_team_whole(
     start: StartCluster,
     checkpoint: SaveModel,
@@ -250,6 +245,7 @@ def test_sleep_profile_and_a_wrong_request_leave_the_team_whole(
     assert cluster.failures == []
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_a_killed_worker_fails_the_step_and_is_reported_at_once(
     start: StartCluster, checkpoint: SaveModel, prompt: MakePrompt
 ) -> None:

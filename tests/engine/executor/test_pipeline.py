@@ -19,7 +19,7 @@ from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CannotDo
 from engine.executor.layout import Layout, Place
 from engine.executor.multi_process import MultiProcessExecutor
-from engine.executor.team import WorkerFailed
+from engine.executor.team import Team, WorkerFailed
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import DecoderLoader
@@ -43,7 +43,6 @@ from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams
 from tests.engine.driver import Driver
 from tests.engine.executor.many_kinds import Served, requests, serve
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
-from tests.engine.template import forked_team
 from tests.support.waiting import PATIENCE
 
 NUM_BLOCKS = 30
@@ -89,7 +88,7 @@ class Stages:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.failures: list[str] = []
-        self.team = forked_team(config, 0, 1)
+        self.team = Team(config, 0, 1)
         self.executor = MultiProcessExecutor(config, self.team, on_failure=self.failures.append)
 
     def run(self, plan: BatchPlan) -> BatchResult:

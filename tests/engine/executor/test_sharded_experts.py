@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import GroupExecutor
 from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team
 from engine.models.hf_config import read_spec
 from engine.models.parallel.tensors import Cut
 from engine.models.spec import UnsupportedModel
@@ -29,7 +30,6 @@ from tests.engine.driver import BLOCK_SIZE
 from tests.engine.executor.many_kinds import requests, serve
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.processes import Process, World
-from tests.engine.template import forked_team
 
 FEW_BLOCKS = 22
 """Too few for all requests that an engine serves, so that some are preempted."""
@@ -139,7 +139,7 @@ def test_one_engine_of_two_processes_has_the_experts_in_both(checkpoint: SaveMod
         config = settings(directory, FEW_BLOCKS, **parallel)
         executor: InProcessExecutor | MultiProcessExecutor
         if parallel:
-            executor = MultiProcessExecutor(config, forked_team(config, 0, 1))
+            executor = MultiProcessExecutor(config, Team(config, 0, 1))
             assert isinstance(executor, GroupExecutor)
         else:
             executor = InProcessExecutor(config)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -19,7 +20,6 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from tests.engine.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver
-from tests.engine.template import forked_team
 
 LORA = LoraConfig(enable_lora=True, max_loras=2, max_lora_rank=8, lora_dir="/")
 REPORTING = replace(GREEDY, prompt_logprobs=20)
@@ -40,7 +40,7 @@ class Processes:
         )
         self.executor: InProcessExecutor | MultiProcessExecutor
         if config.parallel.processes > 1:
-            self.executor = MultiProcessExecutor(config, forked_team(config, 0, 1))
+            self.executor = MultiProcessExecutor(config, Team(config, 0, 1))
         else:
             self.executor = InProcessExecutor(config)
 

@@ -13,6 +13,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import GrammarsSettled
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.multi_process import MultiProcessExecutor
+from engine.executor.team import Team
 from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,
@@ -26,7 +27,6 @@ from engine.shared.messages import AdapterEntry, AdapterSheet, AddRequest, Regex
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.lora.processes import LORA, REPORTING, Processes, largest_error
 from tests.engine.serving import request
-from tests.engine.template import forked_team
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_engines_that_share_experts_have_adapters_of_attention(
     if shards == 1:
         executor = InProcessExecutor(config)
     else:
-        executor = MultiProcessExecutor(config, forked_team(config, 0, 1))
+        executor = MultiProcessExecutor(config, Team(config, 0, 1))
     store: Any = executor.adapters
     loading = store.load(str(adapter.directory), None)
     experts = trained("mixtral", 8, target_parameters=["experts.down_proj"])
@@ -146,7 +146,7 @@ class Served:
         )
         self.executor: InProcessExecutor | MultiProcessExecutor
         if self.config.parallel.processes > 1:
-            self.executor = MultiProcessExecutor(self.config, forked_team(self.config, 0, 1))
+            self.executor = MultiProcessExecutor(self.config, Team(self.config, 0, 1))
         else:
             self.executor = InProcessExecutor(self.config)
         self.core = EngineCore(self.config, self.executor, rank=0, incarnation=1)

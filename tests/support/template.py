@@ -1,0 +1,129 @@
+"""Loads what the processes of tests need, then forks them (see `tests.support.forking`)."""
+
+import atexit
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+
+import setproctitle
+
+from engine.executor.environment import settle_environment
+from tests.support.forking import FREE_NUMBERS, PARENTS, SWELL, Wish, fork_from_now_on
+
+_PRELOADED = (
+    "coordinator.process",
+    "engine.executor.encoding",
+    "engine.executor.multi_process",
+    "engine.executor.simulated",
+    "engine.executor.worker",
+    "engine.process.main",
+    "server.cli",
+    "server.fleet.supervisor",
+    "server.front_end",
+    "tests.engine.driver",
+)
+_LONGEST_WISH, _MOST_DESCRIPTORS = 1 << 20, 64
+_MANY = 1 << 20
+
+
+def _serve(connection: socket.socket) -> tuple[Wish, Sequence[int]] | None:
+    """Fork until nobody is connected; in what is forked return what it is to be."""
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_WISH, _MOST_DESCRIPTORS)
+        if not data:
+            return None
+        told, tells = os.pipe()
+        between = os.fork()
+        if not between:
+            pid = os.fork()
+            if not pid:
+                for each in (told, tells, connection.detach()):
+                    os.close(each)
+                return Wish(*json.loads(data)), descriptors
+            os.write(tells, b"%d" % pid)
+            os._exit(0)
+        os.waitpid(between, 0)
+        connection.send(os.read(told, 64))
+        for each in (told, tells, *descriptors):
+            os.close(each)
+
+
+def _become(wish: Wish, descriptors: Sequence[int]) -> None:
+    """Give this process all that it is to have."""
+    if wish.new_session:
+        os.setsid()
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, FREE_NUMBERS) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for each, number in zip(moved, wish.numbers, strict=True):
+        os.dup2(each, number)
+        os.close(each)
+    os.environ.clear()
+    os.environ.update(wish.environment)
+    os.chdir(wish.directory)
+    sys.argv[:] = wish.arguments
+    module = [] if wish.program == "swell" else [sys.executable, "-m"]
+    setproctitle.setproctitle(" ".join([*module, *wish.arguments]))
+
+
+def _run(program: str) -> int:
+    """Run a program as an interpreter does; return its exit code."""
+    try:
+        if program == "swell":
+            runpy.run_path(SWELL, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Serve, and be what was forked."""
+    setproctitle.setproctitle("swell tests: template")  # while it finds where titles are kept
+    settle_environment(_MANY)  # libgomp: LLVM's runtime leaves files behind if it is forked
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    while (forked := _serve(connection)) is not None:
+        wish, descriptors = forked
+        if wish.program in PARENTS or wish.program.startswith("tests."):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if not os.fork():
+                ours.close()
+                for each in descriptors:
+                    os.close(each)
+                connection = theirs
+                continue  # as the template of that process's own children
+            theirs.close()
+            with ours:
+                number = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, FREE_NUMBERS)
+            fork_from_now_on(socket.socket(fileno=number))
+        _become(wish, descriptors)
+        code = _run(wish.program)
+        # Taking apart what the template has loaded would cost as much as to load it.
+        getattr(threading, "_shutdown")()  # noqa: B009  # not in its stubs
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
