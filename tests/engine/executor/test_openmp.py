@@ -1,5 +1,6 @@
 """Which OpenMP runtime torch's threads run in, asked of processes that have just been started."""
 
+import functools
 import json
 import os
 import subprocess
@@ -32,6 +33,7 @@ print(json.dumps({
 """Loads the runtime itself at last, to ask whether torch's wish for three threads came there."""
 
 
+@functools.cache
 def ask(torch_first: bool = False, processes: int = 0, **variables: str) -> dict[str, Any]:
     library = installed_library()
     assert library is not None, "the package is a dependency of engines on Linux"
