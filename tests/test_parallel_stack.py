@@ -24,6 +24,8 @@ FLAGS = (
     "1",
     "--dtype",
     "float32",
+    "--resume-timeout",
+    str(PATIENCE),
 )
 
 TOKENS = 120

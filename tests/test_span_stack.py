@@ -50,6 +50,18 @@ def span(key: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
+def workers_of(pid: int) -> list[psutil.Process]:
+    """Return the workers that a process has started, by their titles."""
+    try:
+        return [
+            each
+            for each in psutil.Process(pid).children()
+            if each.cmdline() and each.cmdline()[0].startswith("swell: engine")
+        ]
+    except psutil.Error:
+        return []
+
+
 class OtherNode:
     """The node that runs the first stage."""
 
@@ -57,14 +69,7 @@ class OtherNode:
         self.process = start_swell(command, *flags, "--node-rank", "1")
 
     def workers(self) -> list[psutil.Process]:
-        try:
-            return [
-                each
-                for each in psutil.Process(self.process.pid).children()
-                if each.cmdline() and each.cmdline()[0].startswith("swell: engine")
-            ]
-        except psutil.Error:
-            return []
+        return workers_of(self.process.pid)
 
     def said(self, text: str) -> bool:
         return text in printed(self.process)
@@ -110,7 +115,7 @@ def test_an_engine_of_four_processes_on_two_nodes_does_what_a_whole_one_does(
         engine = start_swell("engine", *spanning)
         until(lambda: ready_ranks(head.url) == {0, 1}, "both engines are ready")
         assert len(node.workers()) == 2
-        everything = [*node.workers(), *psutil.Process(engine.pid).children()]
+        everything = [*node.workers(), *workers_of(engine.pid)]
         assert len(everything) == 3, "the engine's own process is the fourth"
 
         whole = {name: complete(head.url, "Once", TOKENS, 0, model=name) for name in (MODEL, "law")}
@@ -139,7 +144,7 @@ def test_an_engine_of_four_processes_on_two_nodes_does_what_a_whole_one_does(
 
 
 def test_an_engine_comes_back_whatever_ends_on_either_node(span: tuple[str, ...]) -> None:
-    flags = (*ALONE, *span)
+    flags = (*ALONE, *span, "--resume-timeout", str(PATIENCE))
     with (
         other_node(flags) as node,
         RunningStack("--api-server-count", "1", *flags) as stack,

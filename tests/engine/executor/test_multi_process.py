@@ -144,7 +144,7 @@ def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path:
     with (theirs / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\x11")
-    team = forked_team(settings(theirs, 1, stages=2), 0, 1)
+    team = Team(settings(theirs, 1, stages=2), 0, 1)
     with pytest.raises(UnlikeWorkers, match=r"worker 1 on .* has parts of other weights"):
         MultiProcessExecutor(settings(ours, 1, stages=2), team)
     assert not any(map(psutil.pid_exists, team.pids))
