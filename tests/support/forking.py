@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import Popen  # also where a test puts another class in its place
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -61,7 +62,7 @@ class ForkExec:
 
     def __init__(self, connection: socket.socket | None = None) -> None:
         self._connection = connection
-        self._template: subprocess.Popen[bytes] | None = None
+        self._template: Popen[bytes] | None = None
         self._exec = getattr(subprocess, "_fork_exec")  # noqa: B009  # not in its stubs
         self._lock = threading.Lock()
         self._settled = _settled(os.environ)
@@ -123,9 +124,14 @@ class ForkExec:
                 self._connection, self._template = _begin()
             # The template ends the process between itself and the new one, whose parent is then
             # the nearest process above that takes in orphans.
-            with _taking_in_orphans():
-                socket.send_fds(self._connection, [json.dumps(wish).encode()], descriptors)
-                answer = self._connection.recv(_LONGEST_ANSWER)
+            try:
+                with _taking_in_orphans():
+                    socket.send_fds(self._connection, [json.dumps(wish).encode()], descriptors)
+                    answer = self._connection.recv(_LONGEST_ANSWER)
+            except BaseException:  # of a signal's handler, say: the answer would be the next one's
+                self._connection.close()
+                self._connection = None
+                raise
         if not answer:
             raise OSError("the template has died")
         return int(answer)
@@ -155,10 +161,10 @@ def _taking_in_orphans() -> Iterator[None]:
         prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _begin() -> tuple[socket.socket, "subprocess.Popen[bytes]"]:
+def _begin() -> tuple[socket.socket, "Popen[bytes]"]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        process = subprocess.Popen(
+        process = Popen(
             [sys.executable, "-m", "tests.support.template", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
