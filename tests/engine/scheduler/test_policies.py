@@ -218,6 +218,7 @@ tables = st.integers(1, 6).flatmap(
 )
 
 
+@pytest.mark.slow
 @given(tables)
 @settings(max_examples=150, deadline=None)
 def test_level_is_bounded_and_the_same_everywhere(sequence: list[list[RankState]]) -> None:

@@ -222,6 +222,7 @@ class Traffic(RuleBasedStateMachine):
             self.finish()
 
 
+@pytest.mark.slow
 def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig) -> None:
     class TrafficInThisRig(Traffic):
         def __init__(self) -> None:

@@ -461,6 +461,7 @@ def test_how_the_text_is_cut_changes_nothing(
     assert message(pieces) == message([text])
 
 
+@pytest.mark.slow
 @given(
     value=st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),
