@@ -5,7 +5,11 @@ import time
 from collections.abc import Callable
 
 INTERVAL = 0.02
-"""Seconds between two looks at a condition."""
+"""Seconds between the first two looks at a condition."""
+LONGEST_INTERVAL = 0.2
+_PATIENT_SHARE = 0.05
+"""Of the time waited so far: so long later a condition may be seen, where that is more. To look
+costs the stack as well as its test: most conditions are asked of its metrics."""
 PATIENCE = 90.0
 """Seconds within which a condition holds on the slowest and busiest machine, or never does."""
 
@@ -17,12 +21,13 @@ def until(
 
     Args:
         what: names the condition in the error.
-        interval: seconds between two looks at it.
+        interval: seconds between two looks at it, of which there are fewer the longer it takes.
     """
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < within, f"not within {within} s: {what}"
-        time.sleep(interval)
+        waited = time.monotonic() - began
+        assert waited < within, f"not within {within} s: {what}"
+        time.sleep(max(interval, min(_PATIENT_SHARE * waited, LONGEST_INTERVAL)))
     return time.monotonic() - began
 
 
