@@ -146,6 +146,22 @@ def test_an_image_is_fixed_by_its_digest(component: str) -> None:
     assert "digest" in refused(f"{component}.digest=0.1.0")
 
 
+def test_the_service_takes_what_clusters_want_of_it() -> None:
+    import kubernetes_validate  # in the extra deploy-test only
+
+    fields = (
+        "ipFamilyPolicy=PreferDualStack", "externalTrafficPolicy=Local",
+        "loadBalancerSourceRanges[0]=10.0.0.0/8", "loadBalancerClass=example.com/inside",
+    )  # fmt: skip
+    sets = [f"api.service.spec.{each}" for each in fields]
+    service = find(render(None, *sets, "api.service.type=LoadBalancer"), "Service", "demo-swell")
+    kubernetes_validate.validate(service, "1.30", strict=True)
+    assert service["spec"]["ipFamilyPolicy"] == "PreferDualStack"
+    assert service["spec"]["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
+    assert service["spec"].keys() > {"type", "ports", "selector", "loadBalancerClass"}
+    assert "selector" in refused("api.service.spec.selector.app=other")
+
+
 def test_all_pods_pull_with_the_secrets() -> None:
     for name, pod in pods(render(None, "image.pullSecrets[0].name=pull")):
         assert pod["imagePullSecrets"] == [{"name": "pull"}], name
