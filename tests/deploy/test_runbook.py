@@ -144,8 +144,8 @@ def test_helm_does_what_both_pages_have_typed(tmp_path: Path) -> None:
     with fake_kubernetes(tmp_path) as (cluster, config):
         for words in (*helm_lines("deploy.md"), *helm_lines("runbook.md")):
             assert words[:2] == ["-n", "llm"], words
-            if words[2] == "test":
-                continue  # its pod would have to run
+            if words[2] == "test" or any(word.startswith("oci://") for word in words):
+                continue  # its pod would have to run; the chart to be in a registry
             # It asks the server for schemas of kinds, which are tried in test_chart.py.
             blind = ["--disable-openapi-validation"] if words[2] != "rollback" else []
             numbered = [each.replace("=N", "=3") for each in words]
