@@ -84,9 +84,9 @@ def test_troubles_of_a_stack_are_told_and_its_work_is_measured(tmp_path: Path) -
 
         with Load(url, CLIENTS).running() as load:
             began = time.monotonic()
-            # The work there is, in engines that it would fill: KEDA asks for as many at 100 %.
-            prometheus.wait(f"({query['query']}) > {0.7 * CLIENTS / SLOTS}")
-            assert prometheus.value(query["query"]) <= CLIENTS / SLOTS
+            # The work there is, in hundredths of engines that it would fill.
+            prometheus.wait(f"({query['query']}) > {70 * CLIENTS / SLOTS}")
+            assert prometheus.value(query["query"]) <= 100 * CLIENTS / SLOTS
             signalled = time.monotonic() - began
             fires("SwellQueueSteady")
             engines[0].kill()
