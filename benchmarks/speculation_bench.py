@@ -3,12 +3,17 @@
 python -m benchmarks.speculation_bench [MODEL] --ngram-tokens 0 4 8 --streams 1 16
 python -m benchmarks.speculation_bench model.gguf --ngram-tokens 0 --drafts DIRECTORY --texts chat
 
-One engine in this process for each way: n-grams (`--ngram-tokens`, 0 for none) and draft models
-(`--drafts`, for each number in `--draft-tokens`; `benchmarks.cut_model` makes some; `--copies` are
-the model itself in few bits). "repetitive" continues a text that repeats itself, greedily; "plain"
-draws at temperature 1 from a text that does not; "chat" answers questions greedily, and needs a
-model that can. Every row should give the same tokens; batches of another size may round a tie the
-other way.
+One engine in this process for each way: n-grams (`--ngram-tokens`, 0 for none) and draft models or
+heads (`--drafts`, for each number in `--draft-tokens`; `benchmarks.cut_model` and
+`benchmarks.train_draft` make some; `--copies` are the model itself in few bits). "repetitive"
+continues a text that repeats itself, greedily; "plain" draws at temperature 1 from a text that does
+not; "chat" answers questions greedily and "drawn chat" at temperature 1, which needs a model that
+can: eight or more of them, as many at once as there are streams. Every row should give the same
+tokens; batches of another size may round a tie the other way.
+
+"CPU ms" is processor time of all threads per output token: unlike the rate, it says something on
+a machine that does other work too. "by place" is how many of all drafts had their first, second,
+... token accepted.
 """
 
 import argparse
@@ -42,8 +47,12 @@ class Run(NamedTuple):
     """Output tokens per second."""
     per_row: float
     """Output tokens per row computed: one, and the draft tokens that were accepted."""
+    cpu: float
+    """Processor time of all threads per output token, in milliseconds."""
     accepted: float
     """Share of the draft tokens that were accepted."""
+    by_place: list[float]
+    """Share of the drafts whose first token was accepted, whose second was, and so on."""
     outputs: dict[int, list[int]]
 
 
@@ -93,32 +102,48 @@ class Engine:
         self.core = EngineCore(config, InProcessExecutor(config), rank=0, incarnation=1)
         self.core.front_end_joined(0, 1)
 
-    def run(self, prompts: list[list[int]], tokens: int, temperature: float) -> Run:
-        """Continue every prompt by so many tokens."""
-        for number, prompt in enumerate(prompts):
+    def run(self, batches: list[list[list[int]]], tokens: int, temperature: float) -> Run:
+        """Continue every prompt by so many tokens, one batch of them after the other."""
+        outputs: dict[int, list[int]] = {}
+        before = self.core.stats().counters.snapshot()
+        began, cpu = time.perf_counter(), time.process_time()
+        for prompts in batches:
+            outputs |= self._continue(prompts, len(outputs), tokens, temperature)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        after = self.core.stats().counters
+        drafts = max(1, after.spec_drafts - before.spec_drafts)
+        drafted = after.spec_draft_tokens - before.spec_draft_tokens
+        right = after.spec_accepted_tokens - before.spec_accepted_tokens
+        places = itertools.zip_longest(after.spec_accepted_at, before.spec_accepted_at, fillvalue=0)
+        total = len(outputs) * tokens
+        return Run(
+            rate=total / seconds,
+            per_row=total / (total - right),
+            cpu=1000 * cpu / total,
+            accepted=right / max(1, drafted),
+            by_place=[(late - early) / drafts for late, early in places],
+            outputs=outputs,
+        )
+
+    def _continue(
+        self, prompts: list[list[int]], first: int, tokens: int, temperature: float
+    ) -> dict[int, list[int]]:
+        """Return what was written for each of some prompts, which are numbered from `first` on."""
+        outputs: dict[int, list[int]] = {}
+        for number, prompt in enumerate(prompts, first):
             sampling = SamplingParams(
                 max_tokens=tokens, seed=number, temperature=temperature, ignore_eos=True
             )
             self.core.handle(AddRequest(number, str(number), 0, 0, prompt, sampling))
-        outputs: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
-        before = self.core.stats()
-        began = time.perf_counter()
+            outputs[number] = []
         while self.core.has_work:
             for output in self.core.step().outputs.get(0, []):
                 outputs[output.id] += output.token_ids
-        seconds = time.perf_counter() - began
-        after = self.core.stats()
-        drafted = after.counters.spec_draft_tokens - before.counters.spec_draft_tokens
-        right = after.counters.spec_accepted_tokens - before.counters.spec_accepted_tokens
-        total = len(prompts) * tokens
-        return Run(
-            rate=total / seconds,
-            per_row=total / (total - right),
-            accepted=right / max(1, drafted),
-            outputs=outputs,
-        )
+        return outputs
 
 
+CHATS = ("chat", "drawn chat")
+DRAWN = ("plain", "drawn chat")
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "Explain in a few sentences why the sky is blue.",
@@ -131,13 +156,17 @@ QUESTIONS = (
 )
 
 
-def chats(model: str, streams: int) -> list[list[int]]:
-    """Return questions in the form of ChatML, one for each stream."""
+def chats(model: str, streams: int) -> list[list[list[int]]]:
+    """Return batches of questions in the form of ChatML, each of one for each stream."""
     directory = model_directory(ModelConfig(model=model), weights=False)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    asked = itertools.islice(itertools.cycle(QUESTIONS), streams)
     form = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    return [tokenizer.encode(form.format(question)).ids for question in asked]
+    count = -(-len(QUESTIONS) // streams) * streams
+    asked = [
+        form.format(question) for question in itertools.islice(itertools.cycle(QUESTIONS), count)
+    ]
+    encoded = [tokenizer.encode(each).ids for each in asked]
+    return [encoded[first : first + streams] for first in range(0, count, streams)]
 
 
 def prompts(kind: str, streams: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -161,16 +190,17 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     engines = {setting: Engine(options, setting) for setting in settings}
     vocab_size = engines[settings[0]].core.operations.vocab_size
     for kind, streams in itertools.product(options.texts, options.streams):
-        if kind == "chat":
+        if kind in CHATS:
             texts = chats(options.model, streams)
         else:
-            texts = prompts(kind, streams, options.prompt, vocab_size)
-        temperature = 1.0 if kind == "plain" else 0.0
+            texts = [prompts(kind, streams, options.prompt, vocab_size)]
+        temperature = 1.0 if kind in DRAWN else 0.0
         runs: dict[Setting, list[Run]] = {setting: [] for setting in settings}
         for number in range(options.rounds + 1):
             for setting in settings[:: 1 if number % 2 else -1]:
-                run = engines[setting].run(texts, options.tokens, temperature)
-                if number:  # the first round warms up
+                asked = texts if number else texts[:1]  # the first round warms up
+                run = engines[setting].run(asked, options.tokens, temperature)
+                if number:
                     runs[setting].append(run)
         base = statistics.median(run.rate for run in runs[settings[0]])
         expected = runs[settings[0]][0].outputs
@@ -178,9 +208,12 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
             rate = statistics.median(run.rate for run in of_setting)
             last = of_setting[-1]
             same = sum(last.outputs[number] == expected[number] for number in expected)
+            by_place = " ".join(f"{share:.0%}" for share in last.by_place)
+            cpu = statistics.median(run.cpu for run in of_setting)
             yield (
-                kind, str(streams), setting.name, f"{rate:.0f}", f"{rate / base:.2f}",
-                f"{last.per_row:.2f}", f"{last.accepted:.0%}", f"{same}/{streams}",
+                kind, str(streams), setting.name, f"{rate:.1f}", f"{rate / base:.2f}",
+                f"{cpu:.1f}", f"{last.per_row:.2f}", f"{last.accepted:.0%}", by_place,
+                f"{same}/{len(expected)}",
             )  # fmt: skip
 
 
@@ -191,7 +224,9 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--ngram-tokens", type=int, nargs="+", default=[0, 2, 4, 8])
-    parser.add_argument("--drafts", nargs="+", default=[], help="directories of draft models")
+    parser.add_argument(
+        "--drafts", nargs="+", default=[], help="directories of draft models or heads"
+    )
     parser.add_argument("--copies", nargs="+", default=[], help="int8, int4: copies of the model")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4])
     parser.add_argument("--texts", nargs="+", default=["repetitive", "plain"])
@@ -204,9 +239,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     settle_environment()
-    widths = (10, 7, 12, 12, 5, 12, 8, 11)
-    head = ("text", "streams", "drafts", "output tok/s", "ratio", "tokens / row", "accepted",
-            "same tokens")  # fmt: skip
+    widths = (10, 7, 12, 12, 5, 7, 12, 8, 20, 11)
+    head = ("text", "streams", "drafts", "output tok/s", "ratio", "CPU ms", "tokens / row",
+            "accepted", "by place", "same tokens")  # fmt: skip
     for cells in itertools.chain([head], measure(parser.parse_args())):
         line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
         print(line, flush=True)
