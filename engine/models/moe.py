@@ -1,7 +1,7 @@
 """Mixture-of-experts layers: a router and the experts that its choices are sent to."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -85,13 +85,17 @@ class GroupRouter:
 class Expert(Summand):
     """One expert: a gated MLP."""
 
-    __slots__ = ("_down", "_gate_up", "_gated")
+    __slots__ = ("_down", "_gate_up", "_gated", "kernel")
 
     def __init__(self, gate_up: Linear, down: Linear, gated: Rows = swiglu) -> None:
         """Take the products, and what makes [rows, inner] of the gates and what they let pass."""
         self._gate_up = gate_up
         self._down = down
         self._gated = gated
+        self.kernel: tuple[Any, ...] | None = None
+        first, second = (getattr(part, "kernel", None) for part in (gate_up, down))
+        if first is not None and second is not None:
+            self.kernel = (first, second, gated, first[-1] + second[-1])
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._gated(self._gate_up(x)))

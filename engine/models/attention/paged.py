@@ -6,15 +6,24 @@ part and values in the second, or one part that is both.
 """
 
 import logging
+from functools import partial
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.attention.key_widths import (
+    PROBED_KEYS,
+    STEP,
+    TILE,
+    KeyWidths,
+    find_widths,
+)
 from engine.models.attention.kv_format import KvFormat, PlainKv
 from engine.models.attention.plan import (
     TOKENS_AT_ONCE,
+    WHOLE_QUERIES,
     AttentionPlan,
     AttentionPlanner,
     AttentionRows,
@@ -23,7 +32,7 @@ from engine.models.attention.plan import (
     TokensOfRow,
 )
 from engine.models.layers import sigmoid, softcap
-from engine.models.products.processor import has_matrix_unit
+from engine.models.products.processor import has_matrix_unit, type_of_long_rows
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +85,20 @@ class PagedAttention:
         self._kept = (parts, num_kv_heads, head_dim)
         self._kv = kv_format or PlainKv(dtype)
         self._row = self._kv.row(self._kept)
-        self._long_dtype = _fastest_for_long_rows(dtype, device)
+        self._long_dtype = type_of_long_rows(dtype, device)
+        self._dtype = self._long_dtype if token_by_token else self._kv.dtype
+        self._added_queries = 0
+        self._device = device
+        widths = self._find_widths() if token_by_token else None
         self._planner = AttentionPlanner(
             heads_per_kv=self._group,
-            dtype=dtype,
+            dtype=self._dtype if token_by_token else dtype,
             long_dtype=self._long_dtype,
             device=device,
             token_by_token=token_by_token,
             has_chunks=has_chunks,
-            one_product=token_by_token and self._one_product_agrees(dtype),
+            one_product=token_by_token and widths is None and self._one_product_agrees(),
+            key_widths=widths,
             first_key=first_key,
         )
 
@@ -110,10 +124,16 @@ class PagedAttention:
             sinks = sinks.view(self._kv_heads, self._group, 1)
         if len(plan) == 1 and isinstance(plan[0], PaddedGroup) and plan[0].tokens is None:
             return self._attend_padded(queries, flat, plan[0], sinks)
-        out = queries.new_empty(queries.shape[0], self._heads * self._head_dim)
+        width = self._heads * self._head_dim
+        out = torch.empty(len(queries), width, dtype=self._dtype, device=queries.device)
+        held, kv = None, queries
         for part in plan:
             if isinstance(part, TokensOfRow):
-                out[part.first : part.end] = self._attend_tokens(queries, flat, part, sinks)
+                if part.blocks is not held:  # neighbours begin with the same keys
+                    held = part.blocks
+                    stored = flat.index_select(0, held).view(-1, *self._row)
+                    kv = self._read(stored, self._dtype)
+                out[part.first : part.end] = self._attend_tokens(queries, kv, part, sinks)
                 continue
             if isinstance(part, LongRow):
                 out[part.first : part.end] = self._attend_long(queries, flat, part, sinks)
@@ -167,6 +187,7 @@ class PagedAttention:
             sinks = sinks.expand(-1, -1, count).flatten(1)
         spread = queries.view(rows, count, self._kv_heads, self._group, dim)
         folded = spread.permute(0, 2, 3, 1, 4).reshape(rows, self._kv_heads, -1, dim)
+        folded, sinks = self._whole(folded, sinks)
         blocks = group.blocks.view(rows, -1)
         at_once = self._rows_at_once(flat, blocks)
         held = flat.new_empty(at_once * blocks.shape[1], flat.shape[1])
@@ -174,7 +195,7 @@ class PagedAttention:
         for first in range(0, rows, at_once):
             wanted = blocks[first : first + at_once]
             kv = torch.index_select(flat, 0, wanted.view(-1), out=held[: wanted.numel()])
-            kv = self._read(kv.view(len(wanted), -1, *self._row), self._kv.dtype)
+            kv = self._read(kv.view(len(wanted), -1, *self._row), self._dtype)
             part = self._products(
                 folded[first : first + at_once],
                 kv[:, :, 0].transpose(1, 2),
@@ -184,16 +205,26 @@ class PagedAttention:
             )
             parts.append(part)
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        out = out.view(rows, self._kv_heads, self._group, count, dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(rows * count, -1)
+        out = out[:, :, : self._group * count].reshape(rows, self._kv_heads, -1, count, dim)
+        return out.permute(0, 3, 1, 2, 4).reshape(rows * count, -1)
+
+    def _whole(self, folded: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return queries [.., queries, head_dim] and sinks [.., queries] with what is added to
+        them, in the type that they are computed in."""
+        if not self._added_queries:
+            return folded.to(self._dtype), sinks
+        *others, count, dim = folded.shape
+        shape = (*others, count + self._added_queries, dim)
+        padded = torch.zeros(shape, dtype=self._dtype, device=folded.device)
+        padded[..., :count, :] = folded
+        return padded, None if sinks is None else F.pad(sinks, (0, self._added_queries))
 
     def _attend_tokens(
-        self, queries: Tensor, flat: Tensor, part: TokensOfRow, sinks: Tensor | None
+        self, queries: Tensor, kv: Tensor, part: TokensOfRow, sinks: Tensor | None
     ) -> Tensor:
-        kv = flat.index_select(0, part.blocks).view(-1, *self._row)
-        kv = self._read(kv, self._kv.dtype)
+        kv = kv[: part.mask.shape[-1]]
         attend = self._by_token if part.mask.dim() == 4 else self._in_one_product
-        return attend(queries[part.first : part.end], kv, part.mask, sinks)
+        return attend(queries[part.first : part.end].to(self._dtype), kv, part.mask, sinks)
 
     def _by_token(self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         """The products of `_attend_padded` for decodes, with keys that all tokens share."""
@@ -202,15 +233,15 @@ class PagedAttention:
             kv[:, i].transpose(0, 1).expand(count, self._kv_heads, len(kv), -1) for i in (0, -1)
         )
         folded = queries.view(count, self._kv_heads, self._group, -1)
-        sinks = None if sinks is None else sinks.squeeze(2)
+        folded, sinks = self._whole(folded, None if sinks is None else sinks.squeeze(2))
         out = self._products(folded, keys, values, sinks=sinks, attn_mask=mask)
-        return out.reshape(count, -1)
+        return out[:, :, : self._group].reshape(count, -1)
 
     def _in_one_product(
         self, queries: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """The same, with the queries of each head in one product: there are as many as in `mask`
-        for any number of tokens, as the number may decide in which order a product adds up."""
+        """The same, with the queries of each head in one product: there are as many as in `mask`,
+        as their number may decide in which order a product adds up."""
         count, shape = len(queries), (self._kv_heads, self._group, len(kv), self._head_dim)
         keys, values = (kv[:, i].transpose(0, 1).unsqueeze(1).expand(shape) for i in (0, -1))
         padded = F.pad(queries, (0, 0, 0, 0, 0, len(mask) - count))
@@ -231,26 +262,66 @@ class PagedAttention:
         parts = -(-gathered // (_GATHERED_BYTES * torch.get_num_threads()))
         return -(-rows // parts)
 
-    def _one_product_agrees(self, dtype: torch.dtype) -> bool:
-        """Whether `_in_one_product` gives the bits of `_by_token` on this processor."""
-        if dtype != torch.float32 and not has_matrix_unit():
-            # 16 bits hide most differences of sums: with AVX2 there were some that no probe showed.
+    def _find_widths(self) -> KeyWidths | None:
+        """Return the numbers of keys beside which tokens have the same bits in any company.
+
+        If they have them only in a whole number of queries, that is how tokens are computed.
+        """
+        if self._dtype != torch.float32 or self._device.type != "cpu":
+            return None  # rounding to 16 bits hides most of what differs
+        probe = self._new_probe(PROBED_KEYS)
+        for added in {0: None, -self._group % WHOLE_QUERIES: None}:
+            self._added_queries = added
+            widths = find_widths(partial(self._attend_at, probe))
+            if widths is not None and all(
+                self._agrees_for(probe, num_keys, count)
+                for num_keys in (*range(STEP, TILE, STEP), TILE + STEP, PROBED_KEYS)
+                for count in (WHOLE_QUERIES, STEP)
+            ):
+                return widths
+        self._added_queries = 0
+        return None
+
+    def _one_product_agrees(self) -> bool:
+        """Whether `TOKENS_AT_ONCE` tokens in one product have the bits of each by itself."""
+        if self._dtype != torch.float32 and not has_matrix_unit():
             return False
+        agrees = all(
+            self._agrees_for(self._new_probe(num_keys), num_keys, TOKENS_AT_ONCE)
+            for num_keys in _PROBED_KEYS
+        )
+        if not agrees:
+            logger.debug("attention: tokens of a prompt are not computed in one product")
+        return agrees
+
+    def _new_probe(self, num_keys: int) -> tuple[Tensor, Tensor]:
+        """Return queries of so many tokens, and their keys and values."""
         generator = torch.Generator().manual_seed(0)
-        for num_keys in _PROBED_KEYS:
-            shapes = (TOKENS_AT_ONCE, self._heads), (num_keys, *self._kept[:2])
-            queries, kv = (
-                torch.randn(*shape, self._head_dim, generator=generator).to(dtype)
-                for shape in shapes
-            )
-            position = torch.arange(num_keys - TOKENS_AT_ONCE, num_keys).unsqueeze(1)
-            mask = torch.zeros(TOKENS_AT_ONCE, num_keys, dtype=dtype)
-            mask.masked_fill_(torch.arange(num_keys) > position, float("-inf"))
-            one = self._in_one_product(queries, kv, mask, None)
-            if not torch.equal(one, self._by_token(queries, kv, mask[:, None, None], None)):
-                logger.debug("attention: tokens of a prompt are not computed in one product")
-                return False
-        return True
+        shapes = (self._heads, self._head_dim), self._kept
+        queries, kv = (
+            torch.randn(num_keys, *shape, generator=generator).to(self._dtype) for shape in shapes
+        )
+        return queries, kv
+
+    def _attend_at(self, probe: tuple[Tensor, Tensor], positions: Tensor, num_keys: int) -> Tensor:
+        queries, kv = probe
+        mask = self._probe_mask(positions, num_keys)[:, None, None]
+        return self._by_token(queries[positions], kv[:num_keys], mask, None)
+
+    def _probe_mask(self, positions: Tensor, num_keys: int) -> Tensor:
+        mask = torch.zeros(len(positions), num_keys, dtype=self._dtype)
+        return mask.masked_fill_(torch.arange(num_keys) > positions.unsqueeze(1), float("-inf"))
+
+    def _agrees_for(self, probe: tuple[Tensor, Tensor], num_keys: int, count: int) -> bool:
+        """Whether the last tokens have the same bits in one product, together and alone."""
+        queries, kv = probe
+        positions = torch.arange(num_keys - count, num_keys)
+        mask = self._probe_mask(positions, num_keys)
+        one = self._in_one_product(queries[positions], kv[:num_keys], mask, None)
+        alone = self._attend_at(probe, positions[:1], num_keys)
+        return torch.equal(one, self._attend_at(probe, positions, num_keys)) and torch.equal(
+            one[:1], alone
+        )
 
     def _attend_long(
         self, queries: Tensor, flat: Tensor, row: LongRow, sinks: Tensor | None
@@ -321,12 +392,3 @@ def _plain_products(
             out = beside_sinks(out, scores.float().logsumexp(-1), own)
         parts.append(out)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-
-
-def _fastest_for_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type that rows of many tokens are attended in.
-
-    On processors without a unit for matrices of 16-bit floats torch converts tile by tile, which
-    takes a third longer than to convert once and compute in float32.
-    """
-    return torch.float32 if device.type == "cpu" and not has_matrix_unit() else dtype

@@ -12,18 +12,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.models.attention.key_widths import FINE_STEP, STEP, KeyWidths
+
 IntArray = npt.NDArray[np.int64]
 
 _SHORT_ROW = 64
 """Rows of up to this many new tokens share groups; longer ones get a call of their own."""
 _FREE_PADDING = 4096
 """Padded key positions below which splitting a group costs more than it saves."""
-_TOKEN_KEYS = 64
-"""Keys by which the products of single tokens grow, where each token attends by itself."""
 TOKENS_AT_ONCE = 64
 """Maximum tokens of one such call, which bounds its memory."""
 _ONE_PRODUCT = 32
 """Tokens of a row from which on one product, padded to `TOKENS_AT_ONCE`, is faster than many."""
+WHOLE_QUERIES = 4
+"""A multiple of so many queries is added up in one order by products that treat the last apart."""
 _MAX_SCORES = 1 << 22
 """Maximum padded scores per head group, which bounds the mask of a group of short rows."""
 
@@ -73,8 +75,10 @@ class TokensOfRow(msgspec.Struct, frozen=True):
     first: int
     end: int
     blocks: Tensor
+    """Those of the row's last tokens: neighbours have the same tensor."""
     mask: Tensor
-    """[tokens, 1, 1, keys], added to the scores; [TOKENS_AT_ONCE, keys] for one product of all."""
+    """[tokens, 1, 1, keys], added to the scores; [queries, keys] for one product of all tokens, and
+    of copies of the last one behind them."""
 
 
 class LongRow(msgspec.Struct, frozen=True):
@@ -103,6 +107,7 @@ class AttentionPlanner:
         device: torch.device,
         token_by_token: bool = False,
         one_product: bool = False,
+        key_widths: KeyWidths | None = None,
         has_chunks: bool = False,
         first_key: int = 0,
     ) -> None:
@@ -110,12 +115,14 @@ class AttentionPlanner:
 
         `token_by_token` makes each token's result a function of its own position, keys and values
         alone, whatever else is in the step. `one_product` says that one product of
-        `TOKENS_AT_ONCE` tokens keeps that. `has_chunks` as in `ModelSpec`. Positions before
-        `first_key` hold nothing, and all tokens come behind them.
+        `TOKENS_AT_ONCE` tokens keeps that, `key_widths` that one of any multiple of
+        `WHOLE_QUERIES` does, and between which numbers of keys nothing differs. `has_chunks` as in
+        `ModelSpec`. Positions before `first_key` hold nothing, and all tokens come behind them.
         """
         self._has_chunks = has_chunks
         self._token_by_token = token_by_token
         self._one_product = one_product
+        self._key_widths = key_widths
         self._first_key = first_key
         self._group = heads_per_kv
         self._dtype = dtype
@@ -124,11 +131,11 @@ class AttentionPlanner:
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
         """Group the rows of a step; `window` limits how far back a token looks."""
+        if self._token_by_token:
+            return list(self._by_token(rows, window))
         first_block = self._first_seen(rows.starts, window) // rows.block_size
         last_block = (rows.starts + rows.counts - 1) // rows.block_size
         num_blocks = last_block - first_block + 1
-        if self._token_by_token:
-            return list(self._by_token(rows, window))
         plan: AttentionPlan = []
         for members in _groups(rows, num_blocks, self._group):
             if len(members) == 1 and rows.counts[members[0]] > _SHORT_ROW:
@@ -160,27 +167,57 @@ class AttentionPlanner:
     ) -> Iterator[PaddedGroup | TokensOfRow]:
         """Plan so that the shape of each token's product follows from its position alone.
 
-        Tokens share a call if they have equally many keys, in steps of `_TOKEN_KEYS`: decodes of
-        all rows, and neighbours within a row.
+        Tokens share a call if they have equally many keys, in steps of `STEP`: decodes of all rows,
+        and neighbours within a row. Decodes also do so with other numbers that are alike.
         """
         size = rows.block_size
-        step = max(1, _TOKEN_KEYS // size)
+        step = max(1, STEP // size)
         single = np.flatnonzero(rows.counts == 1)
         first, width = self._key_blocks(rows.starts[single], size, step, window)
-        for blocks in np.unique(width):
-            where = width == blocks
-            members = single[where]
+        if self._key_widths is not None:
+            step_here = max(1, FINE_STEP // size)
+            fine = self._key_blocks(rows.starts[single], size, step_here, window)[1]
+            width = np.where(self._key_widths.are_alike(fine * size), fine, width)
+        for members in self._sharing(width * size):
             for at in range(0, len(members), TOKENS_AT_ONCE):
                 part = members[at : at + TOKENS_AT_ONCE]
-                yield self._decodes(rows, part, first[where][at : at + len(part)], blocks, window)
+                most = int(width[part].max())
+                yield self._decodes(rows, single[part], first[part], most, window)
         for row in np.flatnonzero(rows.counts > 1).tolist():
             positions = rows.starts[row] + np.arange(rows.counts[row])
             first, width = self._key_blocks(positions, size, step, window)
             ends = np.flatnonzero(np.diff(width * (rows.block_tables.shape[1] + step) + first)) + 1
+            seen, blocks = -1, self._tensor(rows.block_tables[row, :0])
             for tokens in np.split(np.arange(len(positions)), ends):
+                begin = int(first[tokens[0]])
+                if begin != seen:
+                    most = int(width[first == begin].max())
+                    seen, blocks = begin, self._row_blocks(rows, row, begin, most)
                 for at in range(0, len(tokens), TOKENS_AT_ONCE):
                     part = tokens[at : at + TOKENS_AT_ONCE]
-                    yield self._tokens(rows, row, part, first[part[0]], width[part[0]], window)
+                    keys = begin, int(width[part[0]])
+                    yield self._tokens(rows, row, part, keys, blocks, window)
+
+    def _row_blocks(self, rows: AttentionRows, row: int, first: int, width: int) -> Tensor:
+        logical = np.minimum(first + np.arange(width), rows.block_tables.shape[1] - 1)
+        return self._tensor(rows.block_tables[row, logical])
+
+    def _sharing(self, keys: IntArray) -> Iterator[IntArray]:
+        """Yield which decodes share a call, by how many keys each has to have."""
+        rest = keys
+        if self._key_widths is not None:
+            alike = self._key_widths.are_alike(keys)
+            if alike.any():
+                yield from _by_length(np.flatnonzero(alike), keys[alike])
+            rest = keys[~alike]
+        for each in np.unique(rest) if len(rest) else ():
+            yield np.flatnonzero(keys == each)
+
+    def _queries(self, tokens: int) -> int:
+        """Return how many queries a product of neighbours has; zero: each has one of its own."""
+        if self._key_widths is not None:
+            return -(-tokens // WHOLE_QUERIES) * WHOLE_QUERIES
+        return TOKENS_AT_ONCE if self._one_product and tokens >= _ONE_PRODUCT else 0
 
     def _decodes(
         self,
@@ -208,15 +245,18 @@ class AttentionPlanner:
         rows: AttentionRows,
         row: int,
         tokens: IntArray,
-        first: int,
-        width: int,
+        key_blocks: tuple[int, int],
+        blocks: Tensor,
         window: int | None,
     ) -> TokensOfRow:
-        logical = np.minimum(first + np.arange(width), rows.block_tables.shape[1] - 1)
+        """Plan neighbours that attend to the first of `key_blocks` and those behind it, as many
+        as the second says."""
+        first, width = key_blocks
         keys = first * rows.block_size + np.arange(width * rows.block_size)
         positions = rows.starts[row] + tokens
-        if self._one_product and len(tokens) >= _ONE_PRODUCT:
-            padded = np.minimum(np.arange(TOKENS_AT_ONCE), len(tokens) - 1)
+        queries = self._queries(len(tokens))
+        if queries:
+            padded = np.minimum(np.arange(queries), len(tokens) - 1)
             mask = self._mask(positions[None, padded], keys[None], window, self._dtype).squeeze(0)
         else:
             mask = self._mask(positions[:, None], keys[None], window, self._dtype).unsqueeze(1)
@@ -224,7 +264,7 @@ class AttentionPlanner:
         return TokensOfRow(
             first=at + int(tokens[0]),
             end=at + int(tokens[-1]) + 1,
-            blocks=self._tensor(rows.block_tables[row, logical]),
+            blocks=blocks,
             mask=mask,
         )
 

@@ -245,14 +245,14 @@ class DecoderLoader:
         return f"model.layers.{self._stage.layers[index]}."
 
     def _layer(self, index: int) -> LayerWeights:
-        spec, prefix = self._spec, self._prefix(index)
+        spec, products, prefix = self._spec, self._products, self._prefix(index)
         norms = {name: self._norm(prefix + name) for name in layer_norms(spec)}
         sparse = self._mlps.sparse(prefix + "mlp.", index) if spec.is_sparse(index) else None
         if sparse is None:
             mlp = self._mlps.dense(prefix + "mlp.", spec.intermediate_size)
-        elif self._expert_group is None and self._bank is None:
-            mlp = self._products.by_rows(sparse, spec.hidden_size)
-        else:  # with adapters each part computes rows by themselves
+        elif self._expert_group is None and self._bank is None and not products.splits_experts:
+            mlp = products.by_rows(sparse, spec.hidden_size)
+        else:  # each part computes rows by themselves
             mlp = sparse
         rope = spec.ropes[index]
         attention = self._attention if spec.latent is None else self._latent_attention

@@ -17,6 +17,7 @@ from engine.models.moe import (
 )
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.products.dense import Linear, prepare_linear
+from engine.models.rowwise_experts import RowwiseExperts
 from engine.models.spec import ModelSpec, MoeSpec
 
 
@@ -82,7 +83,9 @@ class MlpLoader:
             score = products.adapted(score, names, [moe.num_experts], hidden)
         elif moe.in_float32:  # adapters compute in the model's type
             exact = prepare_linear(products.copy(prefix + "router.weight").float())
-            score = Chain(torch.Tensor.float, exact)
+            score = Chain(torch.Tensor.float, self._scores(exact))
+        else:
+            score = self._scores(score)
         if moe.scoring == "softmax" and not moe.in_float32:
             return Router(score, moe.experts_per_token, normalize=moe.normalize_weights)
         correction = None
@@ -90,6 +93,11 @@ class MlpLoader:
             correction = products.checkpoint.tensor(prefix + "router.correction")
             correction = correction.to(products.device, torch.float32, copy=True)
         return GroupRouter(score, correction, moe)
+
+    def _scores(self, product: Linear) -> Linear:
+        products = self._products
+        by_rows = products.splits_experts and self._group is None
+        return products.by_rows(product, self._spec.hidden_size) if by_rows else product
 
     def _expert(self, prefix: str, number: int) -> Linear:
         spec, products, gate = self._spec, self._products, gated(self._spec)
@@ -118,4 +126,5 @@ class MlpLoader:
         each = [f"{prefix}experts.{i}." for i in range(moe.num_experts)]
         gate_up = [products.fused([f"{p}gate_proj.weight", f"{p}up_proj.weight"]) for p in each]
         down = [products.copy(f"{p}down_proj.weight").T for p in each]
-        return StackedExperts(torch.stack(gate_up), torch.stack(down), gated(self._spec))
+        kind = RowwiseExperts if products.splits_experts else StackedExperts
+        return kind(torch.stack(gate_up), torch.stack(down), gated(self._spec))

@@ -67,6 +67,13 @@ class ProductLoader:
             return function
         return RowBlocks(function, probe_rows(width, self.dtype))
 
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts and their router compute rows by themselves each, rather than a layer's
+        whole block of them: in float32 they take almost any number of rows as they come."""
+        plain = self._quantization is None and self.bank is None
+        return self._is_by_rows and plain and self.dtype == torch.float32
+
     def linear(self, *names: str, bias: list[str] | None = None) -> Linear:
         """Return the product with some weights one below the other, plus their biases."""
         added = self.fused(bias) if bias else None

@@ -3,7 +3,7 @@
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,9 +58,10 @@ def add_to(sums: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Ten
 class DenseLinear:
     """Weights as stored, [out, in]."""
 
-    __slots__ = ("_bias", "_is_compiled", "_weight")
+    __slots__ = ("_bias", "_is_compiled", "_weight", "kernel")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.kernel = _kernel("dense", weight, bias)
         self._weight = weight
         self._bias = bias
         # In 16 bits a CPU's product comes from oneDNN.
@@ -83,6 +84,7 @@ class PackedLinear(Summand):
         "_product",
         "_product_and_sum",
         "_weight",
+        "kernel",
     )
 
     def __init__(
@@ -95,6 +97,7 @@ class PackedLinear(Summand):
         Raises:
             RuntimeError: this processor cannot pack this type.
         """
+        self.kernel = _kernel("packed", weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         self._num_weights = weight.numel()
         self._bias = bias
@@ -124,6 +127,12 @@ class PackedLinear(Summand):
     def _in_float32(self, x: Tensor) -> Tensor:
         bias = None if self._bias is None else self._bias.float()
         return F.linear(x.float(), self._weight.to_dense(torch.float32), bias).to(x.dtype)
+
+
+def _kernel(name: str, weight: Tensor, bias: Tensor | None) -> tuple[Hashable, ...]:
+    """Return what decides how a product adds up: see `engine.models.products.row_blocks`."""
+    layout = (weight.dtype, weight.shape, weight.stride(), bias is None)
+    return (name, *layout, weight.numel())
 
 
 def _float32_rows(weight: Tensor) -> int:

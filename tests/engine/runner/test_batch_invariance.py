@@ -7,6 +7,7 @@ import torch
 
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.plan import AttentionRows
+from engine.models.products.dense import prepare_linear
 from engine.models.products.row_blocks import SIZES, RowBlocks, probe_rows
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import BUNDLED_MODEL
@@ -126,6 +127,45 @@ def test_sizes_that_agree_are_all_used() -> None:
     assert set(seen) <= set(SIZES)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (320, 192), (600, 450)])
+def test_a_row_of_a_product_has_the_same_bits_among_any_number(
+    outputs: int, inputs: int, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        product = prepare_linear(torch.randn(outputs, inputs, generator=generator))
+        blocks = RowBlocks(product, probe_rows(inputs, torch.float32))
+        x = torch.randn(300, inputs, generator=generator)
+        whole = blocks(x)
+        for rows in (*range(1, 66), 100, 257):
+            first = 13 * rows % (300 - rows)
+            part = blocks(x[first : first + rows].clone())
+            assert torch.equal(part, whole[first : first + rows]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_functions_with_one_kernel_are_tried_once() -> None:
+    calls = []
+
+    class Product:
+        kernel = ("a kernel of this test", 64)
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(len(x))
+            return x + 1
+
+    first = RowBlocks(Product(), probe_rows(8, torch.float32))
+    assert calls
+    calls.clear()
+    second = RowBlocks(Product(), probe_rows(8, torch.float32))
+    assert not calls
+    assert second.sizes == first.sizes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(4, 1), (14, 2), (4, 4)])
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -142,21 +182,26 @@ def test_tokens_attend_in_one_product_with_the_bits_of_each_by_itself(
         device=torch.device("cpu"),
         token_by_token=True,
     )
-    cache = torch.randn(16, 16, 2, kv_heads, 64, generator=generator).to(dtype)
-    queries = torch.randn(200, num_heads, 64, generator=generator).to(dtype)
+    cache = torch.randn(40, 16, 2, kv_heads, 64, generator=generator).to(dtype)
+    queries = torch.randn(600, num_heads, 64, generator=generator).to(dtype)
     sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
 
-    def attend(start: int, count: int) -> torch.Tensor:
-        rows = AttentionRows(
-            starts=np.array([start]),
-            counts=np.array([count]),
-            first_token=np.array([0]),
-            block_tables=np.arange(16, dtype=np.int32)[None],
+    def attend(*rows: tuple[int, int]) -> torch.Tensor:
+        """Attend from some rows, each from a position on to so many tokens."""
+        starts, counts = (np.array(each) for each in zip(*rows, strict=True))
+        shape = AttentionRows(
+            starts=starts,
+            counts=counts,
+            first_token=np.cumsum(counts) - counts,
+            block_tables=np.arange(40, dtype=np.int32)[None].repeat(len(rows), 0),
             block_size=16,
         )
-        plan = attention.plan(rows, None)
-        return attention.attend(queries[start : start + count], cache, plan, sinks)
+        chosen = torch.cat([queries[start : start + count] for start, count in rows])
+        return attention.attend(chosen, cache, attention.plan(shape, None), sinks)
 
-    whole = attend(0, 200)
-    for start, count in ((0, 1), (5, 40), (60, 70), (199, 1), (128, 64), (150, 33)):
-        assert torch.equal(attend(start, count), whole[start : start + count]), (start, count)
+    whole = attend((0, 600))
+    for start, count in ((0, 1), (5, 40), (60, 70), (199, 1), (128, 64), (150, 333), (599, 1)):
+        assert torch.equal(attend((start, count)), whole[start : start + count]), (start, count)
+    decodes = (3, 64, 190, 192, 255, 300, 383, 400, 511, 512, 590)
+    together = attend(*((position, 1) for position in decodes), (100, 30))
+    assert torch.equal(together[: len(decodes)], whole[list(decodes)])

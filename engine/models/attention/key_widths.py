@@ -1,0 +1,56 @@
+"""Numbers of keys for which a token's attention is added up in one order.
+
+Keys that a mask hides add zeros, which change no bit of a sum; but by how many keys there are,
+hidden ones too, a product chooses how to divide them. Of numbers that are divided alike a token may
+get any that holds its keys, so that tokens of different positions share products.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+
+STEP = 64
+"""Keys by which the numbers differ that follow from a token's position."""
+FINE_STEP = 16
+"""The same of those that are alike."""
+TILE = 512
+"""Keys that torch's operator attends to at a time: what holds in one of these holds in all."""
+PROBED_KEYS = 2 * TILE
+"""Keys beside which those of a tile are computed to compare."""
+
+
+class KeyWidths:
+    """Which numbers of keys are alike."""
+
+    def __init__(self, alike: list[int]) -> None:
+        """Take those up to a tile, which is one of them."""
+        self.alike = tuple(alike)
+        self._is_alike = np.zeros(TILE, np.bool_)
+        self._is_alike[[width % TILE for width in alike]] = True
+
+    def are_alike(self, keys: IntArray) -> npt.NDArray[np.bool_]:
+        """Return which of these numbers of keys give the same bits as each other."""
+        found: npt.NDArray[np.bool_] = self._is_alike[keys % TILE]
+        return found
+
+
+def find_widths(attend: Callable[[Tensor, int], Tensor]) -> KeyWidths | None:
+    """Return the numbers of keys that agree; None if not even whole tiles do.
+
+    Args:
+        attend: from positions [tokens] and a number of keys to what tokens there make of them,
+            each token by itself.
+    """
+    alike = []
+    for width in range(FINE_STEP, TILE + 1, FINE_STEP):
+        # Where keys are divided into two halves or three thirds, and at the end.
+        positions = torch.tensor([width // 2 + 1, (2 * width) // 3 + 1, width - 1])
+        beside = PROBED_KEYS if width == TILE else TILE
+        if torch.equal(attend(positions, width), attend(positions, beside)):
+            alike.append(width)
+    return KeyWidths(alike) if TILE in alike else None
