@@ -27,6 +27,7 @@ def engine_setup(
         cache.kv_cache_memory_bytes,
         len(info.cache_windows),
         cache.kv_cache_dtype,
+        info.is_batch_invariant,
     )
 
 

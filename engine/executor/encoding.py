@@ -118,7 +118,7 @@ class EncoderExecutor:
             self._config.model,
             self._pooling,
             self._device,
-            batch_invariant=self._config.executor.batch_invariant,
+            batch_invariant=bool(self._config.executor.batch_invariant),
         )
 
     def _new_runner(self, loaded: LoadedEncoder) -> EncoderRunner:

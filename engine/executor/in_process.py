@@ -35,6 +35,7 @@ from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.settings import model_length
+from engine.runner.head_threads import keeps_bits
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.pooler import Pooler
@@ -100,6 +101,8 @@ class InProcessExecutor:
         model, fingerprint = self._load()
         spec = model.spec
         self._max_head_threads = max_head_threads(spec, config, engines_on_node)
+        if self._is_batch_invariant and not keeps_bits(model, self._max_head_threads):
+            self._max_head_threads = 1
         self._report("allocating the KV cache")
         self.info = self._size_cache(model, fingerprint, engines_on_node * processes)
         """What was found while loading."""
@@ -241,6 +244,7 @@ class InProcessExecutor:
             self._balance = loaded.model.expert_group.balance
         self._loader = loaded.loader
         self._pooling = loaded.pooling
+        self._is_batch_invariant = loaded.is_batch_invariant
         longest = model_length(loaded.model.spec, self._config.model)
         self._draft = load_draft(self._config, loaded.model, longest, self._report)
         return loaded.model, loaded.fingerprint
@@ -271,6 +275,7 @@ class InProcessExecutor:
             in_one_step=in_one_step,
             cache_windows=windows,
             num_stages=self._num_stages,
+            is_batch_invariant=self._is_batch_invariant,
         )
 
     @property

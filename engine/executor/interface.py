@@ -35,6 +35,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """For each group of layers with KV blocks of its own, how far back its tokens attend."""
     num_stages: int = 1
     """Steps that are computed at once, each in another part of the model."""
+    is_batch_invariant: bool = False
+    """Whether no token depends on what shares its step."""
 
     def check_unchanged(self, fingerprint: str) -> None:
         """Compare a model that was loaded again with this one.

@@ -7,6 +7,7 @@ from math import prod
 import msgspec
 import torch
 
+from engine.executor.batch_invariance import is_batch_invariant
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
 from engine.models.cache_groups import CacheGroups, divide, one_group
@@ -42,6 +43,7 @@ class LoadedModel(msgspec.Struct, frozen=True):
     """Holds the files open that the weights came from; None for a model of transformers."""
     pooling: PoolingSpec | None = None
     """How sequences are made into vectors; None: tokens are drawn."""
+    is_batch_invariant: bool = False
 
 
 def load_model(
@@ -97,6 +99,7 @@ def load_model(
     types = types._replace(kept=config.cache.kv_cache_dtype)
     if balance is None and place is not None and parallel.enable_eplb:
         balance = _new_balance(spec, parallel, place.size, device)
+    is_invariant = is_batch_invariant(config, spec, types, device)
     loader = DecoderLoader(
         spec,
         checkpoint,
@@ -107,14 +110,14 @@ def load_model(
         shard=shard,
         stage=stages[stage],
         quantization=settings.quantization,
-        batch_invariant=config.executor.batch_invariant,
+        batch_invariant=is_invariant,
         adapters=adapter_room(config.lora),
         balance=balance,
     )
     with torch.inference_mode():
         model = loader.load()
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
-        return LoadedModel(model, fingerprint, loader, pooling)
+        return LoadedModel(model, fingerprint, loader, pooling, is_invariant)
 
 
 def _cache_groups(config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheGroups:
@@ -218,7 +221,7 @@ def max_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int
     """Return how many threads the LM head of a large batch may have, whatever the layers have."""
     parallel, executor = config.parallel, config.executor
     is_spread = parallel.enable_expert_parallel or parallel.processes > 1
-    if is_spread or executor.threads or executor.batch_invariant or not fits_caches(spec):
+    if is_spread or executor.threads or not fits_caches(spec):
         return 1
     if executor.bound_to:  # whose threads have all cores that there are for it
         return 1

@@ -11,8 +11,38 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.models.decoder import Decoder
+from engine.models.products.row_blocks import probe_rows
+
 _WORTH_SHARING = 1 << 26
 """Multiplications of an LM head from which on more threads pay: about a millisecond of a core."""
+
+
+_PROBED_ROWS = (1, 4, 24, 64, 130)
+_WHOLE_VALUES = 64
+"""Values of which whole vectors have a multiple: each thread takes a part of a step's logits, and
+rounds what is left over of a vector in its own way."""
+
+
+@torch.inference_mode()
+def keeps_bits(model: Decoder, most: int) -> bool:
+    """Whether `most` threads compute the logits of a model in float32 as those that there are."""
+    usual = torch.get_num_threads()
+    if most <= usual:
+        return True
+    if model.dtype != torch.float32 or model.spec.vocab_size % (_WHOLE_VALUES * most):
+        return False
+    probe = probe_rows(model.spec.hidden_size, torch.float32)
+    try:
+        for rows in _PROBED_ROWS:
+            torch.set_num_threads(usual)
+            alone = model.logits(probe[:rows])
+            torch.set_num_threads(most)
+            if not torch.equal(model.logits(probe[:rows]), alone):
+                return False
+    finally:
+        torch.set_num_threads(usual)
+    return True
 
 
 @contextmanager

@@ -61,13 +61,14 @@ def group_config(config: EngineConfig, *, lockstep: bool = False) -> dict[str, s
         "level_wait_weight": str(config.scheduler.level_wait_weight),
         "level_hold_per_rank": str(config.scheduler.level_hold_per_rank),
     }
+    is_invariant = config.executor.batch_invariant
     return {
         **(together if lockstep else {}),
         **model_identity(config.model),
         "model_impl": config.model.model_impl,
         "dtype": config.model.dtype,
         "quantization": str(config.model.quantization),
-        "batch_invariant": str(config.executor.batch_invariant),
+        "batch_invariant": "auto" if is_invariant is None else str(is_invariant),
         "max_model_len": str(config.model.max_model_len),
         "block_size": str(config.cache.block_size),
         "kv_cache_dtype": "auto" if config.cache.kv_cache_dtype == "auto" else "fp8",

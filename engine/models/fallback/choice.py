@@ -41,7 +41,7 @@ def check_fallback(config: EngineConfig) -> None:
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--enable-lora": config.lora.enable_lora,
-        "--batch-invariant": config.executor.batch_invariant,
+        "--batch-invariant": config.executor.batch_invariant is True,
         "--quantization": config.model.quantization is not None,
         "a GGUF file": is_gguf(config.model.model),
     }

@@ -27,6 +27,17 @@ def float32_is_faster() -> bool:
     return not (torch.cpu._is_avx512_bf16_supported() and _is_amd())
 
 
+def is_invariance_cheap() -> bool:
+    """Whether products that do not depend on the number of rows cost little, in float32.
+
+    AMD's processors with AVX2 alone add up nearly all numbers of rows in one order. What others do
+    was measured with AMX, where prompts take twice as long, or not at all.
+    """
+    if platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_supported():
+        return False
+    return torch.cpu._is_avx2_supported() and _is_amd()
+
+
 def has_16_bit_kernels() -> bool:
     """Whether oneDNN has kernels that read and write 16-bit floats here.
 

@@ -162,11 +162,12 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
         "larger steps get more in proportion, the first ones five times as long.",
     ] = 60.0
     batch_invariant: Annotated[
-        bool,
+        bool | None,
         "Compute each token the same way whatever else is in the batch: a request gets the "
         "same tokens, bit for bit, alone, in any batch, and after a move to another engine. "
-        "CPU only, and slower.",
-    ] = False
+        "CPU only. Default: where that costs little, which the log of the start and "
+        "/status.json tell; elsewhere it is slower.",
+    ] = None
     enforce_eager: Annotated[
         bool, "CUDA: launch each kernel of a decode step instead of replaying CUDA graphs."
     ] = False

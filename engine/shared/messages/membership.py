@@ -30,6 +30,8 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """Groups of layers, each of which has KV blocks of its own for a sequence's tokens."""
     kv_cache_dtype: str = "auto"
     """How it keeps keys and values, as it was set."""
+    is_batch_invariant: bool = False
+    """Whether no token depends on what shares its step."""
 
     @property
     def kv_tokens(self) -> int:

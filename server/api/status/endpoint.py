@@ -87,6 +87,7 @@ def _engine(entry: EngineEntry, stats_age: float | None) -> EngineOverview:
         counts=_counts(entry.stats),
         halted=entry.stats.halted if entry.stats else False,
         draining=entry.draining,
+        batch_invariant=setup.is_batch_invariant if setup else None,
     )
 
 

@@ -41,6 +41,8 @@ class EngineOverview(msgspec.Struct):
     """Paused or asleep by an operator's order."""
     draining: bool = False
     """It finishes what it has and ends."""
+    batch_invariant: bool | None = None
+    """Whether no token depends on what shares its step."""
 
 
 class MissingOverview(msgspec.Struct):

@@ -54,6 +54,23 @@ def test_float32_is_faster_without_units_for_16_bits(
     assert processor.float32_is_faster.__wrapped__() is faster
 
 
+@pytest.mark.parametrize(
+    ("vendor", "avx512", "cheap"),
+    [
+        ("AuthenticAMD", False, True),
+        ("AuthenticAMD", True, False),
+        ("GenuineIntel", False, False),
+    ],
+)
+def test_invariance_is_cheap_where_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vendor: str, avx512: bool, cheap: bool
+) -> None:
+    pretend(monkeypatch, tmp_path, vendor=vendor, amx=False, avx512_bf16=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    assert processor.is_invariance_cheap() is cheap
+
+
 def test_of_other_architectures_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert processor.float32_is_faster.__wrapped__() is False
@@ -157,8 +174,8 @@ def test_a_small_model_leaves_a_core_to_front_ends_but_while_its_head_computes(
         assert max_head_threads(spec, EngineConfig(), engines) == of_head
         set_threads(EngineConfig(executor=ExecutorConfig(threads=2)), engines)
         assert torch.get_num_threads() == 2
-        for given in (ExecutorConfig(threads=2), ExecutorConfig(batch_invariant=True)):
-            assert max_head_threads(spec, EngineConfig(executor=given), engines) == 1
+        own = ExecutorConfig(threads=2)
+        assert max_head_threads(spec, EngineConfig(executor=own), engines) == 1
     finally:
         torch.set_num_threads(before)
 

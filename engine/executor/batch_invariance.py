@@ -1,0 +1,51 @@
+"""Whether a model is computed so that no token depends on what else is in its step."""
+
+import logging
+
+import torch
+
+from engine.models.products.processor import is_invariance_cheap
+from engine.models.settings import ComputeTypes
+from engine.models.spec import ModelSpec
+from engine.shared.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+def is_batch_invariant(
+    config: EngineConfig, spec: ModelSpec, types: ComputeTypes, device: torch.device
+) -> bool:
+    """Return what is set, else whether it costs little; in that case the log says which it is."""
+    wanted = config.executor.batch_invariant
+    if wanted is not None:
+        return wanted
+    reason = _reason_against(config, spec, types, device)
+    if reason is None:
+        logger.info("batch-invariant: tokens do not depend on what shares their step")
+    else:
+        logger.info("not batch-invariant, as %s (--batch-invariant)", reason)
+    return reason is None
+
+
+def _reason_against(
+    config: EngineConfig, spec: ModelSpec, types: ComputeTypes, device: torch.device
+) -> str | None:
+    """Return why it is not possible, or not known to cost little."""
+    parallel = config.parallel
+    if device.type != "cpu":
+        return "the model is not on a CPU"
+    if parallel.processes > 1 or parallel.enable_expert_parallel:
+        return "several processes share the model"
+    if not is_invariance_cheap():
+        return "that costs time on this processor"
+    if types.activations != torch.float32 or config.model.quantization is not None:
+        return "the model is not computed in float32"
+    unmeasured = {
+        "capped scores": spec.attention_softcap is not None,
+        "sliding windows": any(window is not None for window in spec.windows),
+        "latent attention": spec.latent is not None,
+        "adapters": config.lora.enable_lora,
+        "an 8-bit KV cache": types.kept != "auto",
+    }
+    found = [name for name, is_there in unmeasured.items() if is_there]
+    return f"it has {' and '.join(found)}" if found else None

@@ -1,0 +1,90 @@
+"""Engines are batch-invariant as set, else where that is possible and costs little."""
+
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from engine.executor import batch_invariance
+from engine.executor.batch_invariance import is_batch_invariant
+from engine.models.hf_config import read_spec
+from engine.models.settings import ComputeTypes
+from engine.models.spec import ModelSpec
+from engine.shared.config import (
+    BUNDLED_MODEL,
+    EngineConfig,
+    ExecutorConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from engine.shared.group_config import group_config
+
+CPU = torch.device("cpu")
+FLOAT32 = ComputeTypes(torch.float32, torch.bfloat16)
+
+
+def chosen(
+    config: EngineConfig | None = None,
+    *,
+    spec: ModelSpec | None = None,
+    types: ComputeTypes = FLOAT32,
+    device: torch.device = CPU,
+) -> bool:
+    plain = read_spec(BUNDLED_MODEL)
+    return is_batch_invariant(config or EngineConfig(), spec or plain, types, device)
+
+
+@pytest.fixture(params=[True, False], autouse=True)
+def is_cheap(request: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(batch_invariance, "is_invariance_cheap", lambda: request.param)
+    result: bool = request.param
+    return result
+
+
+def test_the_processor_decides_by_default(is_cheap: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert chosen() is is_cheap
+    [record] = caplog.records
+    assert record.getMessage().startswith("batch-invariant" if is_cheap else "not batch-invariant")
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_setting_decides_without_a_word(value: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert chosen(EngineConfig(executor=ExecutorConfig(batch_invariant=value))) is value
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
+        EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=2)),
+        EngineConfig(parallel=ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)),
+        EngineConfig(lora=LoraConfig(enable_lora=True)),
+        EngineConfig(model=ModelConfig(quantization="int8")),
+    ],
+)
+def test_what_costs_more_or_is_impossible_stays_without(config: EngineConfig) -> None:
+    assert chosen(config) is False
+
+
+def test_a_model_that_costs_more_stays_without(caplog: pytest.LogCaptureFixture) -> None:
+    spec = read_spec(BUNDLED_MODEL)
+    sliding = msgspec.structs.replace(spec, windows=(16,) * len(spec.windows))
+    assert chosen(spec=sliding) is False
+    assert chosen(spec=msgspec.structs.replace(spec, attention_softcap=50.0)) is False
+    assert chosen(types=ComputeTypes(torch.bfloat16, torch.bfloat16)) is False
+    assert chosen(types=FLOAT32._replace(kept="fp8")) is False
+    assert chosen(device=torch.device("cuda")) is False
+
+
+def test_engines_compare_what_is_set() -> None:
+    told = [
+        group_config(EngineConfig(executor=ExecutorConfig(batch_invariant=value)))
+        for value in (None, True, False)
+    ]
+    assert [each["batch_invariant"] for each in told] == ["auto", "True", "False"]
