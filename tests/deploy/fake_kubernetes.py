@@ -24,6 +24,7 @@ _KINDS = {
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
     "scheduling.k8s.io/v1": {"priorityclasses": "PriorityClass"},
     "monitoring.coreos.com/v1": {"servicemonitors": "ServiceMonitor"},
+    "leaderworkerset.x-k8s.io/v1": {"leaderworkersets": "LeaderWorkerSet"},
     "keda.sh/v1alpha1": {"scaledobjects": "ScaledObject",
                          "triggerauthentications": "TriggerAuthentication"},
 }  # fmt: skip
@@ -56,7 +57,7 @@ class FakeKubernetes:
 
     def put(self, path: str, manifest: Manifest) -> Manifest:
         """Store an object with the defaults of its kind."""
-        if manifest.get("kind") in ("Deployment", "StatefulSet"):
+        if manifest.get("kind") in ("Deployment", "StatefulSet", "LeaderWorkerSet"):
             manifest["spec"].setdefault("replicas", 1)
             seen = self.replicas_seen.setdefault(manifest["metadata"]["name"], [])
             seen.append(manifest["spec"]["replicas"])

@@ -22,9 +22,12 @@ VALUES = [CHART / "values.yaml", *EXAMPLES]
 KUBERNETES = ("1.27", "1.30", "1.33")
 CUSTOM = {
     "ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject", "TriggerAuthentication",
-    "InferencePool",
+    "InferencePool", "LeaderWorkerSet",
 }  # fmt: skip
-WORKLOADS = ("Deployment", "StatefulSet", "Pod", "Job")
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "Pod", "Job")
+
+ROLE = "SWELL_NODE_RANK"
+"""A variable that containers have which run an engine's workers only."""
 
 Manifest = dict[str, Any]
 
@@ -55,8 +58,16 @@ def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
     """Yield (name, pod specification) of everything that runs pods."""
     for manifest in manifests:
         if manifest["kind"] in WORKLOADS:
-            spec = manifest["spec"]
-            yield manifest["metadata"]["name"], spec.get("template", {}).get("spec", spec)
+            for template in templates(manifest) or [manifest]:
+                yield manifest["metadata"]["name"], template["spec"]
+
+
+def templates(manifest: Manifest) -> list[Manifest]:
+    """Return the templates of a workload's pods, of several if they differ."""
+    spec = manifest["spec"]
+    group = spec.get("leaderWorkerTemplate", {})
+    found = (spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate"))
+    return [template for template in found if template]
 
 
 def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
@@ -65,8 +76,8 @@ def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
 
 
 def environment(manifest: Manifest, container: int = 0) -> dict[str, Any]:
-    """Return the variables of one of a workload's containers."""
-    entries = manifest["spec"]["template"]["spec"]["containers"][container]["env"]
+    """Return the variables of one of a workload's containers, or of those of a pod that leads."""
+    entries = templates(manifest)[0]["spec"]["containers"][container]["env"]
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
 
 
@@ -212,6 +223,8 @@ def test_whatever_serves_is_probed_on_ports_it_has(values: Path) -> None:
         if name.endswith(("-test", "-fetch")):
             continue
         for container in pod["containers"]:
+            if ROLE in {each["name"] for each in container["env"]}:
+                continue  # workers of an engine whose leader is asked
             ports = {port["name"] for port in container["ports"]}
             for probe, path in (("livenessProbe", "/health"), ("readinessProbe", "/ready")):
                 assert container[probe]["httpGet"]["path"] == path, name
@@ -223,9 +236,9 @@ def test_whatever_serves_is_probed_on_ports_it_has(values: Path) -> None:
 def test_pods_get_the_time_that_draining_takes(values: Path) -> None:
     manifests = render(values)
     for manifest in manifests:
-        if manifest["kind"] not in ("Deployment", "StatefulSet"):
+        if manifest["kind"] not in ("Deployment", "StatefulSet", "LeaderWorkerSet"):
             continue
-        spec = manifest["spec"]["template"]["spec"]
+        spec = templates(manifest)[0]["spec"]
         for number, container in enumerate(spec["containers"]):
             variables = environment(manifest, number)
             needed = float(variables.get("SWELL_DRAIN_TIMEOUT", 0))
@@ -240,9 +253,10 @@ def test_pods_get_the_time_that_draining_takes(values: Path) -> None:
 def test_selectors_find_the_pods_they_are_meant_for(values: Path) -> None:
     manifests = render(values)
     labels = {
-        manifest["metadata"]["name"]: manifest["spec"]["template"]["metadata"]["labels"]
+        manifest["metadata"]["name"]: template["metadata"]["labels"]
         for manifest in manifests
-        if manifest["kind"] in ("Deployment", "StatefulSet")
+        if manifest["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet")
+        for template in templates(manifest)
     }
     for manifest in manifests:
         spec = manifest.get("spec", {})

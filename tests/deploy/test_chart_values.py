@@ -75,12 +75,6 @@ def test_large_numbers_of_a_values_file_reach_the_processes_as_they_stand(tmp_pa
     assert variables["SWELL_GPU_MEMORY_UTILIZATION"] == "0.85"
 
 
-def test_an_engine_over_several_nodes_is_refused_with_the_reason() -> None:
-    for asked in ("engine.leaderWorkerSet=true", "engine.leaderWorkerSet.size=2"):
-        said = refused(asked)
-        assert "engine.leaderWorkerSet: all processes of an engine share a node" in said
-
-
 @pytest.mark.parametrize("example", ["ingress-tls", "gateway"])
 def test_what_operators_read_is_not_published(example: str) -> None:
     manifests = render(CHART / "examples" / f"{example}.yaml")

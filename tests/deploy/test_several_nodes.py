@@ -1,9 +1,10 @@
 """A cluster of three nodes, each in a network namespace of its own."""
 
 import json
+import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,13 +25,20 @@ ENGINE_TIMEOUT = 2.0
 class Process:
     """A swell process on a node, with what it prints."""
 
-    def __init__(self, network: Network, node: int, *arguments: str) -> None:
+    def __init__(
+        self,
+        network: Network,
+        node: int,
+        *arguments: str,
+        environment: Mapping[str, str] = {},
+    ) -> None:
         self.lines: list[str] = []
         self._process = subprocess.Popen(
             network.command(node, SWELL, *arguments),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, **environment},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -42,7 +50,16 @@ class Process:
     def said(self, text: str) -> bool:
         return any(text in line for line in list(self.lines))
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End it without a word."""
+        self._process.kill()
+        self.close()
+
     def close(self) -> None:
+        """End it in order, unless it has ended before."""
         self._process.terminate()
         try:
             self._process.wait(PATIENCE)

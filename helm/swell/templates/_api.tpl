@@ -112,10 +112,11 @@ that engine alone. */}}
       {{- if $none }} []{{ end }}
 {{- end }}
 
-{{- /* The rank of a pod's engine: its ordinal. */}}
+{{- /* The rank of a pod's engine: the pod's ordinal, or that of its group of pods. */}}
 {{- define "swell.rankEnv" -}}
+{{- $label := ternary "leaderworkerset.sigs.k8s.io/group-index" "apps.kubernetes.io/pod-index" (gt (int .Values.engine.nodes) 1) -}}
 - name: SWELL_DATA_PARALLEL_RANK
-  valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ $label }}']"}}
 {{- end }}
 
 {{- /* Where a group's least number of engines is in the API pods' ConfigMap. */}}

@@ -6,21 +6,57 @@
 {{- fail (printf "engine.env.%s: a pod is one engine, and engine.gpus says how many GPUs compute it together" .) }}
 {{- end }}
 {{- end }}
-{{- $stages := include "swell.stages" $engine | int }}
-{{- if and $engine.gpus (ne 0 (mod (int $engine.gpus) $stages)) }}
-{{- fail (printf "engine.env.SWELL_PIPELINE_PARALLEL_SIZE: %d stages of equally many GPUs need an engine.gpus that %d divides, and it is %d" $stages $stages (int $engine.gpus)) }}
+{{- $stages := include "swell.stages" $engine | int }}{{- $nodes := int $engine.nodes }}
+{{- if ne 0 (mod $stages $nodes) }}
+{{- fail (printf "engine.env.SWELL_PIPELINE_PARALLEL_SIZE: %d stages cannot be divided among %d nodes (engine.nodes)" $stages $nodes) }}
+{{- end }}
+{{- $onNode := div $stages $nodes | int }}
+{{- if and $engine.gpus (ne 0 (mod (int $engine.gpus) $onNode)) }}
+{{- fail (printf "engine.env.SWELL_PIPELINE_PARALLEL_SIZE: %d stages of equally many GPUs need an engine.gpus that %d divides, and it is %d" $onNode $onNode (int $engine.gpus)) }}
+{{- end }}
+{{- if gt $nodes 1 }}
+{{- range list "SWELL_NNODES" "SWELL_NODE_RANK" "SWELL_MASTER_ADDR" "SWELL_MASTER_PORT" "SWELL_DATA_PARALLEL_SIZE" }}
+{{- if hasKey $engine.env . }}
+{{- fail (printf "engine.env.%s: engine.nodes says over how many nodes an engine is spread, and the chart how they meet" .) }}
+{{- end }}
+{{- end }}
+{{- if $engine.expertParallel }}
+{{- fail "engine.nodes: engines that share experts (engine.expertParallel) are one pod each" }}
+{{- end }}
+{{- if ne $engine.updateStrategy.type "RollingUpdate" }}
+{{- fail "engine.updateStrategy.type: engines of several nodes know RollingUpdate only, where any cluster takes maxUnavailable" }}
+{{- end }}
 {{- end }}
 {{- end }}
 
 {{- /* Stages of an engine: the values of a group's engines. */}}
 {{- define "swell.stages" -}}
-{{- default 1 .env.SWELL_PIPELINE_PARALLEL_SIZE | int -}}
+{{- default .nodes .env.SWELL_PIPELINE_PARALLEL_SIZE | int -}}
 {{- end }}
 
-{{- /* The template of an engine's pod: list ROOT GROUP, with the values of the group's engines in ROOT. */}}
+{{- /* How the nodes of an engine meet: the values of a group's engines, and whether it is the leader. The
+leader knows its own address before its name can be resolved. */}}
+{{- define "swell.nodesEnv" -}}
+{{- $engine := index . 0 }}
+- {name: SWELL_DATA_PARALLEL_SIZE, value: "1"}
+- {name: SWELL_NNODES, value: {{ $engine.nodes | quote }}}
+{{- if not (hasKey $engine.env "SWELL_PIPELINE_PARALLEL_SIZE") }}
+- {name: SWELL_PIPELINE_PARALLEL_SIZE, value: {{ include "swell.stages" $engine | quote }}}
+{{- end }}
+{{- if index . 1 }}
+- {name: SWELL_MASTER_ADDR, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+{{- else }}
+- {name: SWELL_MASTER_ADDR, value: $(LWS_LEADER_ADDRESS)}
+- name: SWELL_NODE_RANK
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}}
+{{- end }}
+{{- end }}
+
+{{- /* The template of an engine's pod: list ROOT GROUP LEADS, with the values of the group's engines in
+ROOT. Of an engine of several nodes, the pod that leads is the engine, and others run its workers alone. */}}
 {{- define "swell.enginePod" -}}
-{{- $root := index . 0 }}{{- $group := index . 1 }}{{- $engine := $root.Values.engine }}
-{{- $stages := include "swell.stages" $engine | int -}}
+{{- $root := index . 0 }}{{- $group := index . 1 }}{{- $leads := index . 2 }}{{- $engine := $root.Values.engine }}
+{{- $onNode := div (include "swell.stages" $engine) $engine.nodes | int -}}
 metadata: {{- include "swell.podMetadata" (list $root "engine" $group) | nindent 2 }}
 spec:
   serviceAccountName: {{ include "swell.serviceAccount" $root }}
@@ -48,7 +84,10 @@ spec:
         {{- include "swell.clusterEnv" $root | nindent 8 }}
         {{- include "swell.modelEnv" (list $root $group) | nindent 8 }}
         - {name: SWELL_DRAIN_TIMEOUT, value: {{ $engine.drainSeconds | quote }}}
-        {{- if $engine.ranksFromOrdinals }}
+        {{- if gt (int $engine.nodes) 1 }}
+        {{- include "swell.nodesEnv" (list $engine $leads) | nindent 8 }}
+        {{- end }}
+        {{- if and $leads $engine.ranksFromOrdinals }}
         {{- include "swell.rankEnv" $root | nindent 8 }}
         {{- end }}
         {{- if $engine.expertParallel }}
@@ -57,8 +96,8 @@ spec:
         {{- end }}
         {{- if $engine.gpus }}
         - {name: SWELL_DEVICE, value: cuda}
-        {{- if gt (int $engine.gpus) $stages }}
-        - {name: SWELL_TENSOR_PARALLEL_SIZE, value: {{ div (int $engine.gpus) $stages | quote }}}
+        {{- if gt (int $engine.gpus) $onNode }}
+        - {name: SWELL_TENSOR_PARALLEL_SIZE, value: {{ div (int $engine.gpus) $onNode | quote }}}
         {{- end }}
         {{- else }}
         - {name: SWELL_DEVICE, value: cpu}
@@ -69,6 +108,7 @@ spec:
       {{- with $engine.envFrom }}
       envFrom: {{- toYaml . | nindent 8 }}
       {{- end }}
+      {{- if $leads }}
       ports:
         - {name: health, containerPort: 8080}
       startupProbe:
@@ -86,6 +126,7 @@ spec:
       lifecycle:
         # API pods of a model that is taken away stop first.
         preStop: {exec: {command: [sleep, {{ add $root.Values.api.preStopSeconds 2 | quote }}]}}
+      {{- end }}
       securityContext: {{- include "swell.containerSecurity" (list $root "engine") | nindent 8 }}
       {{- $resources := deepCopy $engine.resources }}
       {{- if $engine.gpus }}
@@ -98,7 +139,7 @@ spec:
         {{- include "swell.modelMount" $root | nindent 8 }}
         - {name: shm, mountPath: /dev/shm}
         {{- with $engine.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
-    {{- if $root.Values.inferencePool.enabled }}
+    {{- if and $leads $root.Values.inferencePool.enabled }}
     {{- include "swell.apiContainer" (list $root $group true) | nindent 4 }}
     {{- end }}
     {{- with $engine.sidecars }}{{ toYaml . | nindent 4 }}{{ end }}
@@ -109,7 +150,7 @@ spec:
     {{- end }}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $engine.shmSize }}}
-    {{- if $root.Values.inferencePool.enabled }}
+    {{- if and $leads $root.Values.inferencePool.enabled }}
     {{- include "swell.apiVolumes" $root | nindent 4 }}
     {{- with $root.Values.api.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- end }}

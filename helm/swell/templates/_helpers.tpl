@@ -26,6 +26,7 @@ groups:
     model: {{- toYaml $values.model | nindent 6 }}
     engineReplicas: {{ $values.engine.replicas }}
     apiReplicas: {{ $values.api.replicas }}
+    nodes: {{ $values.engine.nodes }}
     engineEnv: {{- toYaml $values.engine.env | nindent 6 }}
     {{- $previous := default dict $values.previous }}
     {{- $minimum := default 1 $values.api.minReadyEngines | int }}
@@ -44,10 +45,16 @@ groups:
     apiReplicas: {{ if kindIs "invalid" .apiReplicas }}{{ $values.api.replicas }}{{ else }}{{ .apiReplicas }}{{ end }}
     {{- $env := $values.engine.env }}
     {{- with .engine }}{{ if hasKey . "env" }}{{ $env = default dict .env }}{{ end }}{{ end }}
+    nodes: {{ default $values.engine.nodes (default dict .engine).nodes }}
     engineEnv: {{- toYaml (merge (deepCopy (default dict .engineEnv)) $env) | nindent 6 }}
     minReadyEngines: 1
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{- /* What a group's engines are to Kubernetes: the group. */}}
+{{- define "swell.engineKind" -}}
+{{- ternary "LeaderWorkerSet" "StatefulSet" (gt (int .nodes) 1) -}}
 {{- end }}
 
 {{- /* How many engines each group shall have, but for one whose number an autoscaler chooses. */}}
@@ -87,10 +94,12 @@ groups:
 {{- /* Stops an upgrade that would take engines of a model away before those of another can serve. Asks
 the cluster, so `helm template` says nothing. */}}
 {{- define "swell.guard" -}}
-{{- $current := dict "name" .Values.model.group "current" true }}
+{{- $current := dict "name" .Values.model.group "current" true "nodes" .Values.engine.nodes }}
+{{- $kinds := dict "StatefulSet" "apps/v1" }}
+{{- if .Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1" }}{{ $_ := set $kinds "LeaderWorkerSet" "leaderworkerset.x-k8s.io/v1" }}{{ end }}
 {{- if and (not .Values.engine.autoscaling.enabled) (.Capabilities.APIVersions.Has "keda.sh/v1alpha1") }}
 {{- if lookup "keda.sh/v1alpha1" "ScaledObject" .Release.Namespace (include "swell.workload" (list . "engine" $current)) }}
-{{- include "swell.keepsReplicas" (list . "engine" "StatefulSet" $current) }}
+{{- include "swell.keepsReplicas" (list . "engine" (include "swell.engineKind" $current) $current) }}
 {{- end }}
 {{- end }}
 {{- if not .Values.api.autoscaling.enabled }}
@@ -105,11 +114,19 @@ the cluster, so `helm template` says nothing. */}}
 {{- end }}
 {{- $names = append $names $group.name }}
 {{- $workload := include "swell.workload" (list $ "engine" $group) }}
-{{- with lookup "apps/v1" "StatefulSet" $.Release.Namespace $workload }}
+{{- range $kind, $version := $kinds }}
+{{- with lookup $version $kind $.Release.Namespace $workload }}
+{{- /* Those that a LeaderWorkerSet makes have its name. */}}
+{{- if not .metadata.ownerReferences }}
+{{- if ne $kind (include "swell.engineKind" $group) }}
+{{- fail (printf "engine.nodes: %s is a %s, whose name cannot become another kind's. Give engines of %d nodes a group of their own: --set model.group=NAME,previous.model.group=%s,previous.model.name=... (docs/deploy.md)" $workload $kind (int $group.nodes) $group.name) }}
+{{- end }}
 {{- $live := default "" (index (default dict .metadata.annotations) "swell/agreed") }}
 {{- $wanted := include "swell.agreed" (list $ $group) }}
 {{- if and $live (ne $live $wanted) (gt (int (default 0 (default dict .status).readyReplicas)) 0) (not $.Values.allowPause) }}
 {{- fail (printf "model: the engines of %s serve %q, and engines of %q cannot join them. Give the new model a group of its own beside theirs: --set model.group=NAME,previous.model.group=%s,previous.model.name=... (docs/deploy.md), or end them first with --set allowPause=true" $workload $live $wanted $group.name) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -119,11 +136,13 @@ the cluster, so `helm template` says nothing. */}}
 {{- with lookup "apps/v1" "Deployment" .Release.Namespace $current }}
 {{- $able = gt (int (default 0 (default dict .status).availableReplicas)) 0 }}
 {{- end }}
-{{- range (default (dict "items" list) (lookup "apps/v1" "StatefulSet" .Release.Namespace "")).items }}
+{{- range $kind, $version := $kinds }}
+{{- range (default (dict "items" list) (lookup $version $kind $.Release.Namespace "")).items }}
 {{- $labels := default dict .metadata.labels }}
 {{- if and (eq (default "" (index $labels "app.kubernetes.io/instance")) $.Release.Name) (eq (default "" (index $labels "app.kubernetes.io/component")) "engine") (hasKey $labels "engine_group") }}
 {{- if and (not (has $labels.engine_group $names)) (gt (int (default 0 (default dict .status).readyReplicas)) 0) (not $able) }}
 {{- fail (printf "previous.model: %s serves, and no API pod of %s is ready: keep it with --set previous.model.group=%s,previous.model.name=... until then, or set allowPause=true" .metadata.name $current $labels.engine_group) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -347,8 +366,11 @@ topologySpreadConstraints:
 {{- /* How many replicas a component of a group has now, empty where no cluster is asked: list ROOT
 COMPONENT KIND GROUP. */}}
 {{- define "swell.liveReplicas" -}}
-{{- $root := index . 0 }}{{- $name := include "swell.workload" (list $root (index . 1) (index . 3)) }}
-{{- with lookup "apps/v1" (index . 2) $root.Release.Namespace $name }}{{ .spec.replicas }}{{ end }}
+{{- $root := index . 0 }}{{- $kind := index . 2 }}{{- $name := include "swell.workload" (list $root (index . 1) (index . 3)) }}
+{{- $version := ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
+{{- if or (eq $version "apps/v1") ($root.Capabilities.APIVersions.Has $version) }}
+{{- with lookup $version $kind $root.Release.Namespace $name }}{{ .spec.replicas }}{{ end }}
+{{- end }}
 {{- end }}
 
 {{- /* The field replicas: list ROOT COMPONENT KIND GROUP. Where an autoscaler owns it, it is what it is
