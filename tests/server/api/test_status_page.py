@@ -33,7 +33,7 @@ def engine(rank: int, *, ready: bool = True, **counts: Any) -> EngineEntry:
         ready=ready,
         host="node-a",
         restarts=0,
-        setup=EngineSetup(64, 16, 512, "print") if ready else None,
+        setup=EngineSetup(64, 16, 512, "print", is_batch_invariant=True) if ready else None,
         stats=EngineStats(rank, 1000 + rank, **{**stats, **counts}) if ready else None,
     )
 
@@ -73,6 +73,7 @@ def test_the_status_is_the_view_of_the_cluster(http: Any, engines: Any) -> None:
     first, second = body["engines"]
     assert (first["rank"], first["ready"], first["host"]) == (0, True, "node-a")
     assert (first["num_kv_blocks"], first["block_size"], first["stats_age"]) == (64, 16, 0.25)
+    assert (first["batch_invariant"], second["batch_invariant"]) == (True, None)
     counts = first["counts"]
     assert (counts["waiting"], counts["running"], counts["kv_usage"]) == (2, 5, 0.75)
     assert counts["generation_tokens_total"] == 900
