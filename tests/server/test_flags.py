@@ -63,7 +63,7 @@ def test_help_shows_an_example_and_every_setting(
 def test_every_example_is_a_command_that_is_understood() -> None:
     parser = build_parser(COMMANDS)
     for command in COMMANDS.values():
-        for line in command.example.splitlines():
+        for line in command.example.replace("\\\n", "").splitlines():
             words = line.split(" #")[0].split(" > ")[0].removeprefix('eval "$(').rstrip(' )"')
             words = words.removeprefix("SWELL_ADMIN_KEY=... ")
             assert words.startswith("swell ")
