@@ -5,7 +5,7 @@ every expert that one of them chose, more through all experts in two products, m
 expert.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ _MOST_TOGETHER = 64
 """Tokens up to which all experts run on all of them."""
 _SUM = 0
 """The way to add that torch's operator has under this number."""
+_KEPT = 64
+"""Numbers of tokens whose index is kept: a long prompt's is large, and there are many lengths."""
 
 
 class RowwiseExperts:
@@ -109,7 +111,7 @@ _agreeing: dict[tuple[torch.Size, Rows, int], bool] = {}
 """Whether all experts at once agree, by shapes and number of threads."""
 
 
-@cache
+@lru_cache(maxsize=_KEPT)
 def _firsts(tokens: int, choices: int) -> Tensor:
     return torch.arange(0, tokens * choices, choices)
 

@@ -8,8 +8,12 @@ import itertools
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+
+import pytest
 
 _numbers = itertools.count()
 
@@ -108,3 +112,13 @@ class Network:
             _ip("netns", "delete", name)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         self._made.clear()
+
+
+@contextmanager
+def network_or_skip(nodes: int) -> Iterator[Network]:
+    """Yield a network of so many nodes; skip the test where none can be made."""
+    try:
+        with Network(nodes) as made:
+            yield made
+    except NoNamespaces as reason:
+        pytest.skip(str(reason))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.namespaces import Network, NoNamespaces
+from tests.deploy.namespaces import Network, network_or_skip
 from tests.deploy.test_several_nodes import SIMULATED, Cluster
 from tests.support.waiting import until
 
@@ -22,11 +22,8 @@ QUESTIONS = 16
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        with Network(5) as made:
-            yield made
-    except NoNamespaces as reason:
-        pytest.skip(str(reason))
+    with network_or_skip(5) as made:
+        yield made
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.fake_kubernetes import fake_kubernetes
-from tests.deploy.namespaces import Network, NoNamespaces
+from tests.deploy.namespaces import Network, network_or_skip
 from tests.deploy.test_chart import (
     CHART,
     KUBERNETES,
@@ -214,11 +214,8 @@ def test_replicas_of_a_set_that_an_autoscaler_has_chosen_are_kept(tmp_path: Path
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        with Network(3) as made:
-            yield made
-    except NoNamespaces as reason:
-        pytest.skip(str(reason))
+    with network_or_skip(3) as made:
+        yield made
 
 
 def as_started(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.namespaces import Network, NoNamespaces
+from tests.deploy.namespaces import Network, network_or_skip
 from tests.support.commands import SWELL
 from tests.support.http import are_replaced, call, complete, fetch, incarnations, ready_ranks
 from tests.support.metrics import metric, total
@@ -164,11 +164,8 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    try:
-        with Network(3) as made:
-            yield made
-    except NoNamespaces as reason:
-        pytest.skip(str(reason))
+    with network_or_skip(3) as made:
+        yield made
 
 
 @pytest.fixture

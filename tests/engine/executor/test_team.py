@@ -1,7 +1,5 @@
 """What an engine says its workers failed of."""
 
-import os
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,32 +12,8 @@ from engine.executor.team_messages import Answer
 from engine.shared.config import EngineConfig, ParallelConfig
 from engine.shared.lifeline import pack_frame
 from engine.shared.messages import ChildFailed
+from tests.engine.executor.played import Played
 from tests.support.waiting import PATIENCE
-
-
-class Played:
-    """A worker that a test plays: the other ends of its lifeline and of its commands."""
-
-    pid = 0
-
-    def __init__(self, lifeline: int, commands: int) -> None:
-        self.lifeline, self.commands = (
-            socket.socket(fileno=os.dup(each)) for each in (lifeline, commands)
-        )
-
-    def complain(self) -> None:
-        self.lifeline.sendall(pack_frame(ChildFailed("rank 1 lost the group")))
-        self.close()
-
-    def close(self) -> None:
-        self.lifeline.close()
-        self.commands.close()
-
-    def wait(self, timeout: float | None = None) -> int:
-        return 0
-
-    def kill(self) -> None:
-        self.close()
 
 
 @pytest.fixture

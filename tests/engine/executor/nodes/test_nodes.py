@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -43,40 +43,20 @@ from engine.shared.lifeline import FrameReader
 from engine.shared.messages import ChildStatus
 from engine.shared.transport import Transport, make_context
 from engine.shared.version import SWELL_VERSION
+from tests.engine.executor.played import Played
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 
 SILENCE = 2.0
 
 
-class Played:
-    """A worker that a test plays: the other ends of its lifeline and of its commands."""
-
-    pid = 1
-
-    def __init__(self, lifeline: int, commands: int) -> None:
-        self.lifeline, self.commands = (
-            socket.socket(fileno=os.dup(each)) for each in (lifeline, commands)
-        )
-        for each in (self.lifeline, self.commands):
-            each.settimeout(PATIENCE)
-
-    def launch(self) -> WorkerLaunch:
-        reader = FrameReader(WorkerLaunch)
-        while True:
-            for launch in reader.feed(self.lifeline.recv(65536)):
-                assert isinstance(launch, WorkerLaunch)
-                return launch
-
-    def close(self) -> None:
-        self.lifeline.close()
-        self.commands.close()
-
-    def wait(self, timeout: float | None = None) -> int:
-        return 0
-
-    def kill(self) -> None:
-        self.close()
+def launch_of(played: Played) -> WorkerLaunch:
+    """Return what a worker is launched with."""
+    reader = FrameReader(WorkerLaunch)
+    while True:
+        for launch in reader.feed(played.lifeline.recv(65536)):
+            assert isinstance(launch, WorkerLaunch)
+            return launch
 
 
 class OtherNode:
@@ -202,6 +182,31 @@ def begun() -> Iterator["Begin"]:
 Begin = Callable[[NodeLinks], StartedWorker]
 
 
+class Session(NamedTuple):
+    """A leader, a node that has joined it, and the node's worker from both sides."""
+
+    links: NodeLinks
+    node: OtherNode
+    worker: StartedWorker
+    played: Played
+    launch: WorkerLaunch
+
+
+@pytest.fixture
+def session(
+    config: EngineConfig,
+    lead: Lead,
+    start_node: StartNode,
+    begun: Begin,
+    workers: "SimpleQueue[Played]",
+) -> Session:
+    node = start_node(on_node_1(config))
+    links = lead(config)
+    worker = begun(links)
+    played = workers.get(timeout=PATIENCE)
+    return Session(links, node, worker, played, launch_of(played))
+
+
 def read(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
@@ -219,17 +224,8 @@ def last_words(worker: StartedWorker) -> str:
     return found[0].reason if found else ""
 
 
-def test_what_a_worker_is_told_and_answers_arrives_whole_and_in_order(
-    config: EngineConfig,
-    lead: Lead,
-    start_node: StartNode,
-    begun: Begin,
-    workers: "SimpleQueue[Played]",
-) -> None:
-    start_node(on_node_1(config))
-    worker = begun(lead(config))
-    played = workers.get(timeout=PATIENCE)
-    launch = played.launch()
+def test_what_a_worker_is_told_and_answers_arrives_whole_and_in_order(session: Session) -> None:
+    _, _, worker, played, launch = session
     assert (launch.rank, launch.size, launch.address) == (1, 2, "127.0.0.1:4711")
     many = os.urandom(3_000_000)  # more than sockets hold
     telling = threading.Thread(target=worker.commands.sendall, args=(many,))
@@ -251,61 +247,31 @@ def test_a_node_serves_the_engine_that_comes_next(
     first = lead(config)
     begun(first)
     played = workers.get(timeout=PATIENCE)
-    played.launch()
+    launch_of(played)
     first.close()
     assert played.lifeline.recv(1) == b"", "its workers end"
     begun(lead(config))
-    workers.get(timeout=PATIENCE).launch()
+    launch_of(workers.get(timeout=PATIENCE))
 
 
-def test_the_death_of_a_worker_and_its_last_words_reach_the_leader(
-    config: EngineConfig,
-    lead: Lead,
-    start_node: StartNode,
-    begun: Begin,
-    workers: "SimpleQueue[Played]",
-) -> None:
-    start_node(on_node_1(config))
-    worker = begun(lead(config))
-    played = workers.get(timeout=PATIENCE)
-    played.launch()
-    played.close()
-    assert last_words(worker) == ""
-    assert worker.commands.recv(1) == b""
+def test_the_death_of_a_worker_and_its_last_words_reach_the_leader(session: Session) -> None:
+    session.played.close()
+    assert last_words(session.worker) == ""
+    assert session.worker.commands.recv(1) == b""
 
 
-def test_a_node_that_stops_says_so(
-    config: EngineConfig,
-    lead: Lead,
-    start_node: StartNode,
-    begun: Begin,
-    workers: "SimpleQueue[Played]",
-) -> None:
-    node = start_node(on_node_1(config))
-    worker = begun(lead(config))
-    played = workers.get(timeout=PATIENCE)
-    played.launch()
-    node.node.stop()
-    assert last_words(worker) == "node 1 is lost: it was told to stop"
-    assert played.lifeline.recv(1) == b""
+def test_a_node_that_stops_says_so(session: Session) -> None:
+    session.node.node.stop()
+    assert last_words(session.worker) == "node 1 is lost: it was told to stop"
+    assert session.played.lifeline.recv(1) == b""
 
 
 def test_a_silent_node_is_lost_and_its_workers_end(
-    config: EngineConfig,
-    lead: Lead,
-    start_node: StartNode,
-    begun: Begin,
-    workers: "SimpleQueue[Played]",
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, session: Session
 ) -> None:
-    start_node(on_node_1(config))
-    links = lead(config)
-    worker = begun(links)
-    played = workers.get(timeout=PATIENCE)
-    played.launch()
-    monkeypatch.setattr(links, "_handle", lambda *_: None)  # as if nothing arrived
-    assert last_words(worker) == "node 1 is lost: nothing was heard of it for 2 s"
-    assert played.lifeline.recv(1) == b""
+    monkeypatch.setattr(session.links, "_handle", lambda *_: None)  # as if nothing arrived
+    assert last_words(session.worker) == "node 1 is lost: nothing was heard of it for 2 s"
+    assert session.played.lifeline.recv(1) == b""
 
 
 def test_a_node_ends_its_workers_when_nothing_is_heard_of_the_leader(
@@ -322,7 +288,7 @@ def test_a_node_ends_its_workers_when_nothing_is_heard_of_the_leader(
     links = lead(config)
     begun(links)
     played = workers.get(timeout=PATIENCE)
-    played.launch()
+    launch_of(played)
     monkeypatch.setattr(links, "_send", lambda *_: True)
     assert played.lifeline.recv(1) == b""
 
@@ -381,16 +347,9 @@ def test_another_cluster_key_is_named_on_both_sides(
 
 
 def test_a_second_node_of_the_same_number_waits_and_says_why(
-    config: EngineConfig,
-    lead: Lead,
-    start_node: StartNode,
-    begun: Begin,
-    workers: "SimpleQueue[Played]",
-    caplog: pytest.LogCaptureFixture,
+    config: EngineConfig, session: Session, start_node: StartNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start_node(on_node_1(config))
-    begun(lead(config))
-    workers.get(timeout=PATIENCE).launch()
+    assert session.launch.rank == 1
     caplog.set_level(logging.INFO)
     start_node(on_node_1(config))
     until(
@@ -419,25 +378,16 @@ ENDLESS = b"\x06" + (1 << 40).to_bytes(8)
     ids=["noise", "http", "endless"],
 )
 def test_a_stranger_is_hung_up_on_and_disturbs_nobody(
-    data: bytes,
-    config: EngineConfig,
-    lead: Lead,
-    start_node: StartNode,
-    begun: Begin,
-    workers: "SimpleQueue[Played]",
+    data: bytes, config: EngineConfig, session: Session
 ) -> None:
-    start_node(on_node_1(config))
-    worker = begun(lead(config))
-    played = workers.get(timeout=PATIENCE)
-    played.launch()
     port = config.parallel.master_port
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as stranger:
         stranger.sendall(data)
         with contextlib.suppress(ConnectionError):
             while stranger.recv(4096):
                 pass
-    played.commands.sendall(b"done")
-    assert read(worker.commands, 4) == b"done"
+    session.played.commands.sendall(b"done")
+    assert read(session.worker.commands, 4) == b"done"
 
 
 class Peer:
