@@ -173,8 +173,10 @@ class NodeLinks:
         self._thread.start()
 
     def started(self) -> None:
-        """From now on the nodes may give this process up after `--engine-timeout` of silence."""
+        """Tell the nodes to give this process up after `--engine-timeout` of silence now."""
         self._patience = self._timeout
+        self._next_alive = 0.0
+        os.write(self._wakes, b"x")
 
     def close(self) -> None:
         """End the workers of all nodes; idempotent."""
@@ -236,6 +238,9 @@ class NodeLinks:
             self._lost(number, "its connection has ended")
 
     def _read(self, descriptor: int) -> None:
+        if descriptor == self._wake:
+            os.read(descriptor, 1)
+            return
         came = self._streams.ready(descriptor)
         if came is None:
             return

@@ -444,6 +444,19 @@ def test_a_hello_that_comes_twice_is_one_node_and_of_another_peer_none(
         second.close()
 
 
+def test_nodes_hear_at_once_how_much_silence_they_may_bear_when_the_engine_has_started(
+    config: EngineConfig, lead: Lead, begun: Begin, peer: Peer
+) -> None:
+    rarely = msgspec.structs.replace(config.cluster, heartbeat_interval=10 * PATIENCE)
+    config = msgspec.structs.replace(config, cluster=rarely)
+    peer.say(Join(SWELL_VERSION, 1, agreement(config)))
+    links = lead(config)
+    begun(links)
+    assert peer.hear(Alive).patience == leading.STARTING_PATIENCE
+    links.started()
+    assert peer.hear(Alive).patience == 10 * PATIENCE
+
+
 def test_what_no_node_says_is_dropped(
     config: EngineConfig, lead: Lead, begun: Begin, peer: Peer
 ) -> None:
