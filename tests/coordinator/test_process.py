@@ -59,6 +59,13 @@ def receive(socket: "zmq.Socket[bytes]", kind: object) -> object:
     return msgspec.msgpack.decode(socket.recv(), type=kind)
 
 
+def order_among_repeats(socket: "zmq.Socket[bytes]", repeated: object) -> object:
+    """Return the next order other than `repeated`: who the front ends are is said once a while."""
+    while (order := receive(socket, GroupOrder)) == repeated:
+        pass
+    return order
+
+
 @pytest.fixture
 def peer(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[Peer]:
     process = subprocess.Popen(
@@ -98,7 +105,7 @@ def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
     assert receive(back, GroupOrder) == FrontEnds(welcome.epoch, [])
     receive(front, ClusterView)
     front.send(encode(WakeUp(0, 0, 0)))
-    assert receive(back, GroupOrder) == StartDpWave(0, 0)
+    assert order_among_repeats(back, FrontEnds(welcome.epoch, [])) == StartDpWave(0, 0)
     output = peer.transport.connect(zmq.PUSH, welcome.output_address)
     output.send(
         encode(
@@ -122,10 +129,10 @@ def test_engines_are_told_of_a_front_end_at_once(peer: Peer) -> None:
     welcome = peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
     back = peer.subscribe(welcome.publish_address)
-    receive(back, GroupOrder)
+    nobody = receive(back, GroupOrder)
     addresses = FrontEndAddresses("ipc://r", "ipc://o")
     peer.ask(Hello("front_end", 0, 50, "h", 2, {}, addresses, protocol=PROTOCOL_VERSION))
-    order = receive(back, GroupOrder)
+    order = order_among_repeats(back, nobody)
     assert isinstance(order, FrontEnds)
     assert [entry.addresses for entry in order.front_ends] == [addresses]
 
