@@ -40,6 +40,8 @@ NUM_BYSTANDERS = 4
 ATTEMPTS = 8
 """How often an attack that seems to hold the loop up is made: other work on the machine only ever
 adds to a stall, and one that the attack causes comes each time."""
+MORE_ATTEMPTS = 120.0
+"""Seconds in all that one trial spends on more attempts than these, as long as stalls go on."""
 _CALM_SECONDS = 4.0
 _GAP_ROUNDS, _GAP_SECONDS = 3, 1.5
 _ANSWERS = {200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 422, 429, 431, 503}
@@ -95,6 +97,7 @@ class Trial:
         self.rows: list[Row] = []
         self.left: list[str] = []
         """What was still in use a while after the last attack."""
+        self._more_attempts = MORE_ATTEMPTS
         self._key = key
         self._pools = "pooling" in flags
         self._num_bystanders = bystanders
@@ -283,10 +286,15 @@ class Trial:
     def _measured(self, name: str, size: int, attack: Callable[[], str]) -> Row:
         costs: list[Cost] = []
         began = time.monotonic()
-        while len(costs) < ATTEMPTS and not (costs and costs[-1].stall <= STALL_BOUND):
+        while not costs or costs[-1].stall > STALL_BOUND:
+            if len(costs) >= ATTEMPTS and self._more_attempts <= 0:
+                break
+            attempted = time.monotonic()
             self._watch.begin()
             outcome = attack()
             costs.append(self._watch.cost())
+            if len(costs) > ATTEMPTS:
+                self._more_attempts -= time.monotonic() - attempted
         cost = Cost(
             max(each.memory for each in costs),
             min(each.stall for each in costs),

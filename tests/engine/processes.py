@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.distributed.spec import listener_address, open_listener
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS: tuple[str, ...] = ()
@@ -90,12 +91,17 @@ class World:
         process.kill()
         process.end()
 
-    def join(self, processes: list[Process], timeout: float = 20.0) -> None:
-        """Form a group, in rank order."""
+    def join(self, processes: list[Process], *timeouts: float) -> None:
+        """Form a group, in rank order.
+
+        Args:
+            timeouts: seconds after which they give it up, by rank, or one for all.
+        """
         self._topology += 1
-        address = free_address()
-        for rank, process in enumerate(processes):
-            process.tell("join", address, rank, len(processes), self._topology, timeout)
+        address, size = free_address(), len(processes)
+        of_each = timeouts if len(timeouts) == size else (timeouts or (PATIENCE,)) * size
+        for rank, (process, timeout) in enumerate(zip(processes, of_each, strict=True)):
+            process.tell("join", address, rank, size, self._topology, timeout)
         for process in processes:
             process.result()
 

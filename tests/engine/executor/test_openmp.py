@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.executor.openmp import BLOCK_TIME, installed_library
+from tests.support.waiting import PATIENCE
 
 ASK = """
 import ctypes, json, os, sys
@@ -50,7 +51,7 @@ def ask(torch_first: bool = False, processes: int = 0, **variables: str) -> dict
         env={**kept, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)

@@ -111,7 +111,10 @@ def test_nothing_wakes_a_sender_that_holds_nothing_back_and_what_it_holds_later_
         until(sleeps, "it finds that nothing is held any more")
 
 
-def test_stopping_sends_the_newest_stats(transport: Transport) -> None:
+def test_stopping_sends_the_newest_stats(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.process.sender.STATS_INTERVAL", PATIENCE)
     coordinator = listen(transport, "inproc://coordinator")
     sender = Sender(transport)
     sender.start()

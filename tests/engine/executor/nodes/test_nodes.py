@@ -454,7 +454,8 @@ def test_nodes_hear_at_once_how_much_silence_they_may_bear_when_the_engine_has_s
     begun(links)
     peer.hear(Start)
     links.started()
-    assert peer.hear(Alive).patience == 10 * PATIENCE
+    while peer.hear(Alive).patience != 10 * PATIENCE:
+        pass  # it may have said before that it starts
 
 
 def test_what_no_node_says_is_dropped(
