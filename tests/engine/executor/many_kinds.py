@@ -17,16 +17,20 @@ from engine.shared.messages import (
 )
 
 WORDS = RegexGrammar("[a-z]{2,9}( [a-z]{2,9}){2,5}")
+CHORUS = RegexGrammar("(la, ){5}")
+"""Repeats what it has said, so that drafts from n-grams are right, of a random model too."""
 Served: TypeAlias = tuple[
     dict[int, list[int]], dict[int, str], dict[int, list[tuple[int, list[int]]]]
 ]
 """Tokens, ends and logprobs, as ranks and the most likely tokens, of each request."""
 
 
-def requests(vocab: int, *, grammars: bool = False, first_seed: int = 0) -> list[AddRequest]:
+def requests(
+    vocab: int, *, grammars: bool = False, first_seed: int = 0, longest: int = 16
+) -> list[AddRequest]:
     """Return requests of all kinds; some begin alike, and together they do not fit the KV cache.
 
-    Their seeds follow each other.
+    Their seeds follow each other, and their answers have up to `longest` tokens.
     """
     rng = random.Random(5)
     beginning = [rng.randrange(vocab) for _ in range(33)]
@@ -42,10 +46,13 @@ def requests(vocab: int, *, grammars: bool = False, first_seed: int = 0) -> list
     for id in range(12):
         prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
         kind, seed = kinds[id % len(kinds)], first_seed + id
-        sampling = SamplingParams(max_tokens=rng.randint(4, 30), seed=seed, **kind)
+        sampling = SamplingParams(max_tokens=rng.randint(6, longest), seed=seed, **kind)
         made.append(
             AddRequest(id, f"request-{id}", 0, 0, beginning * (id % 3 == 0) + prompt, sampling)
         )
+    if grammars:
+        sampling = SamplingParams(max_tokens=40, seed=0, temperature=0.0, grammar=CHORUS)
+        made.insert(0, AddRequest(12, "chorus", 0, 0, [1, 2, 3], sampling))
     return made
 
 

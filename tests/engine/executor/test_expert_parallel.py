@@ -89,16 +89,16 @@ def test_tokens_equal_those_of_one_engine_with_all_experts(
     members[0].ask("start", 3, prompt(5))
     together(members, ("steps", 1, 0), ("steps", 1), *idle)
     members[1].ask("start", 2, prompt(33))
-    idle = [("steps", 65)] * (size - 2)
-    together(members, ("steps", 65, 3, 0), ("steps", 65, 2), *idle)
+    idle = [("steps", 20)] * (size - 2)
+    together(members, ("steps", 20, 3, 0), ("steps", 20, 2), *idle)
 
     alone = driver(model.directory)
     for rank, slot, length in ((0, 0, 90), (0, 3, 5), (1, 2, 33)):
         alone.start(slot, prompt(length))
         alone.prefill(slot)
-        alone.decode(63, slot)
+        alone.decode(19, slot)
         tokens = members[rank].ask("tokens", slot)
-        assert tokens[: length + 64] == alone.tokens[slot], (rank, slot)
+        assert tokens[: length + 20] == alone.tokens[slot], (rank, slot)
 
 
 def test_regrouping_with_fewer_and_more_engines_keeps_the_tokens(
@@ -185,8 +185,8 @@ def test_experts_that_move_with_their_load_change_no_token(
     shares = world.all(members, "shares")
     members[0].ask("start", 0, prompt(60))
     members[1].ask("start", 1, prompt(7))
-    idle = [("steps", 40)] * (size - 2)
-    together(members, ("steps", 40, 0), ("steps", 40, 1), *idle)
+    idle = [("steps", 16)] * (size - 2)
+    together(members, ("steps", 16, 0), ("steps", 16, 1), *idle)
 
     known = world.all(members, "balance")
     assert known == [known[0]] * size, "all have measured the same"
@@ -202,9 +202,9 @@ def test_experts_that_move_with_their_load_change_no_token(
     for rank, length in ((0, 60), (1, 7)):
         alone.start(rank, prompt(length))
         alone.prefill(rank)
-        alone.decode(40, rank)
+        alone.decode(16, rank)
         tokens = members[rank].ask("tokens", rank)
-        assert len(tokens) > length + 30
+        assert len(tokens) > length + 12
         assert tokens == alone.tokens[rank][: len(tokens)]
 
 

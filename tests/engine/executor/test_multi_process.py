@@ -121,21 +121,21 @@ def test_every_condition_gives_the_tokens_of_one_process(
     cut = start(model.directory, size).driver
     whole = driver(model.directory)
     for engine in (cut, whole):
-        engine.start(0, prompt(70))
-        for count in (5, 60, 1, 4):  # a prompt in chunks
+        engine.start(0, prompt(120))
+        for count in (5, 60, 1, 54):  # a prompt in chunks
             engine.step({0: count})
         engine.start(1, prompt(40))
         engine.start(2, prompt(9))
         engine.step({1: 40, 0: 1, 2: 9})  # prefills and a decode
-        engine.decode(30, 2, 0, 1)
+        engine.decode(8, 2, 0, 1)
         engine.start(3, prompt(40)[:32] + prompt(11), cached_blocks=engine.blocks[1][:4])
         engine.prefill(3)
         so_far = engine.tokens[1]
         engine.start(1, so_far, num_prompt_tokens=40)  # after a preemption
         engine.step({1: len(so_far), 0: 1})
-        engine.decode(33, 0, 3, 1)
+        engine.decode(9, 0, 3, 1)
     assert cut.tokens == whole.tokens
-    assert len(cut.tokens[0]) >= 70 + 64
+    assert len(cut.tokens[0]) >= 120 + 18
 
 
 def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.lifeline import Lifeline
-from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams
+from engine.shared.messages import AddRequest
 from tests.engine.driver import Driver
 from tests.engine.executor.many_kinds import Served, requests, serve
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
@@ -47,15 +47,6 @@ from tests.support.waiting import PATIENCE
 
 NUM_BLOCKS = 30
 """Too few for all slots, so that some sequences are preempted."""
-CHORUS = AddRequest(
-    12,
-    "chorus",
-    0,
-    0,
-    [1, 2, 3],
-    SamplingParams(max_tokens=40, seed=0, temperature=0.0, grammar=RegexGrammar("(la, ){9}")),
-)
-"""Repeats what it has said, so that drafts from n-grams are right, of a random model too."""
 
 
 def settings(
@@ -191,7 +182,9 @@ def test_every_layout_gives_the_tokens_of_one_process(
     checkpoint: SaveModel,
 ) -> None:
     directory = with_words(checkpoint(name).directory)
-    pipeline, made = stages(directory, **layout), [CHORUS, *requests(256, grammars=True)]
+    # Windows free blocks: only longer answers than elsewhere need more than there are.
+    longest = 30 if "num_blocks" in layout else 16
+    pipeline, made = stages(directory, **layout), requests(256, grammars=True, longest=longest)
     expected = alone(directory, made, num_blocks=layout.get("num_blocks", NUM_BLOCKS))
     for scheduling in ({}, {"async_scheduling": True}, {"speculative_ngram": 3}):
         scheduler = msgspec.structs.replace(pipeline.config.scheduler, **scheduling)
