@@ -17,7 +17,7 @@ pytestmark = pytest.mark.stack
 
 KILLER = [7, 11, 7, 11]
 """As in `tests/killer/sitecustomize.py`."""
-INNOCENT, INNOCENT_TOKENS = 40, 900
+INNOCENT, INNOCENT_TOKENS = 40, 300
 
 
 @pytest.mark.parametrize("sequences", [1, 8])
@@ -37,7 +37,7 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
         for number in range(INNOCENT)
     ]
     flags = (
-        "--executor", "simulated", "--simulated-step-us", "10000", "--data-parallel-size", "3",
+        "--executor", "simulated", "--simulated-step-us", "30000", "--data-parallel-size", "3",
         "--api-server-count", "2",
     )  # fmt: skip
     with RunningStack(*flags) as running:

@@ -148,7 +148,8 @@ def _program(arguments: Sequence[str]) -> str:
 
 
 def _settled(environment: Any) -> dict[str, str]:
-    return {k: v for k, v in environment.items() if k.startswith(_SETTLED_BY_EXEC)}
+    settled = {k: v for k, v in environment.items() if k.startswith(_SETTLED_BY_EXEC)}
+    return {k: v for k, v in settled.items() if k != "PYTHONPATH"}  # the template looks at it
 
 
 @contextlib.contextmanager

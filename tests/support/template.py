@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import setproctitle
 
@@ -69,9 +70,19 @@ def _become(wish: Wish, descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(wish.environment)
     os.chdir(wish.directory)
+    _customize(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv[:] = wish.arguments
     module = [] if wish.program == "swell" else [sys.executable, "-m"]
     setproctitle.setproctitle(" ".join([*module, *wish.arguments]))
+
+
+def _customize(folders: Sequence[str]) -> None:
+    """Do what an interpreter does with folders of PYTHONPATH that the template did not have."""
+    added = [each for each in folders if each and each not in sys.path]
+    sys.path[1:1] = added
+    for each in added:
+        if (program := Path(each) / "sitecustomize.py").exists():
+            runpy.run_path(str(program))
 
 
 def _run(program: str) -> int:
