@@ -41,7 +41,7 @@ STEADY = 1.5
 """Seconds in which a whole stack's processes have to be the same."""
 
 EVERYBODY = {"supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"}
-FLAGS = ("--executor", "simulated", "--simulated-step-us", "3000", "--data-parallel-size", "2")
+FLAGS = ("--executor", "simulated", "--simulated-step-us", "10000", "--data-parallel-size", "2")
 
 
 class Unusable(Exception):

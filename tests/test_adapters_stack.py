@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
-TOKENS = 80
+TOKENS = 48
 """Long enough to be under way when engines die."""
 
 

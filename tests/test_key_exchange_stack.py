@@ -102,7 +102,9 @@ def test_keys_are_exchanged_under_load_without_a_failed_request(tmp_path: Path) 
     def engine(stack: ExitStack) -> ExitStack:
         """Start an engine; all front ends that there are route to it."""
         port = free_port()
-        flags = ("--executor", "simulated", "--health-port", str(port))
+        flags = (
+            "--executor", "simulated", "--simulated-step-us", "10000", "--health-port", str(port),
+        )  # fmt: skip
         own = stack.enter_context(ExitStack())
         own.enter_context(swell("engine", *join, *flags))
         ready = f"http://127.0.0.1:{port}/ready"

@@ -73,7 +73,7 @@ def test_a_request_wakes_the_group_whichever_engine_and_front_end_it_hits(
         return time.monotonic() - began
 
     with ThreadPoolExecutor() as background:
-        long = background.submit(complete, pair.url, "On and on", 400)
+        long = background.submit(complete, pair.url, "On and on", 150)
         until(lambda: not is_paused(pair.url) or long.done(), "the group runs")
         running = statistics.median(seconds(number) for number in range(6))
         long.result()
@@ -127,7 +127,7 @@ def test_a_new_coordinator_takes_the_group_over_as_it_is(pair: RunningStack) -> 
     before = wave_when_paused(pair.url)
     topology = {info["topology"] for info in utility(pair.url, "info").values()}
     with watched(pair, 200), ThreadPoolExecutor() as clients:
-        running = clients.submit(complete, pair.url, "Without a head", 400, 0)
+        running = clients.submit(complete, pair.url, "Without a head", 100, 0)
         until(lambda: not is_paused(pair.url) or running.done(), "it runs")
         kill(pair, "coordinator")
         running.result()
@@ -142,8 +142,9 @@ def test_a_new_coordinator_takes_the_group_over_as_it_is(pair: RunningStack) -> 
 
 def test_requests_of_many_kinds_at_once(pair: RunningStack) -> None:
     """What one engine answers with all experts of its own, two answer with half of them each."""
-    prompts = [f"{name}: what say you of" for name in ("ROMEO", "JULIET", "HENRY", "KING")] * 3
-    alone = [complete(pair.url, prompt, 16, i % 2) for i, prompt in enumerate(prompts)]
+    prompts = [f"{name}: what say you of" for name in ("ROMEO", "JULIET", "HENRY", "KING")]
+    alone = [complete(pair.url, prompt, 16, i % 2) for i, prompt in enumerate(prompts)] * 3
+    prompts *= 3
     gate = threading.Barrier(len(prompts))
 
     def ask(i: int) -> str:

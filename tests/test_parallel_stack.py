@@ -28,8 +28,10 @@ FLAGS = (
     str(PATIENCE),
 )
 
-TOKENS = 120
+TOKENS = 60
 """More than are computed before the worker is killed."""
+FEWER_TOKENS = 30
+"""As many where each takes a step of four processes."""
 
 
 def test_requests_outlive_a_killed_worker_and_nothing_outlives_the_stack() -> None:
@@ -102,10 +104,10 @@ def test_streams_outlive_either_stage_of_an_engine_and_no_process_is_left() -> N
 def test_streams_outlive_a_shard_of_engines_that_share_experts() -> None:
     flags = ("--data-parallel-size", "2", *FLAGS[2:], "--enable-expert-parallel")
     with RunningStack(*flags) as stack:
-        undisturbed = complete(stack.url, "Once", TOKENS)
+        undisturbed = complete(stack.url, "Once", FEWER_TOKENS)
         processes, before = stack.processes(), incarnations(stack.url, range(2))
         with ThreadPoolExecutor(4) as clients:
-            answers = [clients.submit(complete, stack.url, "Once", TOKENS) for _ in range(4)]
+            answers = [clients.submit(complete, stack.url, "Once", FEWER_TOKENS) for _ in range(4)]
             until(partial(run_there, stack.url, answers), "engine 0 runs")
             processes["engine 0 worker 1"].kill()
             assert [answer.result(2 * PATIENCE) for answer in answers] == [undisturbed] * 4

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
-FLAGS = ("--executor", "simulated", "--simulated-step-us", "3000", "--admin-key", ADMIN_KEY)
+FLAGS = ("--executor", "simulated", "--simulated-step-us", "10000", "--admin-key", ADMIN_KEY)
 
 
 def test_scaling_up_and_down_under_load_fails_no_request() -> None:
