@@ -71,7 +71,7 @@ def test_every_operation_answers_as_documented(quick_stack: RunningStack) -> Non
     for found in document.get_all_operations():
         operation = found.ok()  # type: ignore[union-attr]
 
-        @settings(QUICK, max_examples=6)
+        @settings(QUICK, max_examples=4)
         @given(operation.as_strategy())
         def conforms(case: Any) -> None:
             if isinstance(case.body, dict):

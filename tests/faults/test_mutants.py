@@ -41,6 +41,11 @@ from tests.faults.run import run_seeds
 
 ENOUGH = 600
 """Schedules within which each mutant has to be found."""
+FOUND_BY = {
+    "ForgetsThePin": 181, "LosesWhatWasNotSent": 53, "OrdersOnce": 213, "TakesGapsForNothing": 88,
+}  # fmt: skip
+"""A schedule that finds a mutant which few do: the search begins there. Others take its place when
+schedules are drawn in another way."""
 
 
 # -- the front end: requests ---------------------------------------------------------------------
@@ -288,5 +293,6 @@ def named(parts: Parts) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=named)
 def test_a_broken_recovery_is_found(mutant: Parts) -> None:
-    is_found = any(run_seeds([seed], mutant) for seed in range(ENOUGH))
+    first = FOUND_BY.get(named(mutant), 0)
+    is_found = any(run_seeds([(first + n) % ENOUGH], mutant) for n in range(ENOUGH))
     assert is_found, f"{ENOUGH} schedules did not find it"

@@ -20,7 +20,7 @@ from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
 from tests.engine.fixtures import MakePrompt, SaveModel
 from tests.engine.serving import request, serve
 
-STREAMS = 200
+STREAMS = 100
 
 
 def settings(directory: Path, num_blocks: int, drafts: int = 0) -> EngineConfig:
@@ -79,7 +79,7 @@ def served(config: EngineConfig) -> tuple[dict[int, list[int]], EngineCore]:
     ("name", "num_blocks", "drafts"),
     [("mistral-window", 900, 0), ("gemma3", 300, 3), ("cohere2", 300, 0)],
 )
-def test_two_hundred_streams_get_the_tokens_of_an_engine_that_frees_nothing(
+def test_a_hundred_streams_get_the_tokens_of_an_engine_that_frees_nothing(
     name: str,
     num_blocks: int,
     drafts: int,
@@ -88,7 +88,7 @@ def test_two_hundred_streams_get_the_tokens_of_an_engine_that_frees_nothing(
 ) -> None:
     directory = checkpoint(name).directory
     tokens, core = served(settings(directory, num_blocks, drafts))
-    assert core.stats().counters.prefix_cache_hits > 500
+    assert core.stats().counters.prefix_cache_hits > 250
     monkeypatch.setattr(loading, "_cache_groups", lambda *_: CacheGroups())
     others, plain = served(settings(directory, 20_000, drafts))
     assert plain.stats().counters.preemptions == 0

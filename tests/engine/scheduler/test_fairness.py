@@ -360,7 +360,7 @@ def test_eight_tenants_one_of_them_hostile(make_rig: MakeRig) -> None:
         generator = random.Random(11)
         sent: dict[int, int] = {}
         waited = []
-        for step in range(600):
+        for step in range(400):
             if hostile and step % 100 == 0:
                 for number in range(300):
                     rig.add(10**6 + 10**4 * step + number, prompt(200, number), max_tokens=50)
