@@ -42,11 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
     strict.configure(config)
 
 
-# How long an example takes is the machine's matter; what hangs is ended by pytest-timeout.
-hypothesis.settings.register_profile(
-    "no deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("no deadline")
+# How long an example takes is the machine's matter; what hangs is ended by pytest-timeout. All runs
+# have the same examples, unless `--hypothesis-profile search` asks for others.
+for _name, _is_fixed in (("fixed", True), ("search", False)):
+    hypothesis.settings.register_profile(
+        _name,
+        derandomize=_is_fixed,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session", autouse=True)

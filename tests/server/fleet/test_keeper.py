@@ -201,7 +201,7 @@ def test_lines_that_cannot_be_shown_do_not_stop_the_reading(
 
 
 def scaler(kept: Keeper, engines: dict[int, Role], make: Callable[[int], Role]) -> EngineScaler:
-    return EngineScaler(kept, engines, make, retire_within=5, start_within=20)
+    return EngineScaler(kept, engines, make, retire_within=5, start_within=PATIENCE)
 
 
 def test_an_unexpected_error_while_scaling_is_told_and_not_the_end_of_scaling(role: Role) -> None:
@@ -243,7 +243,7 @@ def test_an_engine_that_can_only_be_alone_gets_no_second_one(role: Role) -> None
     async def run() -> None:
         kept = keeper()
         scaling = EngineScaler(
-            kept, {0: role}, make, retire_within=5, start_within=20, is_alone=True
+            kept, {0: role}, make, retire_within=5, start_within=PATIENCE, is_alone=True
         )
         status = scaling.handle(ScaleEngines(2))
         assert status.error == "an engine that spans nodes (--nnodes) is the only one"
