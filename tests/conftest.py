@@ -1,6 +1,5 @@
 """One whole stack for all tests that talk to a real server, and help when something hangs."""
 
-import contextlib
 import faulthandler
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -70,11 +69,8 @@ def started_anew(forks: ForkExec) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def stack(forks: ForkExec) -> Iterator[RunningStack]:
-    """`swell serve` as `make serve` starts it: bundled model, two engines, two API servers."""
-    running = RunningStack("--log-level", "warning", "--min-ready-engines", "2")
-    with contextlib.ExitStack() as until_the_end:
-        with forks.paused():
-            until_the_end.enter_context(running)
+    """What `make serve` starts: bundled model, two engines, two API servers."""
+    with RunningStack("--log-level", "warning", "--min-ready-engines", "2") as running:
         yield running
 
 

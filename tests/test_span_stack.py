@@ -30,7 +30,7 @@ from tests.support.waiting import PATIENCE, until
 pytestmark = pytest.mark.stack
 
 ALONE = ("--data-parallel-size", "1", "--dtype", "float32", "--threads", "1")
-TOKENS = 120
+TOKENS = 60
 """More than are computed before an engine is ended."""
 
 

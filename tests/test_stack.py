@@ -181,11 +181,12 @@ def directory() -> Iterator[Path]:
         yield Path(made) / "sockets"
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_stopping_leaves_no_process_no_socket_and_no_file(directory: Path) -> None:
-    # Nobody asks for anything, so that there is nothing to be waited for.
+    # Nobody asks for anything any more, so that there is nothing to be waited for.
     unhurried = ("--shutdown-timeout", "600", "--drain-timeout", "600")
-    flags = ("--socket-dir", str(directory), "--executor", "simulated")
-    with RunningStack(*flags, *unhurried) as running:
+    with RunningStack("--socket-dir", str(directory), *unhurried) as running:
+        assert call(f"{running.url}/v1/completions", completion("Hi", 2))["choices"]
         processes = list(running.processes().values())
         assert len(processes) == 6
         running.stop(PATIENCE)
