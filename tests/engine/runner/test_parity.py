@@ -78,11 +78,11 @@ def test_prefill_logits_and_greedy_tokens_agree(
     error = (engine.logits({3: 90}) - model.logits(tokens)).abs().max()
     assert error < 1e-3
 
-    engine.start(5, tokens[:30])
+    engine.start(5, tokens[:60])
     engine.prefill(5)
-    engine.decode(63, 5)
-    generated = engine.tokens[5][30:]
-    assert generated == model.greedy(tokens[:30], 64, generated)
+    engine.decode(33, 5)
+    generated = engine.tokens[5][60:]
+    assert generated == model.greedy(tokens[:60], 34, generated)
 
 
 def test_sharded_checkpoint_loads(
@@ -120,10 +120,10 @@ def test_prefix_in_blocks_of_another_sequence_is_reused(
     engine.start(1, other, cached_blocks=engine.blocks[0][:4])
     assert engine.computed[1] == 32
     engine.prefill(1)
-    engine.decode(20, 1, 0)
+    engine.decode(9, 1, 0)
     for slot, given in enumerate((shared + prompt(9), other)):
         generated = engine.tokens[slot][len(given) :]
-        assert generated == model.greedy(given, 21, generated)
+        assert generated == model.greedy(given, 10, generated)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -140,9 +140,9 @@ def test_preempted_sequence_continues_after_recomputation(
     engine.prefill(2)
     engine.start(4, so_far, num_prompt_tokens=25)
     engine.prefill(4)
-    engine.decode(20, 4)
+    engine.decode(9, 4)
     generated = engine.tokens[4][25:]
-    assert generated == model.greedy(prompt(25), 32, generated)
+    assert generated == model.greedy(prompt(25), 21, generated)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -159,7 +159,7 @@ def test_batch_of_mixed_lengths_equals_each_alone(
     # Decodes, short prefills and long ones in one step, in no particular order.
     rows = {slot: 1 for slot in slots[:9]} | {slot: len(engine.tokens[slot]) for slot in slots[9:]}
     engine.step(dict(sorted(rows.items())))
-    engine.decode(20, *reversed(slots))
+    engine.decode(9, *reversed(slots))
     for slot, length in zip(slots, lengths, strict=True):
         generated = engine.tokens[slot][length:]
         assert generated == model.greedy(prompt(length), len(generated), generated), length
