@@ -22,6 +22,10 @@ BLOCK_TIME = "500us"
 """How long threads spin before they sleep: the gaps within a step of a large model are shorter."""
 
 
+_loaded: list[ctypes.CDLL] = []
+"""LLVM's runtime, once this process or the one that it was forked from has loaded it."""
+
+
 def load_openmp() -> bool:
     """Have torch use LLVM's runtime if it is installed; return whether it does.
 
@@ -30,22 +34,29 @@ def load_openmp() -> bool:
     Nothing is done where the operator has chosen a runtime (`LD_PRELOAD`) or set libgomp's own
     variables (`GOMP_...`), or where torch has been imported.
     """
+    runtime = _loaded[0] if _loaded else _load()
+    if runtime is None:
+        return False
+    runtime.omp_get_max_threads()  # which starts it; in a fork anew, on the CPUs of the first start
+    # Where it notes that this process has it: a process that is killed would leave that behind.
+    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
+    return True
+
+
+def _load() -> ctypes.CDLL | None:
     library = None if _is_settled() else installed_library()
     if library is None:
-        return False
+        return None
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("KMP_BLOCKTIME", BLOCK_TIME)
     # The LM head of small models gets a thread more for a moment: it is kept for the next time.
     os.environ.setdefault("KMP_HOT_TEAMS_MODE", "1")
     try:
-        runtime = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        _loaded.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
         logger.warning("torch's own OpenMP runtime is used: %s", error)
-        return False
-    runtime.omp_get_max_threads()  # which starts it
-    # Where it notes that this process has it: a process that is killed would leave that behind.
-    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
-    return True
+        return None
+    return _loaded[0]
 
 
 def installed_library() -> Path | None:

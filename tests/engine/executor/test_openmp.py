@@ -17,6 +17,12 @@ import ctypes, json, os, sys
 if sys.argv[2] == "torch first":
     import torch
 from engine.executor.environment import settle_environment
+if sys.argv[2] == "forked":
+    settle_environment(int(sys.argv[3]))
+    import torch
+    if os.fork():
+        os.wait()
+        os._exit(0)
 settle_environment(int(sys.argv[3]))
 settle_environment(int(sys.argv[3]))  # a second time changes nothing
 import torch
@@ -25,6 +31,7 @@ torch.ones(1 << 20).sin_()
 runtime = ctypes.CDLL(sys.argv[1])
 print(json.dumps({
     "pid": os.getpid(),
+    "parent": os.getppid(),
     "threads": runtime.omp_get_max_threads(),
     "blocktime": runtime.kmp_get_blocktime(),
     "environment": dict(os.environ),
@@ -35,7 +42,7 @@ print(json.dumps({
 
 
 @functools.cache
-def ask(torch_first: bool = False, processes: int = 0, **variables: str) -> dict[str, Any]:
+def ask(before: str = "", processes: int = 0, **variables: str) -> dict[str, Any]:
     library = installed_library()
     assert library is not None, "the package is a dependency of engines on Linux"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "KMP_", "OMP_"))}
@@ -45,7 +52,7 @@ def ask(torch_first: bool = False, processes: int = 0, **variables: str) -> dict
             "-c",
             ASK,
             str(library),
-            "torch first" if torch_first else "",
+            before,
             str(processes),
         ],
         env={**kept, **variables},
@@ -70,20 +77,28 @@ def test_the_runtime_has_nothing_in_shared_memory_that_a_killed_engine_would_lea
     assert not [name for name in answer["shared memory"] if f"_{answer['pid']}_" in name]
 
 
+def test_a_process_that_was_forked_after_torch_was_imported_has_it_too() -> None:
+    answer = ask("forked")
+    assert answer["threads"] == 3
+    assert answer["environment"]["KMP_BLOCKTIME"] == BLOCK_TIME
+    assert not [name for name in answer["shared memory"] if f"_{answer['pid']}_" in name]
+    assert not [name for name in answer["shared memory"] if f"_{answer['parent']}_" in name]
+
+
 def test_what_the_operator_has_said_about_spinning_is_left_alone() -> None:
     assert ask(KMP_BLOCKTIME="7")["blocktime"] == 7
     assert "KMP_BLOCKTIME" not in ask(OMP_WAIT_POLICY="ACTIVE")["environment"]
 
 
 @pytest.mark.parametrize(
-    ("torch_first", "processes", "variables"),
-    [(False, 0, {"GOMP_SPINCOUNT": "100"}), (True, 0, {}), (False, 1 << 20, {})],
+    ("before", "processes", "variables"),
+    [("", 0, {"GOMP_SPINCOUNT": "100"}), ("torch first", 0, {}), ("", 1 << 20, {})],
     ids=["settings of libgomp", "torch has been imported", "one core for each process"],
 )
 def test_torch_keeps_its_own_runtime(
-    torch_first: bool, processes: int, variables: dict[str, str]
+    before: str, processes: int, variables: dict[str, str]
 ) -> None:
-    answer = ask(torch_first, processes, **variables)
+    answer = ask(before, processes, **variables)
     assert answer["threads"] != 3
     assert answer["environment"]["GOMP_SPINCOUNT"] == variables.get("GOMP_SPINCOUNT", "10000")
     assert "KMP_BLOCKTIME" not in answer["environment"]
