@@ -107,6 +107,7 @@ ROUTER_SHELL = {"engine_client.py", "link.py", "token_stream.py"}
      ROOT / "engine/core/receive_counts.py", ROOT / "coordinator/events.py",
      ROOT / "engine/shared/membership.py", ROOT / "engine/shared/roster.py",
      ROOT / "engine/shared/cpu/lists.py", ROOT / "engine/shared/cpu/plan.py",
+     ROOT / "server/fleet/forking/choice.py",
      ROOT / "server/fleet/ray/packing.py", ROOT / "server/fleet/ray/needs.py"],
     ids=str,
 )  # fmt: skip

@@ -5,6 +5,7 @@ environment; up it the child reports progress, readiness or why it cannot start.
 tells each side that the other has died, whatever killed it.
 """
 
+import fcntl
 import logging
 import os
 import signal
@@ -127,6 +128,24 @@ class Lifeline:
             self._connection.sendall(pack_frame(status))
         except OSError:
             logger.warning("the supervisor does not listen any more")
+
+    def end_with_it(self) -> None:
+        """Have the kernel end this process when the supervisor dies; needs no thread.
+
+        For a process that has read its launch parameters, after which nothing comes down.
+        """
+        if self._connection is None:
+            return
+        descriptor = self._connection.fileno()
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        # SIGIO, which nobody handles, ends it: at whatever happens on this socket.
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+    def close(self) -> None:
+        """Let go of it: it is another process's."""
+        if self._connection is not None:
+            self._connection.close()
 
     def watch(self, on_lost: Callable[[], None] | None = None) -> None:
         """End this process when the supervisor dies: SIGTERM first, then at once after a grace.

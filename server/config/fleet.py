@@ -15,6 +15,13 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
         Meta(ge=0, le=256),
         "Number of API-server processes on this node; 0: engines only.",
     ] = 2
+    start_method: Annotated[
+        Literal["fork", "exec"],
+        "How engines and API servers of this node are started; fork: those that start together "
+        "are forked from a process that has loaded their libraries, if it may be (Linux; engines "
+        "with one process each, on any CPU); exec: each loads them itself, as all do that start "
+        "later.",
+    ] = "fork"
     startup_timeout: Annotated[
         PositiveFloat, "Seconds within which every process has to be ready."
     ] = 600.0

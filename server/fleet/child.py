@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,7 +21,27 @@ from server.fleet.holder import Ended, Program, ended
 logger = logging.getLogger(__name__)
 
 _KEPT_LOG_LINES = 30
-_LONGEST_LOG_LINE = 1 << 16
+LONGEST_LOG_LINE = 1 << 16
+
+
+class Process(Protocol):
+    """What is needed of a child process: `asyncio.subprocess.Process` has it."""
+
+    stdout: asyncio.StreamReader | None
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative: the signal; None while it runs."""
+
+    async def wait(self) -> int:
+        """Return the exit code once it has ended."""
+
+    def send_signal(self, signal: int) -> None:
+        """Send it a signal."""
 
 
 class Child:
@@ -28,7 +49,7 @@ class Child:
 
     node = ""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
+    def __init__(self, name: str, process: Process, ours: socket.socket) -> None:
         self.name = name
         self.pid = process.pid
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
@@ -67,21 +88,30 @@ class Child:
                 pass_fds=[theirs.fileno(), *program.inherit],
                 # Signals from the terminal go to the supervisor, which stops children in order.
                 start_new_session=True,
-                limit=_LONGEST_LOG_LINE,
+                limit=LONGEST_LOG_LINE,
             )
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        ours.setblocking(False)
         child = cls(program.name, process, ours)
-        child._tasks = [
-            asyncio.create_task(child._hand_over(pack_frame(program.launch))),
-            asyncio.create_task(child._read_status(on_status)),
-            asyncio.create_task(child._read_log(on_line)),
-        ]
+        child.follow(program.launch, on_status, on_line)
         return child
+
+    def follow(
+        self,
+        launch: Any,
+        on_status: Callable[[ChildStatus], None],
+        on_line: Callable[[str], None],
+    ) -> None:
+        """Hand the process its launch parameters, and pass on what it reports and prints."""
+        self._lifeline.setblocking(False)
+        self._tasks = [
+            asyncio.create_task(self._hand_over(pack_frame(launch))),
+            asyncio.create_task(self._read_status(on_status)),
+            asyncio.create_task(self._read_log(on_line)),
+        ]
 
     async def _hand_over(self, launch: bytes) -> None:
         with contextlib.suppress(OSError):  # its end will say what was wrong with it

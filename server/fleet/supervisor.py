@@ -32,6 +32,8 @@ from server.fleet.backend import Backend, CannotServe
 from server.fleet.backend_choice import backend_for
 from server.fleet.capacity import engine_capacity, visible_devices
 from server.fleet.child import watch_children_without_threads
+from server.fleet.forking.template import Template
+from server.fleet.forking.templates import begin_templates, close_templates
 from server.fleet.holder import Holder
 from server.fleet.joining import BadNode
 from server.fleet.keeper import Keeper, StartupFailed
@@ -89,6 +91,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until a signal; return the exit code."""
+        templates: list[Template] = []
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
@@ -106,7 +109,7 @@ class Supervisor:
                 )
             if self._config.ray.api_server_placement == "every-node":
                 self._elsewhere = self._api_servers_elsewhere()
-            await self._start_all()
+            await self._start_all(templates)
             if not self._stop.is_set():
                 self._announce()
                 await self._scale_until_stopped()
@@ -117,6 +120,7 @@ class Supervisor:
             return 1
         finally:
             await self._stop_all()
+            await close_templates(templates)
             self._clean_up()
 
     def _check(self) -> None:
@@ -164,11 +168,18 @@ class Supervisor:
 
     # -- starting --------------------------------------------------------------------------------
 
-    async def _start_all(self) -> None:
+    async def _start_all(self, templates: list[Template]) -> None:
+        """Fill all places; then there is no template any more.
+
+        Args:
+            templates: gets those that are begun, which the caller closes if the start fails.
+        """
         others = [*self._engines.values(), *self._front_ends]
         # Front ends alone wait for engines for as long as it takes, and say so to probes.
         timeout = self._config.supervisor.startup_timeout if self._engines else None
         stopping = asyncio.create_task(self._stop.wait())
+        engines = list(self._engines.values())
+        templates += await begin_templates(self._config, engines, self._front_ends)
         try:
             async with asyncio.timeout(timeout):
                 for group in (self._coordinator, others):
@@ -184,6 +195,8 @@ class Supervisor:
             raise StartupFailed(f"not ready within {timeout:.0f} s: {names}") from None
         finally:
             stopping.cancel()
+        if not self._stop.is_set():  # else what waits for a template would be started without it
+            await close_templates(templates)
 
     def _report_death(self, role: Role) -> None:
         """Tell the coordinator at once, so that nobody waits for missing heartbeats."""

@@ -26,7 +26,16 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 SWELL = str(Path(sys.executable).with_name("swell"))
-FORKED = frozenset(("coordinator", "engine", "engine.executor.worker_main", "server"))
+FORKED = frozenset(
+    (
+        "coordinator",
+        "engine",
+        "engine.executor.worker_main",
+        "engine.template_main",
+        "server",
+        "server.template_main",
+    )
+)
 """Modules that are run as they are by production, but in a forked process."""
 PARENTS = frozenset(("engine", "swell"))
 """What starts such processes itself."""

@@ -1,0 +1,1 @@
+"""Processes that start together are forks of one that has loaded their libraries."""
