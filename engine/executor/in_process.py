@@ -12,6 +12,7 @@ from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupSpec
 from engine.executor.draft_loading import load_draft
+from engine.executor.draft_price import draft_price
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.kv_sizing import KvSizing
 from engine.executor.leader import Leader
@@ -34,6 +35,7 @@ from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
+from engine.models.products.processor import row_price
 from engine.models.settings import model_length
 from engine.runner.head_threads import keeps_bits
 from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
@@ -264,6 +266,16 @@ class InProcessExecutor:
             in_one_step=in_one_step,
         )
         shape = CacheShape(self._config.cache.block_size, windows, lookahead)
+        row = row_price(self._device)
+        draft = draft_price(self._draft, spec, model.dtype, self._config)
+        scheduling = self._config.scheduler
+        if scheduling.max_draft_tokens:
+            given = scheduling.speculative_row_price
+            logger.info(
+                "drafts: a token counts as %.3g of a step of one token, drafting it as %.3g",
+                row if given is None else given,
+                draft,
+            )
         sizing = KvSizing(self._config, self._device, processes, self._leader, self._draft)
         return ExecutorInfo(
             num_kv_blocks=sizing.num_blocks(model, max_model_len, shape),
@@ -276,6 +288,8 @@ class InProcessExecutor:
             cache_windows=windows,
             num_stages=self._num_stages,
             is_batch_invariant=self._is_batch_invariant,
+            row_price=row,
+            draft_price=draft,
         )
 
     @property

@@ -37,6 +37,10 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """Steps that are computed at once, each in another part of the model."""
     is_batch_invariant: bool = False
     """Whether no token depends on what shares its step."""
+    row_price: float = 0.0
+    """What one more token costs in a step, as a part of a step of one token."""
+    draft_price: float = 0.0
+    """What a draft model or head costs for one token, as a part of the same."""
 
     def check_unchanged(self, fingerprint: str) -> None:
         """Compare a model that was loaded again with this one.

@@ -17,7 +17,7 @@ from engine.executor.checked_memory import NOT_HERE, CheckedMemory, SimulatedSlo
 from engine.executor.interface import CannotDo, ExecutorInfo, PendingResult
 from engine.executor.simulated_time import StageTimes
 from engine.scheduler.batch import BatchPlan, BatchResult
-from engine.shared.config import EngineConfig
+from engine.shared.config import EngineConfig, ExecutorConfig
 from engine.shared.messages import SamplingParams, TokenLogprob
 from engine.shared.pooling import PoolingSpec
 
@@ -98,6 +98,10 @@ class _Pending:
         return self._result
 
 
+def _row_price(costs: ExecutorConfig) -> float:
+    return costs.simulated_token_us / max(1, costs.simulated_step_us + costs.simulated_token_us)
+
+
 class SimulatedExecutor:
     """Runs plans at the cost of `simulated_step_us` per step and `simulated_token_us` per token.
 
@@ -143,6 +147,7 @@ class SimulatedExecutor:
             in_one_step=pooling is not None and pooling.in_one_step,
             cache_windows=cache_windows,
             num_stages=config.parallel.pipeline_parallel_size,
+            row_price=_row_price(config.executor),
         )
         self.virtual_us = 0
         """Cost of all steps so far."""

@@ -30,7 +30,7 @@ from engine.scheduler.precedence import Precedence
 from engine.scheduler.preemption import Engine
 from engine.scheduler.results import Results
 from engine.scheduler.slots import Slots
-from engine.scheduler.speculation import Speculator
+from engine.scheduler.speculation import Speculator, draft_prices
 from engine.scheduler.step_costs import StepCosts
 from engine.scheduler.turns import Turns
 from engine.shared.config import CacheConfig, SchedulerConfig
@@ -82,7 +82,10 @@ class Scheduler:
         shares = Shares(scheduling.max_tenant_prefill)
         self._costs = StepCosts()
         self._turns = turns = Turns(shares, self._costs, scheduling.max_slowdown or None)
-        self._speculator = Speculator(scheduling, counters) if scheduling.max_draft_tokens else None
+        self._speculator = None
+        if scheduling.max_draft_tokens:
+            prices = draft_prices(scheduling, executor)
+            self._speculator = Speculator(scheduling, prices, counters)
         self._isolation = isolation = Isolation()
         self._books = books = RequestBooks(
             shares, turns, slots, isolation, self._speculator, counters

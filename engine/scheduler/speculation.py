@@ -1,13 +1,16 @@
 """Which draft tokens are proposed for which request, and how many are accepted."""
 
+import sys
 from typing import Protocol
 
+from engine.executor.interface import ExecutorInfo
 from engine.scheduler.admission import StepBudget
 from engine.scheduler.batch import TO_BE_DRAFTED
+from engine.scheduler.draft_lengths import DraftLengths, Offer, Prices
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.ngram import NgramIndex
 from engine.scheduler.plan_builder import PlanBuilder
-from engine.scheduler.request import Request
+from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.turns import Turns
 from engine.shared.config import SchedulerConfig
 from engine.shared.messages import EngineCounters
@@ -73,14 +76,17 @@ class Speculator:
     what is proposed; only the number of steps does.
     """
 
-    def __init__(self, scheduling: SchedulerConfig, counters: EngineCounters) -> None:
+    def __init__(
+        self, scheduling: SchedulerConfig, prices: Prices, counters: EngineCounters
+    ) -> None:
+        """Draft as the settings say, as long as it pays at these prices."""
         self._max = scheduling.max_draft_tokens
+        self._max_decodes = scheduling.speculative_disable_by_batch_size or sys.maxsize
         self._proposer: Proposer = ModelProposer()
         if not scheduling.drafts_with_model:
             self._proposer = NgramProposer(*lookup_lengths(scheduling))
         self._counters = counters
-        self._lengths: dict[int, int] = {}
-        """Tokens to propose next: as many as may be while all are accepted, fewer while none is."""
+        self._lengths = DraftLengths(self._max, prices)
 
     def propose(
         self,
@@ -100,12 +106,9 @@ class Speculator:
             turns: says what others leave to the request.
             headroom: blocks that must stay free.
         """
-        for request in plan.decodes:
-            if request.num_pending_tokens > 1:
-                continue  # its newest token is not known
+        for request, proposed in self._chosen(plan, budget.num_tokens):
             table, start = request.table, request.num_computed_tokens
-            room = request.max_total_tokens - start - 1
-            proposed = self._propose(request, min(room, budget.num_tokens))
+            proposed = proposed[: budget.num_tokens]
             end = start + len(proposed)
             wants_blocks = end > table.capacity and not plan.short_of_blocks
             if wants_blocks and kv.try_grow(table, end, headroom=headroom):
@@ -117,9 +120,34 @@ class Speculator:
                 budget.speculate(len(proposed))
                 plan.propose(request, proposed)
 
+    def _chosen(self, plan: PlanBuilder, most: int) -> list[tuple[Request, list[int]]]:
+        """Return the requests of a plan that get drafts of at most so many tokens, with these."""
+        decodes = len(plan.decodes)
+        offers = [
+            (request, proposed)
+            for request in plan.decodes
+            # Of others the newest token is not known.
+            if request.num_pending_tokens == 1 and (proposed := self._propose(request, most))
+        ]
+        if not offers:
+            return []
+        if decodes > self._max_decodes:
+            self._counters.spec_skipped += len(offers)
+            return []
+        lengths = self._lengths.decide(
+            decodes, [Offer(request.id, len(proposed)) for request, proposed in offers]
+        )
+        self._counters.spec_skipped += lengths.count(0)
+        return [
+            (request, proposed[:length])
+            for (request, proposed), length in zip(offers, lengths, strict=True)
+            if length
+        ]
+
     def _propose(self, request: Request, most: int) -> list[int]:
         """Return at most `most` tokens that may follow the request's known ones."""
-        count = min(most, self._lengths.setdefault(request.id, self._max))
+        room = request.max_total_tokens - request.num_computed_tokens - 1
+        count = min(most, room, self._max)
         return self._proposer.propose(request, count) if count > 0 else []
 
     def verified(self, request: Request, proposed: int, accepted: int) -> None:
@@ -128,23 +156,26 @@ class Speculator:
         counters.spec_drafts += 1
         counters.spec_draft_tokens += proposed
         counters.count_accepted(accepted)
-        length = self._lengths.get(request.id)
-        if length is None:
-            return
-        if accepted == proposed:
-            self._lengths[request.id] = min(self._max, 2 * length)
-        elif accepted == 0:
-            self._lengths[request.id] = max(1, length // 2)
+        if request.status is RequestStatus.RUNNING:
+            self._lengths.observe(request.id, proposed, accepted)
 
     def forget(self, request: Request) -> None:
         """The request does not run any more."""
-        self._lengths.pop(request.id, None)
+        self._lengths.forget(request.id)
         self._proposer.forget(request)
 
     @property
     def num_tracked(self) -> int:
         """Number of requests with drafts that are remembered."""
-        return len(self._lengths)
+        return self._lengths.num_tracked
+
+
+def draft_prices(scheduling: SchedulerConfig, executor: ExecutorInfo) -> Prices:
+    """Return what drafts cost: nothing, if that is what the settings say of tokens."""
+    row = scheduling.speculative_row_price
+    if row == 0:
+        return Prices(0.0)
+    return Prices(executor.row_price if row is None else row, executor.draft_price)
 
 
 def lookup_lengths(scheduling: SchedulerConfig) -> tuple[int, int]:

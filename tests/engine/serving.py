@@ -63,6 +63,8 @@ def serve(
 ) -> tuple[list[Answer], EngineStats]:
     """Run all requests in one engine, which computes 48 tokens per step.
 
+    Where it drafts, it does so whether it pays or not, unless a price is given.
+
     Returns:
         The answers in the order of the requests, and the engine's last stats.
     """
@@ -74,7 +76,11 @@ def serve(
             kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,
         ),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=48, **scheduling),
+        scheduler=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=48,
+            **{"speculative_row_price": 0.0} | scheduling,
+        ),
         executor=ExecutorConfig(
             threads=1, enforce_eager=enforce_eager, batch_invariant=batch_invariant
         ),

@@ -223,6 +223,7 @@ def load_eagle3(
         norm=prepare_norm(head.layer.norm, products.copy("norm.weight")),
         lm_head=_lm_head(head, checkpoint, products, target),
         tapped=head.tapped,
+        num_logits=head.num_logits,
     )
 
 

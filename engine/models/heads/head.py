@@ -50,6 +50,7 @@ class DraftHead:
         lm_head: Rows,
         tapped: tuple[int, ...] = (),
         carries_normed: bool = False,
+        num_logits: int | None = None,
     ) -> None:
         """Take the parts.
 
@@ -63,6 +64,7 @@ class DraftHead:
             tapped: after how many layers the model's states are taken, side by side; without any
                 they are those that it makes logits of.
             carries_normed: whether the state that is carried on is normalized.
+            num_logits: tokens that it can propose, if not all.
         """
         self.block = block
         self.project = project
@@ -72,6 +74,8 @@ class DraftHead:
         self._lm_head = lm_head
         self._tapped = tapped
         self._carries_normed = carries_normed
+        self.num_logits = num_logits or block.spec.vocab_size
+        """Tokens that it can propose."""
 
     @property
     def spec(self) -> ModelSpec:

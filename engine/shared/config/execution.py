@@ -68,6 +68,18 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "Quantization of the draft model, which may be the served one once more; default: "
         "--quantization.",
     ] = None
+    speculative_row_price: Annotated[
+        Annotated[float, Meta(ge=0, le=10)] | None,
+        "Speculative decoding: what one more token costs in a step, as a part of a step of one "
+        "token. Drafts get shorter, or are not made, where fewer tokens are expected to be "
+        "accepted than pay for that; 0: always draft as many tokens as may be; default: by "
+        "device and processor, as the log of the start tells.",
+    ] = None
+    speculative_disable_by_batch_size: Annotated[
+        PositiveInt | None,
+        "Speculative decoding: draft nothing in steps that decode more sequences than this; "
+        "default: no limit, only --speculative-row-price decides.",
+    ] = None
     prompt_lookup_min: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
         "Minimum length of the n-grams that drafts follow; default: 2.",

@@ -166,6 +166,14 @@ class EngineCounters(msgspec.Struct, array_like=True):
         int,
         Meta(title="engine_pooled_sequences", description="Sequences that got a vector."),
     ] = 0
+    spec_skipped: Annotated[
+        int,
+        Meta(
+            title="spec_decode_num_skipped",
+            description="Steps of sequences without the draft that they could have had: it would "
+            "not have paid.",
+        ),
+    ] = 0
 
     def count_accepted(self, tokens: int) -> None:
         """Count a draft whose first tokens, this many, were accepted."""

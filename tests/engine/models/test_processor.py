@@ -210,3 +210,12 @@ def test_cores_are_counted_within_the_quota(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("engine.executor.environment.cpu_quota", lambda: quota)
     assert num_cores() == cores
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_further_token_is_cheapest_on_devices(
+    monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+) -> None:
+    monkeypatch.setattr(processor, "has_16_bit_kernels", lambda: has_kernels)
+    assert processor.row_price(CPU) == (0.03 if has_kernels else 0.1)
+    assert 0 < processor.row_price(CUDA) < processor.row_price(CPU)

@@ -198,7 +198,10 @@ def settings(model: Path, head: Reference, cache: CacheConfig, **scheduling: Any
         model=ModelConfig(model=str(model), dtype="float32", device="cpu", max_model_len=256),
         cache=cache,
         scheduler=SchedulerConfig(
-            max_num_seqs=4, speculative_model=str(head.directory), **scheduling
+            max_num_seqs=4,
+            speculative_model=str(head.directory),
+            speculative_row_price=0,
+            **scheduling,
         ),
         executor=ExecutorConfig(threads=1),
     )

@@ -109,7 +109,9 @@ def executor_for(directory: Path, **model: Any) -> tuple[EngineConfig, InProcess
     config = EngineConfig(
         model=ModelConfig(**{"model": str(directory), "dtype": "float32", **model}),
         cache=CacheConfig(num_kv_blocks=64),
-        scheduler=SchedulerConfig(max_num_seqs=2, speculative_method="mtp"),
+        scheduler=SchedulerConfig(
+            max_num_seqs=2, speculative_method="mtp", speculative_row_price=0
+        ),
         executor=ExecutorConfig(threads=1),
     )
     return config, InProcessExecutor(config)

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from engine.executor.interface import ExecutorInfo
 from engine.executor.simulated import simulated_token
-from engine.scheduler.speculation import lookup_lengths
+from engine.scheduler.draft_lengths import Prices
+from engine.scheduler.speculation import draft_prices, lookup_lengths
 from engine.shared.config import SchedulerConfig
 
 MakeRig = Callable[..., Any]
@@ -149,6 +151,58 @@ def test_requests_that_are_drafted_badly_are_drafted_less(make_rig: MakeRig) -> 
     rig.assert_complete()
 
 
+def misled(length: int, count: int, seed: int) -> list[int]:
+    """Return a prompt in which something else follows each of the next `count` tokens."""
+    drawn = [2]
+    for position in range(length, length + count):
+        drawn.append(simulated_token(seed, position, drawn[-1], 1000))
+    pairs = [token for each in drawn[1:] for token in (each, 3)]
+    return [*pairs, *[4] * (length - len(pairs) - 1), 2]
+
+
+def test_what_is_unpredictable_is_drafted_no_longer_while_what_is_goes_on(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(
+        speculative_ngram=4,
+        speculative_row_price=0.2,
+        prompt_lookup_min=1,
+        num_kv_blocks=400,
+        max_num_batched_tokens=1024,
+        max_model_len=512,
+    )
+    rig.add(SEED, foretold(160, right=130), max_tokens=130)
+    rig.add(2, misled(160, 60, 2), max_tokens=50)
+    drafted: dict[int, list[int]] = {0: [], 1: []}
+    while rig.scheduler.gauges().running + rig.scheduler.gauges().waiting == 2:
+        plan = rig.step()
+        for slot in drafted:
+            row = plan.slots.index(slot) if slot in plan.slots else -1
+            drafted[slot].append(len(plan.proposed.get(row, ())))
+    predictable, unpredictable = drafted[0][2:], drafted[1][10:]
+    assert predictable.count(4) > 0.8 * len(predictable) > 10
+    assert sum(unpredictable) <= len(unpredictable) / 3
+    assert rig.scheduler.counters.spec_skipped > len(unpredictable) / 2
+    rig.run()
+    rig.assert_complete()
+    rig.assert_idle()
+
+
+def test_nothing_is_drafted_in_steps_of_more_sequences_than_the_settings_say(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(speculative_ngram=4, speculative_disable_by_batch_size=1)
+    rig.add(SEED, foretold(20, right=4), max_tokens=9)
+    rig.add(2, [9, 8, 7], max_tokens=3)
+    rig.step()
+    assert not rig.step().proposed
+    assert rig.scheduler.counters.spec_skipped == 1
+    rig.step()
+    assert rig.step().proposed
+    rig.run()
+    rig.assert_complete()
+
+
 def test_an_abort_while_drafts_are_verified_frees_everything(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=4), max_tokens=9)
@@ -180,3 +234,14 @@ def test_one_lookup_length_moves_the_default_of_the_other(
     shortest, longest = given
     config = SchedulerConfig(prompt_lookup_min=shortest, prompt_lookup_max=longest)
     assert lookup_lengths(config) == lengths
+
+
+@pytest.mark.parametrize(
+    ("given", "prices"),
+    [(None, Prices(0.1, 0.3)), (0.4, Prices(0.4, 0.3)), (0.0, Prices(0.0))],
+)
+def test_the_price_of_rows_is_the_executors_unless_it_is_given(
+    given: float | None, prices: Prices
+) -> None:
+    executor = ExecutorInfo(9, 9, 9, (), "", row_price=0.1, draft_price=0.3)
+    assert draft_prices(SchedulerConfig(speculative_row_price=given), executor) == prices

@@ -61,6 +61,7 @@ def engine(rank: int, **fields: Any) -> EngineEntry:
             spec_draft_tokens=20,
             spec_accepted_tokens=13,
             spec_accepted_at=[8, 5],
+            spec_skipped=6,
             step_tokens_buckets=[2, 1, *[0] * 10, 0, 1],
             step_tokens=20020,
         ),
@@ -262,6 +263,7 @@ def test_engines_are_shown_as_the_view_has_them(http: Any, engines: Any) -> None
     assert value(text, "spec_decode_num_drafts_total", engine="1") == 5
     assert value(text, "spec_decode_num_draft_tokens_total", engine="1") == 20
     assert value(text, "spec_decode_num_accepted_tokens_total", engine="1") == 13
+    assert value(text, "spec_decode_num_skipped_total", engine="1") == 6
     per_position = "spec_decode_num_accepted_tokens_per_pos_total"
     counts = [value(text, per_position, engine="1", position=place) for place in ("0", "1")]
     assert counts == [8, 5]

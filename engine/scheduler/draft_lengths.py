@@ -1,0 +1,187 @@
+"""How many draft tokens pay in a step: what is expected of them against what they cost.
+
+All prices are parts of what a step costs that computes one token. With `row` the price of each
+further token, a step of R tokens costs C(R) = 1 + row * (R - 1). A draft model or head, one pass
+of which over one token costs `draft`, needs a pass for each place in the drafts: a pass for m
+requests costs draft * C(m). For n requests that are decoded, with drafts of k1 ... kn tokens that
+are right up to their j-th token with chance p(i, j), the step is expected to yield
+
+    (n + sum of p(i, j) for j <= ki) / (C(n + sum of ki) + sum over places of draft * C(m))
+
+tokens for its price, and the lengths are those for which this is highest. Without drafts it is
+n / C(n): where rows are cheap or few requests run, chances may be low; where they are dear and
+many run, no draft pays. Prices are estimates, and to lose is worse than to miss a small gain: so
+all that drafts add counts `MARGIN` times.
+
+Since nothing is learned of drafts that are not made, some are made that are not expected to pay,
+one token longer than the others: what they are expected to lose is at most `PROBED` of the price
+of all steps. Those that turn out right do not count.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
+from typing import NamedTuple
+
+from engine.scheduler.acceptance import Acceptance
+
+PROBED = 0.01
+"""Share of the price of steps that may be lost for finding out whether drafts pay again."""
+
+MARGIN = 1.25
+"""What is added to a step for drafts counts as so many times its price."""
+
+_MOST_SAVED = 1.0
+"""Price that probes may save up: steps without anything to probe make no flood of them."""
+
+
+class Prices(NamedTuple):
+    """What drafts cost, in steps that compute one token."""
+
+    row: float
+    """Of each further token of a step."""
+    draft: float = 0.0
+    """Of a draft model's pass over one token."""
+
+    def step(self, rows: int) -> float:
+        """Return the price of a step of so many tokens, 1 or more."""
+        return 1 + self.row * (rows - 1)
+
+    def more(self, *, opens: bool) -> float:
+        """Return what one more draft token counts, which may need a pass of its own."""
+        return MARGIN * (self.row + self.draft * (1.0 if opens else self.row))
+
+
+class Choice(NamedTuple):
+    """Lengths of drafts, and what a step with them is expected to be."""
+
+    lengths: list[int]
+    tokens: float
+    price: float
+
+
+def choose(decodes: int, chances: Sequence[Sequence[float]], prices: Prices) -> Choice:
+    """Return the lengths of drafts for which a step yields the most tokens for its price.
+
+    Args:
+        decodes: requests that are decoded in the step, 1 or more.
+        chances: for each request that can have a draft, and each place of it, how likely it is
+            right up to there: ever lower. One that is not listed gets no token.
+        prices: of the engine.
+    """
+    best = Choice([0] * len(chances), float(decodes), prices.step(decodes))
+    tokens = sorted(
+        (-chance, place, index)
+        for index, of_request in enumerate(chances)
+        for place, chance in enumerate(of_request)
+    )
+    if not tokens:
+        return best
+    deepest = 1 + max(place for _, place, _ in tokens)
+    best_taken = 0, 0
+    # Each further place costs a pass, so that shorter drafts for more requests may be better.
+    for depth in range(1, deepest + 1) if prices.draft else (deepest,):
+        taken, right, price = 0, float(decodes), prices.step(decodes)
+        opened = [False] * depth
+        for negated, place, _ in tokens:
+            if place >= depth:
+                continue
+            taken += 1
+            right -= negated
+            price += prices.more(opens=not opened[place])
+            opened[place] = True
+            if right * best.price > best.tokens * price:
+                best = Choice(best.lengths, right, price)
+                best_taken = depth, taken
+    depth, taken = best_taken
+    for _, _, index in [each for each in tokens if each[1] < depth][:taken]:
+        best.lengths[index] += 1
+    return best
+
+
+class Offer(NamedTuple):
+    """A request that is decoded, and the most tokens that could be drafted for it."""
+
+    id: int
+    most: int
+
+
+class DraftLengths:
+    """Decides in each step how long drafts are; a pure function of counts, without a clock."""
+
+    def __init__(self, most: int, prices: Prices) -> None:
+        """Drafts have at most `most` tokens."""
+        self._prices = prices
+        self._acceptance = Acceptance(most)
+        self._credit = 0.0
+        """What probes may lose now."""
+        self._probed: dict[int, int] = {}
+        """By request: the newest step with a probe of it, unless that was right."""
+        self._risked: dict[int, float] = {}
+        """By request: what the probe that is under way may lose."""
+        self._step = 0
+
+    def decide(self, decodes: int, offers: Sequence[Offer]) -> list[int]:
+        """Return how many tokens to draft for each request in this step.
+
+        Args:
+            decodes: requests that are decoded, 1 or more.
+            offers: those of them for which drafts are possible.
+        """
+        self._step += 1
+        floor = decodes * self._prices.more(opens=False) / self._prices.step(decodes)
+        # Less likely ones pay beside no others.
+        chances = [list(_above(floor, self._chances(offer))) for offer in offers]
+        choice = choose(decodes, chances, self._prices)
+        self._credit += PROBED * choice.price
+        self._probe(choice, offers)
+        self._credit = min(self._credit, max(_MOST_SAVED, self._prices.more(opens=True)))
+        return choice.lengths
+
+    def observe(self, id: int, proposed: int, accepted: int) -> None:
+        """Of so many tokens that were drafted for a request, the first ones were accepted."""
+        self._acceptance.observe(id, proposed, accepted)
+        risked = self._risked.pop(id, 0.0)
+        if accepted == proposed:
+            self._credit += risked
+            self._probed.pop(id, None)
+
+    def forget(self, id: int) -> None:
+        """The request does not run any more."""
+        self._acceptance.forget(id)
+        self._probed.pop(id, None)
+        self._risked.pop(id, None)
+
+    @property
+    def num_tracked(self) -> int:
+        """Number of requests that are remembered."""
+        return max(self._acceptance.num_tracked, len(self._probed), len(self._risked))
+
+    def _chances(self, offer: Offer) -> Iterable[float]:
+        return islice(self._acceptance.chances(offer.id), offer.most)
+
+    def _probe(self, choice: Choice, offers: Sequence[Offer]) -> None:
+        """Lengthen drafts by a token that is not expected to pay.
+
+        Requests go first that were not probed yet or whose last draft was right, then those that
+        have waited longest.
+        """
+        lengths = choice.lengths
+        waiting = [index for index, offer in enumerate(offers) if lengths[index] < offer.most]
+        waiting.sort(key=lambda index: self._probed.get(offers[index].id, -1))
+        passes = max(lengths, default=0)
+        for index in waiting:
+            offer, place = offers[index], lengths[index]
+            chance = next(islice(self._chances(offer), place, None))
+            price = self._prices.more(opens=place >= passes)
+            loss = max(0.0, price - chance * choice.price / choice.tokens)
+            if loss > self._credit:
+                return
+            self._credit -= loss
+            self._risked[offer.id] = loss
+            self._probed[offer.id] = self._step
+            lengths[index] += 1
+            passes = max(passes, lengths[index])
+
+
+def _above(floor: float, chances: Iterable[float]) -> Iterator[float]:
+    return takewhile(lambda chance: chance > floor, chances)

@@ -1,0 +1,176 @@
+"""Drafts are as long as pays: never much dearer than none, and never missing where they help."""
+
+import random
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+
+from engine.scheduler.draft_lengths import DraftLengths, Offer, Prices, choose
+
+CPU = Prices(row=0.1)
+CPU_WITH_HEAD = Prices(row=0.1, draft=0.06)
+DEVICE_WITH_MODEL = Prices(row=0.005, draft=0.15)
+PRICES = [CPU, CPU_WITH_HEAD, DEVICE_WITH_MODEL]
+
+IsRight = Callable[[int, int], bool]
+"""Whether the next draft token of a request is right, in a step."""
+
+
+def price(decodes: int, lengths: list[int], prices: Prices) -> float:
+    """Return what a step costs with drafts of such lengths."""
+    passes = [sum(length > place for length in lengths) for place in range(max(lengths))]
+    drafting = sum(prices.draft * prices.step(requests) for requests in passes)
+    return prices.step(decodes + sum(lengths)) + drafting
+
+
+class Trace:
+    """Runs so many requests at once, all of which can always have a draft."""
+
+    def __init__(self, decodes: int, most: int, prices: Prices) -> None:
+        self.lengths = DraftLengths(most, prices)
+        self.offers = [Offer(id, most) for id in range(decodes)]
+        self.prices = prices
+        self.tokens = 0
+        self.price = 0.0
+
+    def step(self, number: int, is_right: IsRight) -> list[int]:
+        """Take a step and return how many tokens were drafted for each request."""
+        decodes = len(self.offers)
+        lengths = self.lengths.decide(decodes, self.offers)
+        assert all(0 <= n <= each.most for n, each in zip(lengths, self.offers, strict=True))
+        self.price += price(decodes, lengths, self.prices)
+        self.tokens += decodes
+        for (id, _), length in zip(self.offers, lengths, strict=True):
+            accepted = 0
+            while accepted < length and is_right(id, number):
+                accepted += 1
+            self.tokens += accepted
+            if length:
+                self.lengths.observe(id, length, accepted)
+        return lengths
+
+    @property
+    def gain(self) -> float:
+        """Tokens for the price so far, as a multiple of what they are without drafts."""
+        decodes = len(self.offers)
+        return self.tokens / self.price * self.prices.step(decodes) / decodes
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_no_other_lengths_yield_more_for_their_price(seed: int) -> None:
+    source = random.Random(seed)
+    listed, most = source.randint(1, 3), source.randint(1, 3)
+    decodes = listed + source.choice([0, 0, 1, 20])
+    prices = Prices(source.choice([0.0, 0.01, 0.1, 0.5]), source.choice([0.0, 0.05, 0.6]))
+    chances = [
+        sorted((source.random() for _ in range(source.randint(0, most))), reverse=True)
+        for _ in range(listed)
+    ]
+
+    def rate(lengths: list[int]) -> float:
+        right = sum(sum(each[:n]) for each, n in zip(chances, lengths, strict=True))
+        plain = prices.step(decodes)
+        drafts = price(decodes, lengths, prices) - plain
+        return (decodes + right) / (plain + 1.25 * drafts)
+
+    best = max(
+        rate(list(lengths)) for lengths in product(*(range(len(each) + 1) for each in chances))
+    )
+    assert rate(choose(decodes, chances, prices).lengths) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("prices", PRICES)
+@pytest.mark.parametrize("decodes", [1, 2, 4, 16, 100])
+@pytest.mark.parametrize("chance", [0.0, 0.05, 0.2, 0.3, 0.5, 0.7])
+def test_drafts_never_cost_more_than_a_few_percent(
+    prices: Prices, decodes: int, chance: float
+) -> None:
+    """Whatever is accepted: no more than what is spent on finding that out."""
+    source = random.Random(f"{decodes} {chance}")
+    trace = Trace(decodes, 4, prices)
+    for number in range(200):
+        trace.step(number, lambda id, step: source.random() < chance)
+    assert trace.gain > 0.95
+
+
+@pytest.mark.parametrize("prices", PRICES)
+@pytest.mark.parametrize(("decodes", "gain"), [(1, 2.2), (4, 1.6)])
+def test_a_gain_is_kept_where_there_is_one(prices: Prices, decodes: int, gain: float) -> None:
+    source = random.Random(decodes)
+    trace = Trace(decodes, 4, prices)
+    for number in range(200):
+        trace.step(number, lambda id, step: source.random() < 0.9)
+    assert trace.gain > gain
+
+
+@pytest.mark.parametrize("prices", PRICES)
+@pytest.mark.parametrize("decodes", [1, 4])
+def test_a_text_that_becomes_predictable_is_noticed(prices: Prices, decodes: int) -> None:
+    trace = Trace(decodes, 4, prices)
+    for number in range(200):
+        trace.step(number, lambda id, step: False)
+    before = [sum(trace.step(number, lambda id, step: False)) for number in range(20)]
+    assert sum(before) <= 20 * decodes / 2
+    for number in range(150):
+        lengths = trace.step(number, lambda id, step: True)
+    assert lengths == [4] * decodes
+
+
+@pytest.mark.parametrize("prices", [CPU, CPU_WITH_HEAD])
+def test_a_request_is_judged_by_its_own_drafts(prices: Prices) -> None:
+    trace = Trace(4, 4, prices)
+    drafted = [0] * 4
+    for number in range(200):
+        lengths = trace.step(number, lambda id, step: id == 2)
+        if number >= 100:
+            drafted = [total + length for total, length in zip(drafted, lengths, strict=True)]
+    assert drafted[2] == 400
+    assert max(drafted[:2] + drafted[3:]) < 50
+
+
+def test_a_new_request_begins_with_what_all_have_shown() -> None:
+    lengths = DraftLengths(4, CPU)
+    assert lengths.decide(1, [Offer(1, 4)]) == [4]
+    for id in range(2, 60):
+        lengths.observe(id, 1, 0)
+        lengths.forget(id)
+    drafts = [lengths.decide(1, [Offer(99, 4)])[0] for _ in range(10)]
+    assert max(drafts) <= 1
+
+
+def test_few_requests_are_drafted_for_where_many_are_not() -> None:
+    chances = [[0.3]] * 16
+    lengths = [sum(choose(n, chances[:n], CPU).lengths) for n in (1, 2, 16)]
+    assert lengths == [1, 2, 0]
+    assert sum(choose(16, chances, DEVICE_WITH_MODEL).lengths) == 16
+
+
+@pytest.mark.parametrize("decodes", [1, 200])
+def test_what_costs_nothing_is_always_drafted(decodes: int) -> None:
+    trace = Trace(decodes, 4, Prices(0.0))
+    for number in range(30):
+        assert trace.step(number, lambda id, step: False) == [4] * decodes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_counts_lead_to_the_same_lengths(seed: int) -> None:
+    source = random.Random(seed)
+    both = [DraftLengths(5, CPU_WITH_HEAD) for _ in range(2)]
+    for _ in range(100):
+        offers = [Offer(id, source.randint(1, 5)) for id in source.sample(range(9), 4)]
+        one, other = (each.decide(6, offers) for each in both)
+        assert one == other
+        for (id, most), length in zip(offers, one, strict=True):
+            assert 0 <= length <= most
+            accepted = source.randint(0, length)
+            gone = source.random() < 0.1
+            for each in both:
+                if length:
+                    each.observe(id, length, accepted)
+                if gone:
+                    each.forget(id)
+    for each in both:
+        for id in range(9):
+            each.forget(id)
+        assert each.num_tracked == 0
