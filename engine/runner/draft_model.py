@@ -18,15 +18,19 @@ IntArray = npt.NDArray[np.int64]
 
 _UNKNOWN = -1
 
+_MOST_LEFT = 16
+"""Tokens of a sequence that are left to be computed at once when nothing is drafted for it."""
+
 
 class DraftModel:
     """Proposes tokens for the rows of a plan, from keys and values of its own.
 
     These lie in blocks of the same numbers as those of the model that is served, so that whatever
-    the scheduler decides about a block (shared, freed, taken back) holds for both. Each step
-    computes the same tokens with both, so that a cached prefix is one for both. Only the last of
-    accepted drafts is computed here with the next step: where its sequence ends before, a cached
-    block has a position that was not, which can make a draft wrong and nothing else.
+    the scheduler decides about a block (shared, freed, taken back) holds for both. The tokens of a
+    sequence that gets no draft are left for later, as that is cheaper for several at once, but not
+    beyond the step that fills their block, so that a cached prefix is one for both. Only the last
+    of accepted drafts is computed here with the next step: where its sequence ends before, a
+    cached block has a position that was not, which can make a draft wrong and nothing else.
     """
 
     def __init__(self, model: Decoder, table: SlotTable, num_kv_blocks: int) -> None:
@@ -65,7 +69,7 @@ class DraftModel:
         return msgspec.structs.replace(plan, proposed=drafted)
 
     def _compute_new(self, plan: BatchPlan, drafts: IntArray) -> tuple[IntArray, IntArray]:
-        """Compute all tokens of the plan that are known and have not been computed here.
+        """Compute the tokens of the plan that are known and have not been computed here.
 
         Args:
             plan: the step.
@@ -81,11 +85,15 @@ class DraftModel:
         # the last of them, if all were, has not been computed.
         computed = self._computed[slots]
         begins = np.where(computed == _UNKNOWN, starts, np.minimum(computed, starts))
-        self._computed[slots] = ends
+        due = self._is_due(begins, ends, known) | (drafts > 0)
+        self._computed[slots] = np.where(due, ends, begins)
         counts = ends - begins
         # Two tokens of a sequence that decodes attend as two rows: it is cheaper.
-        split = (known == 1) & (counts > 1)
+        split = (known == 1) & (counts == 2)
         order = np.argsort(np.where(counts == 1, 0, np.where(split, 1, 2)), kind="stable")
+        order = order[due[order]]
+        if not len(order):
+            return ends, np.zeros(0, np.int64)
         tokens = self._run(
             BatchPlan(
                 step=plan.step,
@@ -101,6 +109,15 @@ class DraftModel:
         drawn = np.zeros(len(slots), np.int64)
         drawn[order[drafts[order] > 0]] = tokens
         return ends, drawn[drafts > 0]
+
+    def _is_due(self, begins: IntArray, ends: IntArray, known: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether the tokens of rows, from `begins` to `ends`, cannot be left for later.
+
+        They can where a sequence decodes (`known` is 1) and its newest block is not full yet.
+        """
+        size = self._table.block_size
+        fills = ends // size > begins // size
+        return fills | (known > 1) | (ends - begins >= _MOST_LEFT)
 
     def _draw_after(self, step: int, slots: IntArray, positions: IntArray) -> IntArray:
         """Compute one token of each slot, and draw the next."""

@@ -209,13 +209,62 @@ def test_a_request_goes_on_elsewhere_with_the_same_tokens(cut: Cut) -> None:
     assert whole.tokens[:23] + rest.tokens == whole.tokens
 
 
-def settings(cache: CacheConfig) -> EngineConfig:
+def settings(cache: CacheConfig, max_drafting: int | None = None) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(BUNDLED_MODEL), dtype="float32", device="cpu"),
         cache=cache,
-        scheduler=SchedulerConfig(max_num_seqs=4, speculative_model=str(BUNDLED_MODEL)),
+        scheduler=SchedulerConfig(
+            max_num_seqs=4,
+            max_slowdown=0,
+            speculative_model=str(BUNDLED_MODEL),
+            speculative_row_price=0,
+            speculative_disable_by_batch_size=max_drafting,
+        ),
         executor=ExecutorConfig(threads=1),
     )
+
+
+def answers(core: EngineCore, *requests: AddRequest) -> dict[int, list[int]]:
+    """Return what an engine answers to requests that come at once, by their ids."""
+    tokens: dict[int, list[int]] = {request.id: [] for request in requests}
+    for each in requests:
+        core.handle(each)
+    while core.has_work:
+        for output in core.step().outputs.get(0, []):
+            tokens[output.id] += output.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("num_blocks", [200, 40], ids=["roomy", "preempting"])
+def test_after_skipped_drafts_the_next_are_as_good(plain: list[Answer], num_blocks: int) -> None:
+    drafted, stats = serve_all(
+        num_blocks,
+        speculative_model=str(BUNDLED_MODEL),
+        num_speculative_tokens=3,
+        speculative_disable_by_batch_size=6,
+    )
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    counters = stats.counters
+    assert counters.spec_skipped > 50
+    assert counters.spec_draft_tokens == counters.spec_accepted_tokens > 50
+    assert (counters.preemptions > 0) == (num_blocks == 40)
+
+
+def test_blocks_that_filled_while_drafts_were_skipped_can_be_drafted_from() -> None:
+    config = settings(CacheConfig(num_kv_blocks=300, block_size=4), max_drafting=1)
+    executor = InProcessExecutor(config)
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+    prompts = {id: SOME_TEXT[id : id + 12] for id in (1, 2)}
+    written = answers(core, *(request(id, prompts[id], max_tokens=41) for id in (1, 2)))
+    before = core.stats().counters.snapshot()
+    assert before.spec_skipped > 70
+    answers(core, request(3, prompts[1] + written[1], max_tokens=20))
+    counters = core.stats().counters
+    assert counters.prefix_cache_hits - before.prefix_cache_hits == 52
+    drafted = counters.spec_draft_tokens - before.spec_draft_tokens
+    assert drafted == counters.spec_accepted_tokens - before.spec_accepted_tokens > 10
+    executor.shutdown()
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -230,11 +279,7 @@ def test_it_sleeps_and_wakes_with_the_model(level: int) -> None:
         core = EngineCore(config, executor, rank=0, incarnation=1)
         core.front_end_joined(0, 1)
         sampling = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
-        core.handle(AddRequest(1, "1", 0, 0, SOME_TEXT, sampling))
-        tokens: list[int] = []
-        while core.has_work:
-            for output in core.step().outputs.get(0, []):
-                tokens += output.token_ids
+        tokens = answers(core, AddRequest(1, "1", 0, 0, SOME_TEXT, sampling))[1]
         counters = core.stats().counters
         assert counters.spec_draft_tokens == counters.spec_accepted_tokens > 0
         results.append(tokens)
