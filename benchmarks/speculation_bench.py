@@ -11,6 +11,9 @@ not; "chat" answers questions greedily and "drawn chat" at temperature 1, which 
 can: eight or more of them, as many at once as there are streams. Every row should give the same
 tokens; batches of another size may round a tie the other way.
 
+Drafts are skipped where they are not expected to pay; `--row-price 0` makes all of them. "skipped"
+is the share of the drafts that could have been made and were not.
+
 "CPU ms" is processor time of all threads per output token: unlike the rate, it says something on
 a machine that does other work too. "by place" is how many of all drafts had their first, second,
 ... token accepted.
@@ -49,6 +52,8 @@ class Run(NamedTuple):
     """Output tokens per row computed: one, and the draft tokens that were accepted."""
     cpu: float
     """Processor time of all threads per output token, in milliseconds."""
+    skipped: float
+    """Share of the possible drafts that were not made."""
     accepted: float
     """Share of the draft tokens that were accepted."""
     by_place: list[float]
@@ -95,6 +100,7 @@ class Engine:
                 speculative_model=setting.draft,
                 num_speculative_tokens=setting.draft_tokens,
                 speculative_model_quantization=setting.quantization,
+                speculative_row_price=options.row_price,
                 prompt_lookup_min=options.lookup_min,
                 prompt_lookup_max=options.lookup_max,
             ),
@@ -115,11 +121,12 @@ class Engine:
         drafted = after.spec_draft_tokens - before.spec_draft_tokens
         right = after.spec_accepted_tokens - before.spec_accepted_tokens
         places = itertools.zip_longest(after.spec_accepted_at, before.spec_accepted_at, fillvalue=0)
-        total = len(outputs) * tokens
+        total, skipped = len(outputs) * tokens, after.spec_skipped - before.spec_skipped
         return Run(
             rate=total / seconds,
             per_row=total / (total - right),
             cpu=1000 * cpu / total,
+            skipped=skipped / max(1, skipped + after.spec_drafts - before.spec_drafts),
             accepted=right / max(1, drafted),
             by_place=[(late - early) / drafts for late, early in places],
             outputs=outputs,
@@ -212,7 +219,8 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
             cpu = statistics.median(run.cpu for run in of_setting)
             yield (
                 kind, str(streams), setting.name, f"{rate:.1f}", f"{rate / base:.2f}",
-                f"{cpu:.1f}", f"{last.per_row:.2f}", f"{last.accepted:.0%}", by_place,
+                f"{cpu:.1f}", f"{last.per_row:.2f}", f"{last.skipped:.0%}", f"{last.accepted:.0%}",
+                by_place,
                 f"{same}/{len(expected)}",
             )  # fmt: skip
 
@@ -234,14 +242,15 @@ def main() -> None:
     parser.add_argument("--cache-mib", type=int, default=256)
     parser.add_argument("--lookup-min", type=int)
     parser.add_argument("--lookup-max", type=int)
+    parser.add_argument("--row-price", type=float, help="of --speculative-row-price")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     settle_environment()
-    widths = (10, 7, 12, 12, 5, 7, 12, 8, 20, 11)
+    widths = (10, 7, 12, 12, 5, 7, 12, 7, 8, 20, 11)
     head = ("text", "streams", "drafts", "output tok/s", "ratio", "CPU ms", "tokens / row",
-            "accepted", "by place", "same tokens")  # fmt: skip
+            "skipped", "accepted", "by place", "same tokens")  # fmt: skip
     for cells in itertools.chain([head], measure(parser.parse_args())):
         line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
         print(line, flush=True)
