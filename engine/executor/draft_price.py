@@ -1,10 +1,13 @@
 """What a draft model or head costs beside the model that it drafts for."""
 
+from math import prod
+
 import torch
 
 from engine.models.decoder import Decoder
 from engine.models.heads.head import DraftHead
 from engine.models.spec import ModelSpec
+from engine.models.weights import decoder_tensors
 from engine.shared.config import EngineConfig
 
 _BITS = {"int8": 8, "int4": 4}
@@ -39,34 +42,10 @@ def weights_of_token(spec: ModelSpec, num_logits: int | None = None) -> int:
 
     `num_logits`: tokens that get logits, if not all.
     """
-    attention = 2 * spec.hidden_size * (spec.query_size + spec.kv_size)
-    latent = spec.latent
-    if latent is not None:
-        attention = _latent_weights(spec)
-    mlps = sum(_mlp_width(spec, layer) for layer in range(spec.num_layers))
-    return (
-        spec.num_layers * attention
-        + 3 * spec.hidden_size * mlps
-        + spec.hidden_size * (num_logits or spec.vocab_size)
+    used = 1.0 if spec.moe is None else spec.moe.experts_per_token / spec.moe.num_experts
+    in_layers = sum(
+        prod(shape) * (used if ".experts." in name else 1)
+        for name, shape in decoder_tensors(spec).items()
+        if name.startswith("model.layers.") and len(shape) > 1
     )
-
-
-def _mlp_width(spec: ModelSpec, layer: int) -> int:
-    """Return the inner width of all MLPs that a token goes through in a layer."""
-    moe = spec.moe
-    if moe is None or not moe.layers[layer]:
-        return spec.intermediate_size
-    return moe.experts_per_token * moe.intermediate_size + moe.shared_size
-
-
-def _latent_weights(spec: ModelSpec) -> int:
-    """Return the weights of one layer's multi-head latent attention."""
-    latent = spec.latent
-    assert latent is not None
-    query_size = spec.num_heads * (latent.plain_size + latent.rotated_size)
-    queries = spec.hidden_size * query_size
-    if latent.query_rank is not None:
-        queries = latent.query_rank * (spec.hidden_size + query_size)
-    keys = spec.hidden_size * (latent.rank + latent.rotated_size)
-    values = latent.rank * spec.num_heads * (latent.plain_size + latent.value_size)
-    return queries + keys + values + spec.num_heads * latent.value_size * spec.hidden_size
+    return round(in_layers) + spec.hidden_size * (num_logits or spec.vocab_size)
