@@ -94,7 +94,7 @@ def _fork_when_asked(connection: socket.socket) -> Sequence[int]:
             os._exit(0)
         threads = len(list(Path("/proc/self/task").iterdir()))
         if threads == 1:
-            pid = _fork()
+            pid = fork_orphan()
             if not pid:
                 return descriptors
             answer = Answer(pid) if pid > 0 else Answer(refusal="it cannot be forked")
@@ -106,7 +106,7 @@ def _fork_when_asked(connection: socket.socket) -> Sequence[int]:
             connection.send(msgspec.msgpack.encode(answer))
 
 
-def _fork() -> int:
+def fork_orphan() -> int:
     """Fork a process that is no child of this one; return 0 in it, here its id, or -1.
 
     The process between the two ends at once, so that the kernel gives its child to the nearest

@@ -11,7 +11,6 @@ are loaded is the template's. Tests about how processes start have the fixture `
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import socket
@@ -23,6 +22,8 @@ from pathlib import Path
 from subprocess import Popen  # also where a test puts another class in its place
 from typing import Any, NamedTuple
 from unittest import mock
+
+from server.fleet.forking.forked_process import taking_in_orphans
 
 ROOT = Path(__file__).parents[2]
 SWELL = str(Path(sys.executable).with_name("swell"))
@@ -44,7 +45,6 @@ FREE_NUMBERS = 512
 
 _SETTLED_BY_EXEC = ("PYTHON", "LD_")
 """Variables whose names begin so are read before a program is: a fork would come too late."""
-_SET_CHILD_SUBREAPER = 36
 _LONGEST_ANSWER = 64
 
 
@@ -134,7 +134,7 @@ class ForkExec:
             # The template ends the process between itself and the new one, whose parent is then
             # the nearest process above that takes in orphans.
             try:
-                with _taking_in_orphans():
+                with taking_in_orphans():
                     socket.send_fds(self._connection, [json.dumps(wish).encode()], descriptors)
                     answer = self._connection.recv(_LONGEST_ANSWER)
             except BaseException:  # of a signal's handler, say: the answer would be the next one's
@@ -142,7 +142,7 @@ class ForkExec:
                 self._connection = None
                 raise
         if not answer:
-            raise OSError("the template has died")
+            raise OSError("the template has died, or could not fork")
         return int(answer)
 
 
@@ -159,16 +159,6 @@ def _program(arguments: Sequence[str]) -> str:
 def _settled(environment: Any) -> dict[str, str]:
     settled = {k: v for k, v in environment.items() if k.startswith(_SETTLED_BY_EXEC)}
     return {k: v for k, v in settled.items() if k != "PYTHONPATH"}  # the template looks at it
-
-
-@contextlib.contextmanager
-def _taking_in_orphans() -> Iterator[None]:
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def _begin() -> tuple[socket.socket, "Popen[bytes]"]:

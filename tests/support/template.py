@@ -17,6 +17,7 @@ from pathlib import Path
 import setproctitle
 
 from engine.executor.environment import settle_environment
+from engine.shared.template import fork_orphan
 from tests.support.forking import FREE_NUMBERS, PARENTS, SWELL, Wish, fork_from_now_on
 
 _PRELOADED = (
@@ -41,19 +42,12 @@ def _serve(connection: socket.socket) -> tuple[Wish, Sequence[int]] | None:
         data, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_WISH, _MOST_DESCRIPTORS)
         if not data:
             return None
-        told, tells = os.pipe()
-        between = os.fork()
-        if not between:
-            pid = os.fork()
-            if not pid:
-                for each in (told, tells, connection.detach()):
-                    os.close(each)
-                return Wish(*json.loads(data)), descriptors
-            os.write(tells, b"%d" % pid)
-            os._exit(0)
-        os.waitpid(between, 0)
-        connection.send(os.read(told, 64))
-        for each in (told, tells, *descriptors):
+        pid = fork_orphan()
+        if not pid:
+            connection.close()
+            return Wish(*json.loads(data)), descriptors
+        connection.send(b"%d" % pid if pid > 0 else b"")
+        for each in descriptors:
             os.close(each)
 
 
