@@ -23,6 +23,9 @@ from server.fleet.holder import Program
 
 logger = logging.getLogger(__name__)
 
+LOAD_TIMEOUT = 60.0
+"""Seconds in which a template has to load; to load the libraries twice is better than to wait."""
+
 ANSWER_TIMEOUT = 5.0
 """Seconds in which a template has to fork; the supervisor does nothing else meanwhile."""
 
@@ -96,7 +99,12 @@ class Template:
         Raises:
             OSError: the process cannot be created.
         """
-        await self._decided.wait()
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT):
+                await self._decided.wait()
+        except TimeoutError:
+            logger.warning("%s loads its libraries itself: a template takes too long", program.name)
+            self._give_up()
         if self._usable:
             try:
                 child = await self._fork(program.name)

@@ -187,6 +187,23 @@ def test_what_cannot_be_forked_loads_its_libraries_itself(tmp_path: Path, loaded
     play(run)
 
 
+def test_a_template_that_does_not_load_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.fleet.forking.template.LOAD_TIMEOUT", 0.3)
+    place = Place(tmp_path, NEVER)
+
+    async def run() -> None:
+        template = await place.template()
+        children = await asyncio.gather(place.start(template, 1), place.start(template, 2))
+        assert [each[0] for each in await place.details(2)] == ["False", "False"]
+        await until_async(lambda: not template.pid, "it has ended")
+        await template.close()
+        await end(*children)
+
+    play(run)
+
+
 def test_after_a_template_was_killed_processes_are_started_without_it(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
