@@ -21,7 +21,13 @@ from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.stages import divide_layers
-from engine.models.settings import compute_types, fits_caches, model_length, open_checkpoint
+from engine.models.settings import (
+    compute_types,
+    fits_caches,
+    model_length,
+    open_checkpoint,
+    quantization,
+)
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.shared.config import EngineConfig, LoraConfig, ModelConfig, ParallelConfig
 from engine.shared.cpu.machine import usable_cores
@@ -109,7 +115,7 @@ def load_model(
         place=place,
         shard=shard,
         stage=stages[stage],
-        quantization=settings.quantization,
+        quantization=quantization(settings, types, device=device, is_alone=is_alone),
         batch_invariant=is_invariant,
         adapters=adapter_room(config.lora),
         balance=balance,

@@ -9,7 +9,8 @@ import torch
 from engine.models.attention.kv_format import KvCacheDtype, KvFormat, kv_format
 from engine.models.formats.checkpoint import Checkpoint, DummyCheckpoint, SafetensorsCheckpoint
 from engine.models.formats.gguf.checkpoint import GgufCheckpoint
-from engine.models.products.processor import float32_is_faster
+from engine.models.loading.products import Quantization
+from engine.models.products.processor import float32_is_faster, has_16_bit_kernels
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import decoder_tensors
 from engine.shared.config import ModelConfig
@@ -84,6 +85,20 @@ def compute_types(
     if device.type == "cpu" and float32_is_faster() and fits_caches(spec):
         return own._replace(activations=torch.float32)
     return own
+
+
+def quantization(
+    config: ModelConfig, types: ComputeTypes, *, device: torch.device, is_alone: bool = True
+) -> Quantization | None:
+    """Return what is set; else whether weights stored in 4 bits stay so.
+
+    They do where products of expanded ones are slower for any number of rows, as oneDNN has none
+    of 16 bits, unless a type for them is set.
+    """
+    if config.quantization is not None or config.dtype != "auto" or not is_alone:
+        return config.quantization
+    in_16_bits = device.type == "cpu" and types.activations.itemsize == 2
+    return "stored" if in_16_bits and not has_16_bit_kernels() else None
 
 
 def model_length(spec: ModelSpec, config: ModelConfig) -> int:

@@ -18,8 +18,9 @@ from engine.models.products.int8 import prepare_int8
 from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
 from engine.models.products.row_blocks import RowBlocks, probe_rows
 
-Quantization = Literal["int8", "int4"]
-"""What weights are rounded to as they are loaded."""
+Quantization = Literal["int8", "int4", "stored"]
+"""What weights are rounded to as they are loaded; stored: none are, but those that the checkpoint
+has in 4 bits stay so."""
 
 
 class ProductLoader:
@@ -81,12 +82,12 @@ class ProductLoader:
             packed = self._stored_mxfp4(list(names))
             if packed is not None:
                 return Mxfp4Linear(packed, added, self.dtype)
-        if self._quantization != "int4":
+        if self._quantization not in ("int4", "stored"):
             return self.prepare(self.fused(list(names)), added)
         weights = self._stored_int4(list(names))
         if weights is None:
             whole = self.fused(list(names))
-            weights = quantized(whole)
+            weights = quantized(whole) if self._quantization == "int4" else None
             if weights is None or not fits_int4(weights):
                 return self.prepare(whole, added)
         return Int4Linear(weights, added, self.dtype)

@@ -1,8 +1,8 @@
 """Products with 4-bit weights on processors: a scale and a zero point for each group of inputs.
 
 Weights take a quarter of the memory of 16 bits. For one or a few rows that is also faster, as
-reading the weights is what takes the time; but torch's product takes as long for each further row,
-so that prompts are computed two to four times as slowly (docs/models.md has figures).
+reading the weights is what takes the time. As torch's product takes as long for each further row,
+weights are expanded for many rows (docs/models.md has figures).
 """
 
 from typing import NamedTuple
@@ -10,14 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.models.products.int4_expanded import MIDDLE, ExpandedInt4, pack, packed_block
+from engine.models.products.processor import float32_is_faster
+
 _GROUPS = (128, 64, 32)
 """Inputs per group that dense weights are quantized in, whichever divides the inputs first."""
 _KNOWN_GROUPS = (32, 64, 128, 256)
 """Inputs per group that torch's product takes."""
 _OUTPUTS = 16
 """Outputs come in multiples of it."""
-_MIDDLE = 8.0
-"""What torch's product takes off every code."""
+_MANY_ROWS = 65
+"""Rows from which weights are expanded: more than are computed at once where no row may depend on
+how many there are (`engine.models.products.row_blocks`)."""
 _LARGEST = 15
 _SMALLEST_RANGE = 1e-30
 
@@ -40,22 +44,30 @@ class Int4Weights(NamedTuple):
 class Int4Linear:
     """A matrix product with 4-bit weights; activations come and go in their own 16-bit type."""
 
-    __slots__ = ("_bias", "_group", "_packed", "_scales")
+    __slots__ = ("_bias", "_expanded", "_group", "_packed", "_scales")
 
     def __init__(self, weights: Int4Weights, bias: Tensor | None, dtype: torch.dtype) -> None:
         """Pack weights for which `fits_int4` holds; the caller drops the original."""
         self._group = weights.codes.shape[1] // weights.scales.shape[1]
-        self._packed: Tensor = torch._convert_weight_to_int4pack_for_cpu(weights.codes.int(), 1)
-        offsets = (_MIDDLE - weights.zeros) * weights.scales
+        self._packed = pack(weights.codes)
+        offsets = (MIDDLE - weights.zeros) * weights.scales
         self._scales = torch.stack((weights.scales.T, offsets.T), dim=2).to(dtype).contiguous()
         self._bias = bias
+        block = packed_block(len(weights.codes))
+        self._expanded = None
+        if block is not None:
+            compute_type = torch.float32 if float32_is_faster() else dtype
+            self._expanded = ExpandedInt4(self._packed, self._scales, block, compute_type)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
-        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.contiguous(), self._packed, self._group, self._scales
-        )
-        return product if self._bias is None else product.add_(self._bias)
+        if self._expanded is not None and len(x) >= _MANY_ROWS:
+            product = self._expanded(x)
+        else:
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x.contiguous(), self._packed, self._group, self._scales
+            )
+        return (product if self._bias is None else product.add_(self._bias)).to(x.dtype)
 
 
 def joined(parts: list[Int4Weights]) -> Int4Weights | None:

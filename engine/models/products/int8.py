@@ -4,48 +4,38 @@ Both are rounded to symmetric integers, weights once at load and activations at 
 token by its own largest value. So a token's result does not depend on its neighbours in the batch.
 oneDNN's product takes unsigned activations: they are stored with a zero point added, which it
 takes away again. x86 processors without products of four 8-bit pairs (VNNI) add two pairs in 16
-bits, which 8-bit activations overflow: there activations have 7 bits.
+bits, which overflow: there activations stay floats (`engine.models.products.int8_weights`).
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.models.products.dense import Linear
+from engine.models.products.int8_weights import Int8WeightLinear
 from engine.models.products.processor import has_16_bit_kernels
 from engine.models.products.row_padding import pad_rows
 
-_LARGEST_WEIGHT = 127.0
+_LARGEST = 127
+_ZERO_POINT = 128
+"""What is added to the integers of activations."""
 _SMALLEST_RANGE = 1e-30
 """Rows whose largest value is below are as good as zero."""
 _TOLERANCE = 0.05
-"""Maximum relative error of a product that is right; rounding costs 0.01 with activations of 8
-bits and 0.02 with 7."""
-
-
-class ActivationRange(NamedTuple):
-    """How activations are stored as unsigned integers."""
-
-    largest: int
-    """The integer of a token's largest value, before the zero point is added."""
-    zero_point: int
-
-
-EIGHT_BITS = ActivationRange(127, 128)
-SEVEN_BITS = ActivationRange(63, 64)
+"""Maximum relative error of a product that is right; rounding costs 0.01."""
 
 
 @cache
-def activation_range() -> ActivationRange:
-    """Return the finest range whose products do not overflow on this processor.
+def takes_8_bit_activations() -> bool:
+    """Return whether sums of products of 8-bit integers do not overflow on this processor.
 
     Raises:
         RuntimeError, AttributeError: this build of torch has no such product.
     """
     width = 64
-    weight = torch.full((8, width), int(_LARGEST_WEIGHT), dtype=torch.int8)
-    largest = EIGHT_BITS.largest + EIGHT_BITS.zero_point
+    weight = torch.full((8, width), _LARGEST, dtype=torch.int8)
+    largest = _LARGEST + _ZERO_POINT
     product: Tensor = torch.ops.onednn.qlinear_pointwise.default(
         torch.full((1, width), largest, dtype=torch.uint8),
         1.0,
@@ -61,8 +51,7 @@ def activation_range() -> ActivationRange:
         [],
         "",
     )
-    is_exact = bool((product == largest * _LARGEST_WEIGHT * width).all())
-    return EIGHT_BITS if is_exact else SEVEN_BITS
+    return bool((product == largest * _LARGEST * width).all())
 
 
 class Int8Unsupported(ValueError):
@@ -76,42 +65,39 @@ class Int8Linear:
         "_bias",
         "_num_weights",
         "_product",
-        "_range",
         "_result_type",
         "_scales",
         "_weight",
         "_zero_points",
     )
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Quantize and pack a dense [out, in] weight; the caller drops the original.
+    def __init__(
+        self, integers: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """Pack a weight: integers int8 [out, in], scales float32 [out], for activations of a type.
 
         Raises:
             RuntimeError, AttributeError: this build of torch has no such product.
         """
-        scales = weight.abs().amax(dim=1).float().clamp_min_(_SMALLEST_RANGE) / _LARGEST_WEIGHT
-        integers = (weight / scales.unsqueeze(1)).round_().to(torch.int8)
         self._weight = torch.ops.onednn.qlinear_prepack(integers, None)
-        self._num_weights = weight.numel()
+        self._num_weights = integers.numel()
         self._scales = scales
-        self._zero_points = torch.zeros(weight.shape[0], dtype=torch.int64)
+        self._zero_points = torch.zeros(len(integers), dtype=torch.int64)
         self._bias = bias
-        self._range = activation_range()
-        is_bfloat16 = weight.dtype == torch.bfloat16 and has_16_bit_kernels()
+        is_bfloat16 = dtype == torch.bfloat16 and has_16_bit_kernels()
         self._result_type = torch.bfloat16 if is_bfloat16 else torch.float32
         self._product = torch.ops.onednn.qlinear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         largest = x.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_SMALLEST_RANGE)
-        limit, zero_point = self._range
-        shifted = x.to(torch.float32, copy=True).mul_(limit / largest).add_(zero_point + 0.5)
+        shifted = x.to(torch.float32, copy=True).mul_(_LARGEST / largest).add_(_ZERO_POINT + 0.5)
         # Cutting off the half that was added rounds to the nearest.
         rows = pad_rows(shifted.to(torch.uint8), self._num_weights)
         product: Tensor = self._product(
             rows,
             1.0,
-            zero_point,
+            _ZERO_POINT,
             self._weight,
             self._scales,
             self._zero_points,
@@ -123,7 +109,7 @@ class Int8Linear:
             [],
             "",
         )[: len(x)]
-        product.mul_(largest.mul_(1.0 / limit))
+        product.mul_(largest.mul_(1.0 / _LARGEST))
         if self._bias is not None:
             product.add_(self._bias)
         return product.to(x.dtype)
@@ -132,8 +118,16 @@ class Int8Linear:
 _checked: set[tuple[torch.dtype, int, int]] = set()
 
 
-def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [out, in] as integers int8 [out, in] and scales float32 [out]."""
+    scales = weight.abs().amax(dim=1).float().clamp_min_(_SMALLEST_RANGE) / _LARGEST
+    return (weight / scales.unsqueeze(1)).round_().to(torch.int8), scales
+
+
+def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Return the product with quantized weights; each type and shape is tried once.
+
+    Weights are dense [out, in]; the caller drops the original.
 
     Raises:
         Int8Unsupported: the weights are not on the CPU, or its product is missing or wrong.
@@ -142,7 +136,10 @@ def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
         raise Int8Unsupported("--quantization int8 is for models on the CPU (--device cpu)")
     key = (weight.dtype, weight.shape[0], weight.shape[1])
     try:
-        linear = Int8Linear(weight, bias)
+        integers, scales = rounded(weight)
+        linear: Linear = Int8WeightLinear(integers, scales, bias)
+        if takes_8_bit_activations():
+            linear = Int8Linear(integers, scales, bias, weight.dtype)
         if key not in _checked:
             _check(linear, weight, bias)
             _checked.add(key)
@@ -153,7 +150,7 @@ def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
     return linear
 
 
-def _check(linear: Int8Linear, weight: Tensor, bias: Tensor | None) -> None:
+def _check(linear: Linear, weight: Tensor, bias: Tensor | None) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, weight.shape[1], generator=generator).to(weight.dtype)
     expected = x.float() @ weight.float().T

@@ -25,11 +25,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         "Type of weights and activations; auto: the checkpoint's, or float32 for a small model "
-        "on a CPU that multiplies float32 faster.",
+        "on a CPU that multiplies float32 faster; weights that are stored in 4 bits stay so on x86 "
+        "CPUs with AVX2 alone.",
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,
-        "Quantization of linear layers on the CPU. int8: weights and activations in 8 bits; "
+        "Quantization of linear layers on the CPU. int8: weights in 8 bits, and activations where "
+        "the CPU multiplies both exactly; "
         "int4: weights in 4 bits, the least memory; default: none, quantized checkpoints are "
         "expanded to --dtype.",
     ] = None

@@ -20,6 +20,7 @@ from engine.models.products.int4 import (
     quantized,
     require_int4,
 )
+from engine.models.products.int4_expanded import MIDDLE, ExpandedInt4, pack, packed_block
 from engine.models.settings import ComputeTypes
 from tests.engine.quantized_files import dense
 
@@ -34,17 +35,39 @@ def _weights(outputs: int, inputs: int, groups: int) -> Int4Weights:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize("outputs", [48, 192])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_error_is_that_of_16_bits(dtype: torch.dtype, rows: int, biased: bool) -> None:
-    weights = _weights(48, 192, 3)
+def test_the_error_is_that_of_16_bits(
+    dtype: torch.dtype, rows: int, outputs: int, biased: bool
+) -> None:
+    weights = _weights(outputs, 192, 3)
     x = torch.randn(rows, 192).to(dtype)
-    bias = torch.randn(48).to(dtype) if biased else None
+    bias = torch.randn(outputs).to(dtype) if biased else None
     result = Int4Linear(weights, bias, dtype)(x)
     assert result.dtype == dtype
     expected = torch.nn.functional.linear(
         x.float(), dense(weights), None if bias is None else bias.float()
     )
     assert (result.float() - expected).norm() / expected.norm() < 0.006
+
+
+@pytest.mark.parametrize("compute_type", [torch.float32, torch.bfloat16])
+def test_expanded_weights_are_those_that_were_packed(compute_type: torch.dtype) -> None:
+    outputs, inputs = 64 * 40, 512  # more than are expanded at once
+    weights = _weights(outputs, inputs, 4)
+    offsets = (MIDDLE - weights.zeros) * weights.scales
+    scales = torch.stack((weights.scales.T, offsets.T), dim=2)
+    block = packed_block(outputs)
+    assert block is not None
+    product = ExpandedInt4(pack(weights.codes), scales, block, compute_type)
+    identity = torch.eye(inputs, dtype=compute_type)
+    expected = dense(weights).T.to(compute_type)
+    assert torch.allclose(product(identity), expected, atol=1e-6, rtol=2**-7)
+
+
+def test_outputs_that_are_no_whole_blocks_are_not_expanded() -> None:
+    assert packed_block(16) is None
+    assert packed_block(64 + 16) is None
 
 
 @pytest.mark.parametrize("inputs", [32, 64, 96, 384])

@@ -15,6 +15,7 @@ from engine.models.hf_config import read_spec
 from engine.models.moe import Expert
 from engine.models.parallel.tensors import Cut
 from engine.models.products.int8 import Int8Linear
+from engine.models.products.int8_weights import Int8WeightLinear
 from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
 from engine.models.spec import UnsupportedModel
 from tests.engine.fixtures import LoadDriver, SaveModel
@@ -94,9 +95,10 @@ def test_experts_stay_packed(
     assert held == sum(tensor.nbytes for tensor in stored)
 
 
-def test_int8_computes_experts_in_integers(checkpoint: SaveModel, driver: LoadDriver) -> None:
+def test_int8_rounds_experts(checkpoint: SaveModel, driver: LoadDriver) -> None:
     engine = driver(checkpoint("gpt-oss-mxfp4").directory, quantization="int8", dtype="bfloat16")
-    assert all(isinstance(each._down, Int8Linear) for each in experts(engine))
+    kinds = Int8Linear, Int8WeightLinear
+    assert all(isinstance(each._down, kinds) for each in experts(engine))
 
 
 def test_blocks_that_do_not_fit_their_scales_are_refused_by_name(

@@ -1,0 +1,68 @@
+"""What weights become as they are loaded, by the settings and the processor."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from engine.executor.loading import load_model
+from engine.models import settings
+from engine.models.products.int4 import Int4Linear
+from engine.models.settings import ComputeTypes, quantization
+from engine.shared.config import EngineConfig, ModelConfig
+from tests.engine.fixtures import SaveModel
+from tests.engine.gguf_files import write_gguf
+
+BF16, F32 = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def without_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no processor's products of 16 bits, and no model so small that float32 is faster."""
+    monkeypatch.setattr(settings, "has_16_bit_kernels", lambda: False)
+    monkeypatch.setattr(settings, "_CACHED_WEIGHTS", 0)
+
+
+def chosen(types: torch.dtype = BF16, device: torch.device = CPU, **model: Any) -> str | None:
+    is_alone = model.pop("is_alone", True)
+    computed = ComputeTypes(types, types)
+    return quantization(ModelConfig(**model), computed, device=device, is_alone=is_alone)
+
+
+@pytest.mark.usefixtures("without_16_bits")
+def test_stored_4_bits_are_kept_unless_a_type_is_set_or_they_are_cut() -> None:
+    assert chosen() == "stored"
+    assert chosen(quantization="int8") == "int8"
+    assert chosen(F32) is None
+    assert chosen(dtype="bfloat16") is None
+    assert chosen(device=torch.device("cuda")) is None
+    assert chosen(is_alone=False) is None
+
+
+def test_stored_4_bits_are_expanded_where_16_bits_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "has_16_bit_kernels", lambda: True)
+    assert chosen() is None
+
+
+@pytest.mark.usefixtures("without_16_bits")
+@pytest.mark.parametrize(("kind", "kept"), [(Kind.Q4_1, True), (Kind.Q8_0, False)])
+def test_a_file_with_4_bits_is_served_with_them(
+    kind: Kind, kept: bool, checkpoint: SaveModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, checkpoint("llama").directory, "llama", kind)
+    products = {}
+    for dtype in ("auto", "bfloat16"):
+        config = EngineConfig(model=ModelConfig(model=str(path), dtype=dtype))
+        model = load_model(config, CPU, lambda _: None).model
+        assert model.dtype == BF16
+        products[dtype] = model._weights.layers[1].attention.output
+    assert isinstance(products["auto"], Int4Linear) is kept
+    assert not isinstance(products["bfloat16"], Int4Linear)
+    x = torch.randn(5, 64).bfloat16()
+    with torch.inference_mode():
+        kept_in_4_bits, expanded = (product(x).float() for product in products.values())
+    assert (kept_in_4_bits - expanded).norm() < 0.01 * expanded.norm()
