@@ -38,7 +38,7 @@ from engine.executor.worker import GROUP_TIMEOUT
 from engine.grammar.masks import GrammarTable
 from engine.lora.store import AdapterStore
 from engine.models.adapters import NO_ADAPTER, AdapterRows, AdapterWeights
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.hf_config import read_spec
 from engine.models.parallel.balance import ExpertBalance

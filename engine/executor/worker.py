@@ -43,7 +43,7 @@ from engine.executor.team_messages import (
     WorkerLaunch,
 )
 from engine.models.adapters import AdapterRows, LowRank
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
 from engine.models.loading.decoder import DecoderLoader, Shard
 from engine.models.loading.mlps import GroupPlace

@@ -6,7 +6,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.models.attention.varlen import (
     CudaAttention,
     VarlenAttention,

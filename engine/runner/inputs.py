@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.runner.slots import SlotTable
 from engine.scheduler.batch import BatchPlan
 

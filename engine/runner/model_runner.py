@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.grammar.masks import Ends, GrammarTable
 from engine.models.adapters import AdapterRows, AdapterWeights
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.models.attention.varlen import to_device
 from engine.models.decoder import NO_TAPS, Decoder
 from engine.models.heads.head import DraftHead

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.models.adapters import AdapterRows
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.models.attention.varlen import to_device
 from engine.models.decoder import NO_TAPS, Decoder, FinalTokens, GroupTokens, StepTokens, Taps
 from engine.runner.inputs import BatchRows

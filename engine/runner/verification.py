@@ -5,7 +5,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.grammar.masks import Ends, GrammarTable
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.runner.inputs import BatchRows
 from engine.runner.sampler import Sampled
 from engine.runner.slots import SlotTable

@@ -32,11 +32,24 @@ class KeyWidths:
         self.alike = tuple(alike)
         self._is_alike = np.zeros(TILE, np.bool_)
         self._is_alike[[width % TILE for width in alike]] = True
+        self._unlike = np.cumsum(~self._is_alike[::FINE_STEP])
 
     def are_alike(self, keys: IntArray) -> npt.NDArray[np.bool_]:
         """Return which of these numbers of keys give the same bits as each other."""
         found: npt.NDArray[np.bool_] = self._is_alike[keys % TILE]
         return found
+
+    def are_all_alike(self, fewest: IntArray, most: IntArray) -> npt.NDArray[np.bool_]:
+        """Return whether all multiples of `FINE_STEP` between two numbers are alike."""
+        found: npt.NDArray[np.bool_] = self._num_unlike(most) == self._num_unlike(
+            fewest - FINE_STEP
+        )
+        return found
+
+    def _num_unlike(self, keys: IntArray) -> IntArray:
+        tiles, rest = keys // TILE, keys % TILE // FINE_STEP
+        num_unlike: IntArray = tiles * self._unlike[-1] + self._unlike[rest]
+        return num_unlike
 
 
 def find_widths(attend: Callable[[Tensor, int], Tensor]) -> KeyWidths | None:

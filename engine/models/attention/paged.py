@@ -5,7 +5,6 @@ token what its format (`kv_format`) makes of [parts, kv_heads, head_dim], with k
 part and values in the second, or one part that is both.
 """
 
-import logging
 from functools import partial
 from math import prod
 
@@ -13,34 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.attention.key_widths import (
-    PROBED_KEYS,
-    STEP,
-    TILE,
-    KeyWidths,
-    find_widths,
-)
+from engine.models.attention.agreement import Agreement, Ways
+from engine.models.attention.key_widths import KeyWidths
 from engine.models.attention.kv_format import KvFormat, PlainKv
 from engine.models.attention.plan import (
-    TOKENS_AT_ONCE,
     WHOLE_QUERIES,
     AttentionPlan,
     AttentionPlanner,
-    AttentionRows,
     LongRow,
     PaddedGroup,
     TokensOfRow,
 )
+from engine.models.attention.rows import AttentionRows
 from engine.models.layers import sigmoid, softcap
-from engine.models.products.processor import has_matrix_unit, type_of_long_rows
-
-logger = logging.getLogger(__name__)
+from engine.models.products.processor import type_of_long_rows
 
 _GATHERED_BYTES = 1 << 20
 """Keys and values that each thread of a CPU gathers at once: half of a core's second-level cache,
 so that they are still there when they are attended to."""
-_PROBED_KEYS = (64, 192, 576)
-"""Keys for which ways to attend are compared: torch's operator takes 512 of them at a time."""
 _MAX_PLAIN_SCORES = 1 << 24
 """Scores that are held at once where no fused operator computes them."""
 
@@ -89,7 +78,9 @@ class PagedAttention:
         self._dtype = self._long_dtype if token_by_token else self._kv.dtype
         self._added_queries = 0
         self._device = device
-        widths = self._find_widths() if token_by_token else None
+        agreement = self._agreement()
+        widths = self._find_widths(agreement) if token_by_token else None
+        shares_calls = widths is not None and agreement.of_padded_rows(widths)
         self._planner = AttentionPlanner(
             heads_per_kv=self._group,
             dtype=self._dtype if token_by_token else dtype,
@@ -97,10 +88,19 @@ class PagedAttention:
             device=device,
             token_by_token=token_by_token,
             has_chunks=has_chunks,
-            one_product=token_by_token and widths is None and self._one_product_agrees(),
+            one_product=token_by_token and widths is None and agreement.of_one_product(),
             key_widths=widths,
+            shares_calls=shares_calls,
             first_key=first_key,
         )
+
+    def _agreement(self) -> Agreement:
+        ways = Ways(
+            by_token=partial(self._by_token, sinks=None),
+            in_one_product=partial(self._in_one_product, sinks=None),
+            in_padded_rows=self._in_padded_rows,
+        )
+        return Agreement(ways, self._heads, self._kept, self._dtype)
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
         """Group the rows of a step; `window` limits how far back a token looks."""
@@ -181,13 +181,10 @@ class PagedAttention:
     def _attend_padded(
         self, queries: Tensor, flat: Tensor, group: PaddedGroup, sinks: Tensor | None
     ) -> Tensor:
-        """Heads that share a KV head are folded into the query axis, so no key is repeated."""
-        rows, count, dim = group.num_rows, group.num_queries, self._head_dim
+        rows, count = group.num_rows, group.num_queries
         if sinks is not None:
             sinks = sinks.expand(-1, -1, count).flatten(1)
-        spread = queries.view(rows, count, self._kv_heads, self._group, dim)
-        folded = spread.permute(0, 2, 3, 1, 4).reshape(rows, self._kv_heads, -1, dim)
-        folded, sinks = self._whole(folded, sinks)
+        folded, sinks = self._whole(self._folded(queries, rows), sinks)
         blocks = group.blocks.view(rows, -1)
         at_once = self._rows_at_once(flat, blocks)
         held = flat.new_empty(at_once * blocks.shape[1], flat.shape[1])
@@ -196,28 +193,45 @@ class PagedAttention:
             wanted = blocks[first : first + at_once]
             kv = torch.index_select(flat, 0, wanted.view(-1), out=held[: wanted.numel()])
             kv = self._read(kv.view(len(wanted), -1, *self._row), self._dtype)
-            part = self._products(
-                folded[first : first + at_once],
-                kv[:, :, 0].transpose(1, 2),
-                kv[:, :, -1].transpose(1, 2),
-                sinks=sinks,
-                attn_mask=group.mask[first : first + at_once],
-            )
-            parts.append(part)
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        out = out[:, :, : self._group * count].reshape(rows, self._kv_heads, -1, count, dim)
-        return out.permute(0, 3, 1, 2, 4).reshape(rows * count, -1)
+            part = slice(first, first + at_once)
+            parts.append(self._from_folded(folded[part], kv, group.mask[part], sinks))
+        return self._unfolded(parts[0] if len(parts) == 1 else torch.cat(parts), count)
+
+    def _from_folded(
+        self, folded: Tensor, kv: Tensor, mask: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        keys, values = (kv[:, :, part].transpose(1, 2) for part in (0, -1))
+        return self._products(folded, keys, values, sinks=sinks, attn_mask=mask)
+
+    def _in_padded_rows(self, queries: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+        """Attend from as many tokens of each row to keys and values [rows, keys, ...]."""
+        rows, count, _ = mask.shape
+        folded, _ = self._whole(self._folded(queries, rows), None)
+        spread = mask.repeat(1, self._group, 1).unsqueeze(1)
+        return self._unfolded(self._from_folded(folded, kv, spread, None), count)
+
+    def _folded(self, queries: Tensor, rows: int) -> Tensor:
+        """Return queries [rows, kv_heads, group * queries, head_dim]: those of heads that share a
+        KV head lie side by side, so that no key is repeated."""
+        spread = queries.view(rows, -1, self._kv_heads, self._group, self._head_dim)
+        return spread.permute(0, 2, 3, 1, 4).reshape(rows, self._kv_heads, -1, self._head_dim)
+
+    def _unfolded(self, out: Tensor, count: int) -> Tensor:
+        """Return [rows * count, heads * head_dim], of so many queries of each row."""
+        shape = (len(out), self._kv_heads, self._group, count, self._head_dim)
+        spread = out[:, :, : self._group * count].reshape(shape)
+        return spread.permute(0, 3, 1, 2, 4).reshape(len(out) * count, -1)
 
     def _whole(self, folded: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return queries [.., queries, head_dim] and sinks [.., queries] with what is added to
         them, in the type that they are computed in."""
-        if not self._added_queries:
-            return folded.to(self._dtype), sinks
         *others, count, dim = folded.shape
-        shape = (*others, count + self._added_queries, dim)
-        padded = torch.zeros(shape, dtype=self._dtype, device=folded.device)
+        added = -count % WHOLE_QUERIES if self._added_queries else 0
+        if not added:
+            return folded.to(self._dtype), sinks
+        padded = torch.zeros((*others, count + added, dim), dtype=self._dtype, device=folded.device)
         padded[..., :count, :] = folded
-        return padded, None if sinks is None else F.pad(sinks, (0, self._added_queries))
+        return padded, None if sinks is None else F.pad(sinks, (0, added))
 
     def _attend_tokens(
         self, queries: Tensor, kv: Tensor, part: TokensOfRow, sinks: Tensor | None
@@ -262,66 +276,20 @@ class PagedAttention:
         parts = -(-gathered // (_GATHERED_BYTES * torch.get_num_threads()))
         return -(-rows // parts)
 
-    def _find_widths(self) -> KeyWidths | None:
+    def _find_widths(self, agreement: Agreement) -> KeyWidths | None:
         """Return the numbers of keys beside which tokens have the same bits in any company.
 
         If they have them only in a whole number of queries, that is how tokens are computed.
         """
         if self._dtype != torch.float32 or self._device.type != "cpu":
             return None  # rounding to 16 bits hides most of what differs
-        probe = self._new_probe(PROBED_KEYS)
         for added in {0: None, -self._group % WHOLE_QUERIES: None}:
             self._added_queries = added
-            widths = find_widths(partial(self._attend_at, probe))
-            if widths is not None and all(
-                self._agrees_for(probe, num_keys, count)
-                for num_keys in (*range(STEP, TILE, STEP), TILE + STEP, PROBED_KEYS)
-                for count in (WHOLE_QUERIES, STEP)
-            ):
+            widths = agreement.key_widths()
+            if widths is not None:
                 return widths
         self._added_queries = 0
         return None
-
-    def _one_product_agrees(self) -> bool:
-        """Whether `TOKENS_AT_ONCE` tokens in one product have the bits of each by itself."""
-        if self._dtype != torch.float32 and not has_matrix_unit():
-            return False
-        agrees = all(
-            self._agrees_for(self._new_probe(num_keys), num_keys, TOKENS_AT_ONCE)
-            for num_keys in _PROBED_KEYS
-        )
-        if not agrees:
-            logger.debug("attention: tokens of a prompt are not computed in one product")
-        return agrees
-
-    def _new_probe(self, num_keys: int) -> tuple[Tensor, Tensor]:
-        """Return queries of so many tokens, and their keys and values."""
-        generator = torch.Generator().manual_seed(0)
-        shapes = (self._heads, self._head_dim), self._kept
-        queries, kv = (
-            torch.randn(num_keys, *shape, generator=generator).to(self._dtype) for shape in shapes
-        )
-        return queries, kv
-
-    def _attend_at(self, probe: tuple[Tensor, Tensor], positions: Tensor, num_keys: int) -> Tensor:
-        queries, kv = probe
-        mask = self._probe_mask(positions, num_keys)[:, None, None]
-        return self._by_token(queries[positions], kv[:num_keys], mask, None)
-
-    def _probe_mask(self, positions: Tensor, num_keys: int) -> Tensor:
-        mask = torch.zeros(len(positions), num_keys, dtype=self._dtype)
-        return mask.masked_fill_(torch.arange(num_keys) > positions.unsqueeze(1), float("-inf"))
-
-    def _agrees_for(self, probe: tuple[Tensor, Tensor], num_keys: int, count: int) -> bool:
-        """Whether the last tokens have the same bits in one product, together and alone."""
-        queries, kv = probe
-        positions = torch.arange(num_keys - count, num_keys)
-        mask = self._probe_mask(positions, num_keys)
-        one = self._in_one_product(queries[positions], kv[:num_keys], mask, None)
-        alone = self._attend_at(probe, positions[:1], num_keys)
-        return torch.equal(one, self._attend_at(probe, positions, num_keys)) and torch.equal(
-            one[:1], alone
-        )
 
     def _attend_long(
         self, queries: Tensor, flat: Tensor, row: LongRow, sinks: Tensor | None

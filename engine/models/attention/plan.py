@@ -13,45 +13,21 @@ import torch
 from torch import Tensor
 
 from engine.models.attention.key_widths import FINE_STEP, STEP, KeyWidths
+from engine.models.attention.rows import (
+    SHORT_ROW,
+    AttentionRows,
+    IntArray,
+    by_length,
+    by_shape,
+    groups,
+)
 
-IntArray = npt.NDArray[np.int64]
-
-_SHORT_ROW = 64
-"""Rows of up to this many new tokens share groups; longer ones get a call of their own."""
-_FREE_PADDING = 4096
-"""Padded key positions below which splitting a group costs more than it saves."""
 TOKENS_AT_ONCE = 64
 """Maximum tokens of one such call, which bounds its memory."""
 _ONE_PRODUCT = 32
 """Tokens of a row from which on one product, padded to `TOKENS_AT_ONCE`, is faster than many."""
 WHOLE_QUERIES = 4
 """A multiple of so many queries is added up in one order by products that treat the last apart."""
-_MAX_SCORES = 1 << 22
-"""Maximum padded scores per head group, which bounds the mask of a group of short rows."""
-
-
-class AttentionRows(msgspec.Struct, frozen=True):
-    """The rows of one step, as attention needs them.
-
-    Row i attends from positions `starts[i]` to `starts[i] + counts[i] - 1`; its new tokens are
-    the batch's tokens from `first_token[i]` on.
-    """
-
-    starts: IntArray
-    counts: IntArray
-    first_token: IntArray
-    block_tables: npt.NDArray[np.int32]
-    """[rows, blocks]: unused entries may hold any valid block."""
-    block_size: int
-    other_tables: tuple[npt.NDArray[np.int32], ...] = ()
-    """The block tables of all groups of layers but the first, which are as large."""
-
-    def of_group(self, group: int) -> "AttentionRows":
-        """Return the rows with the block tables of a group of layers."""
-        if group == 0:
-            return self
-        tables = self.other_tables[group - 1]
-        return msgspec.structs.replace(self, block_tables=tables, other_tables=())
 
 
 class PaddedGroup(msgspec.Struct, frozen=True):
@@ -108,6 +84,7 @@ class AttentionPlanner:
         token_by_token: bool = False,
         one_product: bool = False,
         key_widths: KeyWidths | None = None,
+        shares_calls: bool = False,
         has_chunks: bool = False,
         first_key: int = 0,
     ) -> None:
@@ -116,13 +93,15 @@ class AttentionPlanner:
         `token_by_token` makes each token's result a function of its own position, keys and values
         alone, whatever else is in the step. `one_product` says that one product of
         `TOKENS_AT_ONCE` tokens keeps that, `key_widths` that one of any multiple of
-        `WHOLE_QUERIES` does, and between which numbers of keys nothing differs. `has_chunks` as in
-        `ModelSpec`. Positions before `first_key` hold nothing, and all tokens come behind them.
+        `WHOLE_QUERIES` does, and between which numbers of keys nothing differs; `shares_calls`
+        that one of a `PaddedGroup` does so, too. `has_chunks` as in `ModelSpec`. Positions before
+        `first_key` hold nothing, and all tokens come behind them.
         """
         self._has_chunks = has_chunks
         self._token_by_token = token_by_token
         self._one_product = one_product
         self._key_widths = key_widths
+        self._shares_calls = shares_calls
         self._first_key = first_key
         self._group = heads_per_kv
         self._dtype = dtype
@@ -137,8 +116,8 @@ class AttentionPlanner:
         last_block = (rows.starts + rows.counts - 1) // rows.block_size
         num_blocks = last_block - first_block + 1
         plan: AttentionPlan = []
-        for members in _groups(rows, num_blocks, self._group):
-            if len(members) == 1 and rows.counts[members[0]] > _SHORT_ROW:
+        for members in groups(rows, num_blocks, self._group):
+            if len(members) == 1 and rows.counts[members[0]] > SHORT_ROW:
                 row = int(members[0])
                 plan.append(
                     self._long_row(rows, row, int(first_block[row]), int(num_blocks[row]), window)
@@ -165,38 +144,67 @@ class AttentionPlanner:
     def _by_token(
         self, rows: AttentionRows, window: int | None
     ) -> Iterator[PaddedGroup | TokensOfRow]:
-        """Plan so that the shape of each token's product follows from its position alone.
+        """Plan so that each token gets the bits that it gets by itself.
 
-        Tokens share a call if they have equally many keys, in steps of `STEP`: decodes of all rows,
-        and neighbours within a row. Decodes also do so with other numbers that are alike.
+        The shape of its product follows from its position alone, or is one that gives the same
+        bits. Tokens share a call if they have equally many keys, in steps of `STEP`: decodes of all
+        rows, and neighbours within a row; or numbers of keys that are alike.
         """
+        yield from self._decode_groups(rows, window)
+        several = rows.counts > 1
+        if self._key_widths is not None and self._shares_calls and several.any():
+            members, blocks = self._alike_rows(rows, self._key_widths, window)
+            for group in by_shape(rows, members, blocks[1], self._group):
+                yield self._padded_group(rows, group, *blocks, window)
+            several[members] = False
+        for row in np.flatnonzero(several).tolist():
+            yield from self._neighbours(rows, row, window)
+
+    def _decode_groups(self, rows: AttentionRows, window: int | None) -> Iterator[PaddedGroup]:
         size = rows.block_size
-        step = max(1, STEP // size)
         single = np.flatnonzero(rows.counts == 1)
-        first, width = self._key_blocks(rows.starts[single], size, step, window)
+        first, width = self._key_blocks(rows.starts[single], size, max(1, STEP // size), window)
         if self._key_widths is not None:
-            step_here = max(1, FINE_STEP // size)
-            fine = self._key_blocks(rows.starts[single], size, step_here, window)[1]
+            fine_step = max(1, FINE_STEP // size)
+            fine = self._key_blocks(rows.starts[single], size, fine_step, window)[1]
             width = np.where(self._key_widths.are_alike(fine * size), fine, width)
         for members in self._sharing(width * size):
             for at in range(0, len(members), TOKENS_AT_ONCE):
                 part = members[at : at + TOKENS_AT_ONCE]
                 most = int(width[part].max())
                 yield self._decodes(rows, single[part], first[part], most, window)
-        for row in np.flatnonzero(rows.counts > 1).tolist():
-            positions = rows.starts[row] + np.arange(rows.counts[row])
-            first, width = self._key_blocks(positions, size, step, window)
-            ends = np.flatnonzero(np.diff(width * (rows.block_tables.shape[1] + step) + first)) + 1
-            seen, blocks = -1, self._tensor(rows.block_tables[row, :0])
-            for tokens in np.split(np.arange(len(positions)), ends):
-                begin = int(first[tokens[0]])
-                if begin != seen:
-                    most = int(width[first == begin].max())
-                    seen, blocks = begin, self._row_blocks(rows, row, begin, most)
-                for at in range(0, len(tokens), TOKENS_AT_ONCE):
-                    part = tokens[at : at + TOKENS_AT_ONCE]
-                    keys = begin, int(width[part[0]])
-                    yield self._tokens(rows, row, part, keys, blocks, window)
+
+    def _alike_rows(
+        self, rows: AttentionRows, widths: KeyWidths, window: int | None
+    ) -> tuple[IntArray, tuple[IntArray, IntArray]]:
+        """Return the short rows whose tokens all have numbers of keys that are alike, and of every
+        row the first block that it attends to and how many."""
+        size = rows.block_size
+        step = max(1, FINE_STEP // size)
+        first, fewest = self._key_blocks(rows.starts, size, step, window)
+        last, most = self._key_blocks(rows.starts + rows.counts - 1, size, step, window)
+        is_short = (rows.counts > 1) & (rows.counts <= SHORT_ROW)
+        is_alike = (first == last) & widths.are_all_alike(fewest * size, most * size)
+        return np.flatnonzero(is_short & is_alike), (first, most)
+
+    def _neighbours(
+        self, rows: AttentionRows, row: int, window: int | None
+    ) -> Iterator[TokensOfRow]:
+        size = rows.block_size
+        step = max(1, STEP // size)
+        positions = rows.starts[row] + np.arange(rows.counts[row])
+        first, width = self._key_blocks(positions, size, step, window)
+        ends = np.flatnonzero(np.diff(width * (rows.block_tables.shape[1] + step) + first)) + 1
+        seen, blocks = -1, self._tensor(rows.block_tables[row, :0])
+        for tokens in np.split(np.arange(len(positions)), ends):
+            begin = int(first[tokens[0]])
+            if begin != seen:
+                most = int(width[first == begin].max())
+                seen, blocks = begin, self._row_blocks(rows, row, begin, most)
+            for at in range(0, len(tokens), TOKENS_AT_ONCE):
+                part = tokens[at : at + TOKENS_AT_ONCE]
+                keys = begin, int(width[part[0]])
+                yield self._tokens(rows, row, part, keys, blocks, window)
 
     def _row_blocks(self, rows: AttentionRows, row: int, first: int, width: int) -> Tensor:
         logical = np.minimum(first + np.arange(width), rows.block_tables.shape[1] - 1)
@@ -208,7 +216,7 @@ class AttentionPlanner:
         if self._key_widths is not None:
             alike = self._key_widths.are_alike(keys)
             if alike.any():
-                yield from _by_length(np.flatnonzero(alike), keys[alike])
+                yield from by_length(np.flatnonzero(alike), keys[alike])
             rest = keys[~alike]
         for each in np.unique(rest) if len(rest) else ():
             yield np.flatnonzero(keys == each)
@@ -278,6 +286,8 @@ class AttentionPlanner:
     ) -> PaddedGroup:
         counts = rows.counts[members]
         num_queries, width = int(counts.max()), int(num_blocks[members].max())
+        if self._token_by_token:
+            num_queries = -(-num_queries // WHOLE_QUERIES) * WHOLE_QUERIES
         offsets = np.minimum(np.arange(num_queries), counts[:, None] - 1)
         tokens = (rows.first_token[members][:, None] + offsets).ravel()
         ragged = int(counts.sum()) != tokens.size
@@ -343,44 +353,3 @@ class AttentionPlanner:
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def _groups(rows: AttentionRows, num_blocks: IntArray, heads_per_kv: int) -> Iterator[IntArray]:
-    """Yield the rows (ascending) of each group: decodes by length, short rows by shape, others."""
-    counts = rows.counts
-    single = np.flatnonzero(counts == 1)
-    if len(single):
-        yield from _by_length(single, num_blocks[single] * rows.block_size)
-    if len(single) == len(counts):
-        return
-    for row in np.flatnonzero(counts > _SHORT_ROW):
-        yield np.array([row])
-    short = np.flatnonzero((counts > 1) & (counts <= _SHORT_ROW))
-    shape = _log2_up(counts[short]) * 64 + _log2_up(num_blocks[short])
-    for key in np.unique(shape):
-        members = short[shape == key]
-        scores = counts[members].max() * num_blocks[members].max() * rows.block_size * heads_per_kv
-        most = max(1, _MAX_SCORES // int(scores))
-        for first in range(0, len(members), most):
-            yield members[first : first + most]
-
-
-def _by_length(members: IntArray, lengths: IntArray) -> Iterator[IntArray]:
-    """Split so that no row is padded to more than twice its length, unless padding is cheap."""
-    if int(lengths.max()) * len(lengths) - int(lengths.sum()) <= _FREE_PADDING:
-        yield members
-        return
-    order = np.argsort(lengths, kind="stable")
-    ascending = lengths[order]
-    end = len(order)
-    while end:
-        longest = int(ascending[end - 1])
-        first = int(np.searchsorted(ascending, longest // 2, side="right"))
-        if longest * end - int(ascending[:end].sum()) <= _FREE_PADDING:
-            first = 0
-        yield np.sort(members[order[first:end]])
-        end = first
-
-
-def _log2_up(values: IntArray) -> IntArray:
-    return np.ceil(np.log2(values)).astype(np.int64)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.models.attention.paged import PagedAttention, beside_sinks
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 
 logger = logging.getLogger(__name__)
 

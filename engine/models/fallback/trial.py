@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import StepTokens
 from engine.models.fallback.attention import AttentionCalls, CannotAttend
 from engine.models.fallback.decoder import FallbackDecoder, TransformersModel

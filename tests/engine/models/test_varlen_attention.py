@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.models.attention.paged import PagedAttention
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.models.attention.varlen import CudaAttention, VarlenAttention, kernel_window
 from tests.engine.plain_kernel import plain_kernel
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.models.attention.paged import PagedAttention
-from engine.models.attention.plan import AttentionRows
+from engine.models.attention.rows import AttentionRows
 from engine.models.products.dense import prepare_linear
 from engine.models.products.row_blocks import SIZES, RowBlocks, probe_rows
 from engine.models.spec import UnsupportedModel
@@ -205,3 +205,7 @@ def test_tokens_attend_in_one_product_with_the_bits_of_each_by_itself(
     decodes = (3, 64, 190, 192, 255, 300, 383, 400, 511, 512, 590)
     together = attend(*((position, 1) for position in decodes), (100, 30))
     assert torch.equal(together[: len(decodes)], whole[list(decodes)])
+    prompts = ((0, 9), (0, 2), (5, 40), (7, 9), (60, 20), (130, 63), (500, 30), (536, 64), (3, 1))
+    together = attend(*prompts)
+    tokens = torch.cat([torch.arange(start, start + count) for start, count in prompts])
+    assert torch.equal(together, whole[tokens])

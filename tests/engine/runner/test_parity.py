@@ -168,7 +168,7 @@ def test_batch_of_mixed_lengths_equals_each_alone(
 def test_lengths_far_apart_are_split_into_groups(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.models.attention.plan._FREE_PADDING", 32)
+    monkeypatch.setattr("engine.models.attention.rows._FREE_PADDING", 32)
     model = checkpoint("mistral-window")
     engine = driver(model.directory)
     lengths = [200, 3, 90, 10, 45]

@@ -1,0 +1,138 @@
+"""Finds out in which ways of attending a token gets the same bits as by itself.
+
+torch's operators choose by the shapes in which order they add up. No document says how, and it
+differs between processors, so ways to attend are compared on random numbers when a model is loaded.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.models.attention.key_widths import (
+    PROBED_KEYS,
+    STEP,
+    TILE,
+    KeyWidths,
+    find_widths,
+)
+from engine.models.attention.plan import TOKENS_AT_ONCE, WHOLE_QUERIES
+from engine.models.products.processor import has_matrix_unit
+
+logger = logging.getLogger(__name__)
+
+_KEYS_OF_ONE_PRODUCT = (64, 192, 576)
+"""Keys for which one product is compared: torch's operator takes 512 of them at a time."""
+
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From queries [tokens, heads, head_dim], keys with values and a mask that is added to the scores
+to [tokens, heads * head_dim]."""
+
+
+class Ways(NamedTuple):
+    """Ways for several tokens to attend in one call."""
+
+    by_token: Way
+    """Each by itself: to [keys, parts, kv_heads, head_dim], with a mask [tokens, 1, 1, keys]."""
+    in_one_product: Way
+    """With as many queries as are in the mask, [queries, keys]."""
+    in_padded_rows: Way
+    """As many of each row, to [rows, keys, ...], with a mask [rows, queries, keys]."""
+
+
+class _Probe(NamedTuple):
+    queries: Tensor
+    kv: Tensor
+
+
+class Agreement:
+    """Compares ways to attend for one shape of heads."""
+
+    def __init__(
+        self, ways: Ways, num_heads: int, kept: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """Prepare to compare, in a type; `kept` is the shape of a token's keys and values."""
+        self._ways = ways
+        self._num_heads = num_heads
+        self._kept = kept
+        self._dtype = dtype
+
+    def key_widths(self) -> KeyWidths | None:
+        """Return the numbers of keys beside which tokens have the same bits by themselves and in
+        one product of any multiple of `WHOLE_QUERIES`; None if there are none."""
+        probe = self._probe(PROBED_KEYS)
+        widths = find_widths(partial(self._each, probe))
+        if widths is not None and all(
+            self._is_equal(probe, num_keys, count)
+            for num_keys in (*range(STEP, TILE, STEP), TILE + STEP, PROBED_KEYS)
+            for count in (WHOLE_QUERIES, STEP)
+        ):
+            return widths
+        return None
+
+    def of_padded_rows(self, widths: KeyWidths) -> bool:
+        """Whether tokens of rows that are padded to one shape have the bits of each by itself."""
+        probe = self._probe(TILE)
+        middle = widths.alike[len(widths.alike) // 2]
+        agrees = all(
+            self._is_equal_in_rows(probe, num_keys, count)
+            for num_keys in {widths.alike[0], middle, TILE}
+            for count in {WHOLE_QUERIES, min(STEP, num_keys)}
+        )
+        if not agrees:
+            logger.debug("attention: short prompts are computed one by one")
+        return agrees
+
+    def of_one_product(self) -> bool:
+        """Whether `TOKENS_AT_ONCE` tokens in one product have the bits of each by itself."""
+        if self._dtype != torch.float32 and not has_matrix_unit():
+            return False
+        agrees = all(
+            self._is_equal(self._probe(num_keys), num_keys, TOKENS_AT_ONCE)
+            for num_keys in _KEYS_OF_ONE_PRODUCT
+        )
+        if not agrees:
+            logger.debug("attention: tokens of a prompt are not computed in one product")
+        return agrees
+
+    def _probe(self, num_keys: int) -> _Probe:
+        """Return queries of so many tokens, and their keys and values."""
+        generator = torch.Generator().manual_seed(0)
+        shapes = (self._num_heads, self._kept[-1]), self._kept
+        return _Probe(
+            *(
+                torch.randn(num_keys, *shape, generator=generator).to(self._dtype)
+                for shape in shapes
+            )
+        )
+
+    def _mask(self, positions: Tensor, num_keys: int) -> Tensor:
+        mask = torch.zeros(len(positions), num_keys, dtype=self._dtype)
+        return mask.masked_fill_(torch.arange(num_keys) > positions.unsqueeze(1), float("-inf"))
+
+    def _each(self, probe: _Probe, positions: Tensor, num_keys: int) -> Tensor:
+        mask = self._mask(positions, num_keys)[:, None, None]
+        return self._ways.by_token(probe.queries[positions], probe.kv[:num_keys], mask)
+
+    def _is_equal(self, probe: _Probe, num_keys: int, count: int) -> bool:
+        """Whether the last tokens have the same bits in one product, together and alone."""
+        positions = torch.arange(num_keys - count, num_keys)
+        mask = self._mask(positions, num_keys)
+        one = self._ways.in_one_product(probe.queries[positions], probe.kv[:num_keys], mask)
+        alone = self._each(probe, positions[:1], num_keys)
+        return torch.equal(one, self._each(probe, positions, num_keys)) and torch.equal(
+            one[:1], alone
+        )
+
+    def _is_equal_in_rows(self, probe: _Probe, num_keys: int, count: int) -> bool:
+        """Whether the first tokens, some in the middle and the last ones have the same bits in
+        three rows as by themselves, beside more keys."""
+        each = torch.arange(count)
+        positions = torch.cat((each, num_keys // 2 + each // 2, num_keys - count + each))
+        kv = probe.kv[:num_keys].expand(3, -1, -1, -1, -1)
+        mask = self._mask(positions, num_keys).view(3, count, -1)
+        shared = self._ways.in_padded_rows(probe.queries[positions], kv, mask)
+        return torch.equal(shared, self._each(probe, positions, TILE))

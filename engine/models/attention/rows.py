@@ -1,0 +1,89 @@
+"""The rows of a step, and which of them are of similar shape."""
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+SHORT_ROW = 64
+"""Rows of up to this many new tokens share groups; longer ones get a call of their own."""
+_FREE_PADDING = 4096
+"""Padded key positions below which splitting a group costs more than it saves."""
+_MAX_SCORES = 1 << 22
+"""Maximum padded scores per head group, which bounds the mask of a group of short rows."""
+
+
+class AttentionRows(msgspec.Struct, frozen=True):
+    """The rows of one step, as attention needs them.
+
+    Row i attends from positions `starts[i]` to `starts[i] + counts[i] - 1`; its new tokens are
+    the batch's tokens from `first_token[i]` on.
+    """
+
+    starts: IntArray
+    counts: IntArray
+    first_token: IntArray
+    block_tables: npt.NDArray[np.int32]
+    """[rows, blocks]: unused entries may hold any valid block."""
+    block_size: int
+    other_tables: tuple[npt.NDArray[np.int32], ...] = ()
+    """The block tables of all groups of layers but the first, which are as large."""
+
+    def of_group(self, group: int) -> "AttentionRows":
+        """Return the rows with the block tables of a group of layers."""
+        if group == 0:
+            return self
+        tables = self.other_tables[group - 1]
+        return msgspec.structs.replace(self, block_tables=tables, other_tables=())
+
+
+def groups(rows: AttentionRows, num_blocks: IntArray, heads_per_kv: int) -> Iterator[IntArray]:
+    """Yield the rows (ascending) of each group: decodes by length, short rows by shape, others."""
+    counts = rows.counts
+    single = np.flatnonzero(counts == 1)
+    if len(single):
+        yield from by_length(single, num_blocks[single] * rows.block_size)
+    if len(single) == len(counts):
+        return
+    for row in np.flatnonzero(counts > SHORT_ROW):
+        yield np.array([row])
+    short = np.flatnonzero((counts > 1) & (counts <= SHORT_ROW))
+    yield from by_shape(rows, short, num_blocks, heads_per_kv)
+
+
+def by_shape(
+    rows: AttentionRows, short: IntArray, num_blocks: IntArray, heads_per_kv: int
+) -> Iterator[IntArray]:
+    """Yield which short rows are padded to one shape."""
+    counts = rows.counts
+    shape = _log2_up(counts[short]) * 64 + _log2_up(num_blocks[short])
+    for key in np.unique(shape):
+        members = short[shape == key]
+        scores = counts[members].max() * num_blocks[members].max() * rows.block_size * heads_per_kv
+        most = max(1, _MAX_SCORES // int(scores))
+        for first in range(0, len(members), most):
+            yield members[first : first + most]
+
+
+def by_length(members: IntArray, lengths: IntArray) -> Iterator[IntArray]:
+    """Split so that no row is padded to more than twice its length, unless padding is cheap."""
+    if int(lengths.max()) * len(lengths) - int(lengths.sum()) <= _FREE_PADDING:
+        yield members
+        return
+    order = np.argsort(lengths, kind="stable")
+    ascending = lengths[order]
+    end = len(order)
+    while end:
+        longest = int(ascending[end - 1])
+        first = int(np.searchsorted(ascending, longest // 2, side="right"))
+        if longest * end - int(ascending[:end].sum()) <= _FREE_PADDING:
+            first = 0
+        yield np.sort(members[order[first:end]])
+        end = first
+
+
+def _log2_up(values: IntArray) -> IntArray:
+    return np.ceil(np.log2(values)).astype(np.int64)

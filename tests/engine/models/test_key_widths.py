@@ -1,0 +1,23 @@
+"""Which numbers of keys are alike."""
+
+import numpy as np
+import pytest
+
+from engine.models.attention.key_widths import FINE_STEP, TILE, KeyWidths
+
+WIDTHS = range(FINE_STEP, TILE + 1, FINE_STEP)
+
+
+@pytest.mark.parametrize(
+    "alike",
+    [list(WIDTHS), [TILE], [width for width in WIDTHS if not 208 <= width <= 368], [16, 64, TILE]],
+)
+def test_a_range_of_widths_is_alike_if_each_of_them_is(alike: list[int]) -> None:
+    widths = KeyWidths(alike)
+    all_widths = np.arange(FINE_STEP, 3 * TILE, FINE_STEP)
+    each = widths.are_alike(all_widths)
+    for first, fewest in enumerate(all_widths):
+        most = all_widths[first:]
+        expected = np.logical_and.accumulate(each[first:])
+        found = widths.are_all_alike(np.full_like(most, fewest), most)
+        assert (found == expected).all()
