@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 
 import msgspec
 import torch
@@ -79,14 +80,7 @@ def load_model(
     pooling = read_pooling(directory, settings)
     if pooling is None and implementation(directory, settings) == "transformers":
         report(f"loading weights of {directory.name} with transformers")
-        fallback = load_fallback(
-            directory,
-            settings,
-            device,
-            lambda found: _cache_groups(config, found, device),
-            config.cache.kv_cache_dtype,
-        )
-        return LoadedModel(fallback.model, fallback.fingerprint, None)
+        return _load_with_transformers(config, directory, device)
     spec = read_spec(directory)
     if pooling is not None:
         outputs = pooling.size if pooling.task == "classify" else 0
@@ -124,6 +118,19 @@ def load_model(
         model = loader.load()
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
         return LoadedModel(model, fingerprint, loader, pooling, is_invariant)
+
+
+def _load_with_transformers(
+    config: EngineConfig, directory: Path, device: torch.device
+) -> LoadedModel:
+    fallback = load_fallback(
+        directory,
+        config.model,
+        device,
+        lambda found: _cache_groups(config, found, device),
+        config.cache.kv_cache_dtype,
+    )
+    return LoadedModel(fallback.model, fallback.fingerprint, None)
 
 
 def _cache_groups(config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheGroups:

@@ -8,8 +8,11 @@ such weights as they are; for more it pays to convert some of them at a time to 
 import torch
 from torch import Tensor
 
-_FEW_ROWS = 24
-"""Up to so many rows torch's product takes less time than to convert the weights."""
+_FEW_ROWS, _FEW_ROWS_OF_LARGE = 16, 8
+"""Up to so many rows torch's product takes less time than to convert the weights. It reads them
+again for every four rows, which takes longer if they come from memory."""
+_LARGE = 1 << 22
+"""Weights from which on they do."""
 _ALIGNED_INPUTS = 8
 """torch's product reads beyond weights whose inputs are no multiple of it."""
 _AT_ONCE = 1 << 20
@@ -29,7 +32,8 @@ class Int8WeightLinear:
         self._scales = scales.bfloat16()
         self._bias = bias
         inputs = max(1, integers.shape[1])
-        self._few_rows = _FEW_ROWS if inputs % _ALIGNED_INPUTS == 0 else 0
+        few_rows = _FEW_ROWS if integers.numel() < _LARGE else _FEW_ROWS_OF_LARGE
+        self._few_rows = few_rows if inputs % _ALIGNED_INPUTS == 0 else 0
         self._outputs_at_once = min(_MAX_OUTPUTS, max(_MIN_OUTPUTS, _AT_ONCE // inputs))
 
     def __call__(self, x: Tensor) -> Tensor:
