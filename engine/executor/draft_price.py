@@ -10,7 +10,7 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import decoder_tensors
 from engine.shared.config import EngineConfig
 
-_BITS = {"int8": 8, "int4": 4}
+_BITS = {"int8": 8, "int4": 4, "stored": 4}
 
 
 def draft_price(

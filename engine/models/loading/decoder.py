@@ -112,8 +112,8 @@ class DecoderLoader:
                 f"--enable-lora: {spec.architecture} has latent attention, which is computed "
                 "without the products that adapters change"
             )
-        if quantization == "int4":
-            require_int4(types.activations, device)
+        if quantization in ("int4", "stored"):
+            require_int4(quantization, types.activations, device)
         self._batch_invariant = batch_invariant
         self._shard = shard
         self._cut = None

@@ -100,13 +100,16 @@ def fits_int4(weights: Int4Weights) -> bool:
     return outputs % _OUTPUTS == 0 and inputs % groups == 0 and inputs // groups in _KNOWN_GROUPS
 
 
-def require_int4(dtype: torch.dtype, device: torch.device) -> None:
+def require_int4(setting: str, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse what the product cannot do, before weights are read.
+
+    Args:
+        setting: the value of `--quantization` that asks for it.
 
     Raises:
         Int4Unsupported: with what to do.
     """
     if device.type != "cpu":
-        raise Int4Unsupported("--quantization int4 is for models on the CPU (--device cpu)")
+        raise Int4Unsupported(f"--quantization {setting} is for models on the CPU (--device cpu)")
     if dtype.itemsize != 2:
-        raise Int4Unsupported("--quantization int4 computes in 16 bits: --dtype bfloat16")
+        raise Int4Unsupported(f"--quantization {setting} computes in 16 bits: --dtype bfloat16")

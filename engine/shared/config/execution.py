@@ -64,7 +64,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "sequence.",
     ] = 4
     speculative_model_quantization: Annotated[
-        Literal["int8", "int4"] | None,
+        Literal["int8", "int4", "stored"] | None,
         "Quantization of the draft model, which may be the served one once more; default: "
         "--quantization.",
     ] = None

@@ -25,15 +25,15 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         "Type of weights and activations; auto: the checkpoint's, or float32 for a small model "
-        "on a CPU that multiplies float32 faster; weights that are stored in 4 bits stay so on x86 "
-        "CPUs with AVX2 alone.",
+        "on a CPU that multiplies float32 faster.",
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4"] | None,
+        Literal["int8", "int4", "stored"] | None,
         "Quantization of linear layers on the CPU. int8: weights in 8 bits, and activations where "
         "the CPU multiplies both exactly; "
-        "int4: weights in 4 bits, the least memory; default: none, quantized checkpoints are "
-        "expanded to --dtype.",
+        "int4: weights in 4 bits, the least memory; stored: only weights that the checkpoint has "
+        "in 4 bits; default: none, quantized checkpoints are expanded to --dtype, but as stored "
+        "with --dtype auto on x86 CPUs with AVX2 alone.",
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"], "auto: read the checkpoint; dummy: random weights from --seed."

@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.executor.loading import load_model
 from engine.models import settings
+from engine.models.layers import Rows
 from engine.models.products.int4 import Int4Linear
 from engine.models.settings import ComputeTypes, quantization
 from engine.shared.config import EngineConfig, ModelConfig
@@ -36,6 +37,7 @@ def chosen(types: torch.dtype = BF16, device: torch.device = CPU, **model: Any) 
 def test_stored_4_bits_are_kept_unless_a_type_is_set_or_they_are_cut() -> None:
     assert chosen() == "stored"
     assert chosen(quantization="int8") == "int8"
+    assert chosen(quantization="stored", dtype="bfloat16", is_alone=False) == "stored"
     assert chosen(F32) is None
     assert chosen(dtype="bfloat16") is None
     assert chosen(device=torch.device("cuda")) is None
@@ -54,15 +56,18 @@ def test_a_file_with_4_bits_is_served_with_them(
 ) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, checkpoint("llama").directory, "llama", kind)
-    products = {}
-    for dtype in ("auto", "bfloat16"):
-        config = EngineConfig(model=ModelConfig(model=str(path), dtype=dtype))
+
+    def product(**setting: Any) -> Rows:
+        config = EngineConfig(model=ModelConfig(model=str(path), **setting))
         model = load_model(config, CPU, lambda _: None).model
         assert model.dtype == BF16
-        products[dtype] = model._weights.layers[1].attention.output
-    assert isinstance(products["auto"], Int4Linear) is kept
-    assert not isinstance(products["bfloat16"], Int4Linear)
+        return model._weights.layers[1].attention.output
+
+    stored, expanded = product(), product(dtype="bfloat16")
+    assert isinstance(stored, Int4Linear) is kept
+    assert isinstance(product(quantization="stored", dtype="bfloat16"), Int4Linear) is kept
+    assert not isinstance(expanded, Int4Linear)
     x = torch.randn(5, 64).bfloat16()
     with torch.inference_mode():
-        kept_in_4_bits, expanded = (product(x).float() for product in products.values())
-    assert (kept_in_4_bits - expanded).norm() < 0.01 * expanded.norm()
+        expected = expanded(x).float()
+        assert (stored(x).float() - expected).norm() < 0.01 * expected.norm()

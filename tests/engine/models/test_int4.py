@@ -100,10 +100,10 @@ def test_shapes_that_the_product_does_not_take_are_told() -> None:
 
 
 def test_other_types_and_devices_are_refused() -> None:
-    with pytest.raises(Int4Unsupported, match="--dtype bfloat16"):
-        require_int4(torch.float32, torch.device("cpu"))
-    with pytest.raises(Int4Unsupported, match="--device cpu"):
-        require_int4(torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(Int4Unsupported, match=r"--quantization int4 .* --dtype bfloat16"):
+        require_int4("int4", torch.float32, torch.device("cpu"))
+    with pytest.raises(Int4Unsupported, match=r"--quantization stored .*--device cpu"):
+        require_int4("stored", torch.bfloat16, torch.device("cuda"))
 
 
 class Counting(DummyCheckpoint):
