@@ -79,6 +79,8 @@ def relative(values: torch.Tensor, reference: torch.Tensor) -> float:
         ("plain", {"dtype": "bfloat16", "quantization": "int4"}, 0.15),
         ("gptq", {"dtype": "bfloat16", "quantization": "int4"}, 0.15),
         ("Q4_1", {"dtype": "bfloat16", "quantization": "int4"}, 0.15),
+        ("awq", {"dtype": "bfloat16", "quantization": "stored"}, 0.15),
+        ("Q4_1", {"dtype": "bfloat16", "quantization": "stored"}, 0.15),
         ("gptq", {"dtype": "float32", "quantization": "int8"}, 0.03),
     ],
     ids=str,
