@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
+from engine.distributed.loop_threads import let_others_finish
 from engine.distributed.spec import GroupBroken, GroupSpec, open_listener
 from engine.shared.addresses import address_towards
 
@@ -172,7 +173,9 @@ def _gloo(store: Store, spec: GroupSpec) -> Backend:
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = spec.timeout_s * _SECOND
     options._threads = 1
-    return cast("Backend", gloo(store, spec.rank, spec.size, options))
+    backend = cast("Backend", gloo(store, spec.rank, spec.size, options))
+    let_others_finish()
+    return backend
 
 
 def _nccl(store: Store, spec: GroupSpec, device: torch.device) -> Backend:

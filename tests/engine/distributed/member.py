@@ -42,6 +42,14 @@ class Member:
         self.group = join_group(spec, self.device)
         return "joined"
 
+    def policies(self) -> list[tuple[str, int]]:
+        """Return the name and the scheduling policy of each thread."""
+        threads = Path("/proc/self/task").iterdir()
+        return [
+            ((thread / "comm").read_text().strip(), os.sched_getscheduler(int(thread.name)))
+            for thread in threads
+        ]
+
     def rows(self, row: list[int]) -> list[list[int]]:
         return self._group().all_gather_rows(row).wait()
 

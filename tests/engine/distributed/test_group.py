@@ -1,6 +1,8 @@
 """Groups of processes: what they exchange, how they end, and what is left of them."""
 
+import os
 import socket
+import sys
 from typing import Any
 
 import pytest
@@ -24,6 +26,16 @@ def test_rows_of_all_ranks_arrive_in_rank_order(world: World) -> None:
     table = [[7, -1], [1, 2**40], [2, 2**40]]
     assert [members[rank].result() for rank in (1, 2)] == [table, table]
     assert members[0].ask("end_rows") == table
+    world.all(members, "close")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there are no batch threads")
+def test_gloo_s_threads_interrupt_no_others(world: World) -> None:
+    members = world.take(2)
+    world.join(members)
+    for policies in world.all(members, "policies"):
+        assert {p for name, p in policies if name == "gloo_tcp_loop"} == {os.SCHED_BATCH}
+        assert os.SCHED_BATCH not in {p for name, p in policies if name != "gloo_tcp_loop"}
     world.all(members, "close")
 
 

@@ -1,0 +1,38 @@
+"""Which threads give way to others."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine.distributed.loop_threads import let_others_finish
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are no batch threads")
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "after"),
+    [
+        ("gloo_tcp_loop", "SCHED_OTHER", "SCHED_BATCH"),
+        ("gloo_tcp_loop", "SCHED_IDLE", "SCHED_IDLE"),
+        ("another", "SCHED_OTHER", "SCHED_OTHER"),
+    ],
+)
+def test_threads_of_gloo_do_unless_somebody_has_chosen_how_they_run(
+    name: str, chosen: str, after: str
+) -> None:
+    found = []
+
+    def run() -> None:
+        thread = threading.get_native_id()
+        Path(f"/proc/self/task/{thread}/comm").write_text(name)
+        os.sched_setscheduler(thread, getattr(os, chosen), os.sched_param(0))
+        let_others_finish()
+        found.append(os.sched_getscheduler(thread))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [getattr(os, after)]
