@@ -126,6 +126,7 @@ def fake_kubernetes(directory: Path) -> Iterator[tuple[FakeKubernetes, Path]]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are two packets
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -141,7 +142,8 @@ def fake_kubernetes(directory: Path) -> Iterator[tuple[FakeKubernetes, Path]]:
             self.wfile.write(body)
 
         def _body(self) -> Manifest:
-            read: Manifest = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            read: Manifest = json.loads(text or "{}")
             return read
 
         def do_GET(self) -> None:
@@ -163,6 +165,7 @@ def fake_kubernetes(directory: Path) -> Iterator[tuple[FakeKubernetes, Path]]:
             self._answer(cluster.put(path, merged(cluster.objects[path], self._body())))
 
         def do_DELETE(self) -> None:
+            self._body()  # what is left unread would be the connection's next request
             self._answer(cluster.objects.pop(urlsplit(self.path).path, None))
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

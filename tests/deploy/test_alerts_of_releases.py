@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.test_chart import CHART, find, helm
+from tests.deploy.test_chart import CHART, find, helm, read
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -34,7 +34,7 @@ def rules_of(tmp_path: Path, namespace: str, service: str) -> Path:
         "--kube-version", "1.30.0", "--set", "metrics.prometheusRule.enabled=true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rule = find(list(yaml.safe_load_all(done.stdout)), "PrometheusRule", service)
+    rule = find(read(done.stdout), "PrometheusRule", service)
     file = tmp_path / f"{namespace}-{service}.yaml"
     file.write_text(yaml.safe_dump(rule["spec"]), encoding="utf-8")
     return file

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from server.upstreams.routes import read_routes
+from tests.deploy.kubernetes_schemas import validate
 from tests.deploy.test_chart import (
     CHART,
     EXAMPLES,
@@ -141,15 +142,13 @@ def test_an_image_is_fixed_by_its_digest(component: str) -> None:
 
 
 def test_the_service_takes_what_clusters_want_of_it() -> None:
-    import kubernetes_validate  # in the extra deploy-test only
-
     fields = (
         "ipFamilyPolicy=PreferDualStack", "externalTrafficPolicy=Local",
         "loadBalancerSourceRanges[0]=10.0.0.0/8", "loadBalancerClass=example.com/inside",
     )  # fmt: skip
     sets = [f"api.service.spec.{each}" for each in fields]
     service = find(render(None, *sets, "api.service.type=LoadBalancer"), "Service", "demo-swell")
-    kubernetes_validate.validate(service, "1.30", strict=True)
+    validate(service, "1.30")
     assert service["spec"]["ipFamilyPolicy"] == "PreferDualStack"
     assert service["spec"]["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
     assert service["spec"].keys() > {"type", "ports", "selector", "loadBalancerClass"}
@@ -208,8 +207,6 @@ def test_a_coordinator_leaves_a_lost_node_within_seconds_and_finds_room() -> Non
 
 
 def test_engines_are_replaced_as_the_update_strategy_says() -> None:
-    import kubernetes_validate  # in the extra deploy-test only
-
     chosen = "engine.updateStrategy"
     for sets, expected in (
         ((), {"type": "RollingUpdate"}),
@@ -224,7 +221,7 @@ def test_engines_are_replaced_as_the_update_strategy_says() -> None:
     ):
         engine = workload(render(None, *sets), "engine")
         assert engine["spec"]["updateStrategy"] == expected
-        kubernetes_validate.validate(engine, "1.30", strict=True)
+        validate(engine, "1.30")
     assert "updateStrategy" in refused(f"{chosen}.type=Recreate")
 
 
@@ -253,10 +250,8 @@ def test_a_component_takes_what_charts_usually_take(tmp_path: Path, component: s
         "nodeSelector": {"pool": "a"},
         "tolerations": [{"key": "pool", "operator": "Exists"}],
     }})  # fmt: skip
-    import kubernetes_validate  # in the extra deploy-test only
-
     for each in KINDS:
-        kubernetes_validate.validate(workload(manifests, each), "1.30", strict=True)
+        validate(workload(manifests, each), "1.30")
         changed = each == component
         whole = workload(manifests, each)
         pod = pod_of(manifests, each)
@@ -403,12 +398,10 @@ def test_each_engine_may_have_a_volume_of_its_own() -> None:
 
 
 def test_a_model_may_come_as_an_image() -> None:
-    import kubernetes_validate  # in the extra deploy-test only
-
     image = "model.volume.image.reference=r.example/model:1"
     manifests = render(None, image, "model.readOnly=true", version="1.33")
     for component in ("api", "engine"):
-        kubernetes_validate.validate(workload(manifests, component), "1.33", strict=True)
+        validate(workload(manifests, component), "1.33")
         (volume,) = (
             each for each in pod_of(manifests, component)["volumes"] if each["name"] == "models"
         )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.fake_kubernetes import fake_kubernetes
+from tests.deploy.kubernetes_schemas import validate
 from tests.deploy.namespaces import Network, network_or_skip
 from tests.deploy.test_chart import (
     CHART,
@@ -71,7 +72,6 @@ def test_the_controller_takes_the_set_and_kubernetes_its_pods(
     settings: tuple[str, ...], version: str
 ) -> None:
     import jsonschema
-    import kubernetes_validate  # in the extra deploy-test only
 
     found = find(render(EXAMPLE, *settings, version=version), SET, "demo-swell-engine")
     schema = Path(__file__).with_name("leaderworkerset.schema.json").read_text(encoding="utf-8")
@@ -79,10 +79,10 @@ def test_the_controller_takes_the_set_and_kubernetes_its_pods(
     for template in templates(found):
         metadata = {"name": "x", **template["metadata"]}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
-        kubernetes_validate.validate(pod, version, strict=True)
+        validate(pod, version)
     for claim in found["spec"]["leaderWorkerTemplate"].get("volumeClaimTemplates", ()):
         whole = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", **claim}
-        kubernetes_validate.validate(whole, version, strict=True)
+        validate(whole, version)
 
 
 def test_the_pod_that_leads_is_the_engine_and_the_others_find_it() -> None:

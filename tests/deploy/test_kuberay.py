@@ -9,6 +9,7 @@ import pytest
 
 from engine.shared.settings import settings_of
 from server.config import ServeConfig
+from tests.deploy.kubernetes_schemas import validate
 
 pytestmark = pytest.mark.deploy
 
@@ -25,7 +26,6 @@ def manifests() -> dict[str, Any]:
 
 def test_kuberay_takes_the_job_and_kubernetes_its_pods() -> None:
     import jsonschema
-    import kubernetes_validate  # in the extra deploy-test only
 
     found = manifests()
     assert set(found) == {"RayJob", "Service"}
@@ -36,8 +36,8 @@ def test_kuberay_takes_the_job_and_kubernetes_its_pods() -> None:
         metadata = {"name": "x", **group["template"].get("metadata", {})}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
         pod["spec"] = group["template"]["spec"]
-        kubernetes_validate.validate(pod, "1.30", strict=True)
-    kubernetes_validate.validate(found["Service"], "1.30", strict=True)
+        validate(pod, "1.30")
+    validate(found["Service"], "1.30")
     labels = cluster["headGroupSpec"]["template"]["metadata"]["labels"]
     assert found["Service"]["spec"]["selector"].items() <= labels.items()
 

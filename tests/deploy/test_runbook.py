@@ -14,7 +14,7 @@ import yaml
 
 from engine.shared.messages.coordination import AbsenceReason
 from tests.deploy.fake_kubernetes import fake_kubernetes
-from tests.deploy.test_chart import CHART, ROOT, helm
+from tests.deploy.test_chart import CHART, ROOT, helm, read
 
 pytestmark = pytest.mark.deploy
 
@@ -44,7 +44,7 @@ def rendered(*sets: str) -> list[dict[str, Any]]:
     done = helm("template", "swell", str(CHART), "--namespace", "llm", "--kube-version", "1.30.0",
                 *chosen)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+    return read(done.stdout)
 
 
 @pytest.mark.parametrize("page", PAGES)
