@@ -64,14 +64,12 @@ class Agreement:
         """Return the numbers of keys beside which tokens have the same bits by themselves and in
         one product of any multiple of `WHOLE_QUERIES`; None if there are none."""
         probe = self._probe(PROBED_KEYS)
-        widths = find_widths(partial(self._each, probe))
-        if widths is not None and all(
+        agrees = all(
             self._is_equal(probe, num_keys, count)
             for num_keys in (*range(STEP, TILE, STEP), TILE + STEP, PROBED_KEYS)
             for count in (WHOLE_QUERIES, STEP)
-        ):
-            return widths
-        return None
+        )
+        return find_widths(partial(self._each, probe)) if agrees else None
 
     def of_padded_rows(self, widths: KeyWidths) -> bool:
         """Whether tokens of rows that are padded to one shape have the bits of each by itself."""

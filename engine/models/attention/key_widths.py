@@ -59,11 +59,15 @@ def find_widths(attend: Callable[[Tensor, int], Tensor]) -> KeyWidths | None:
         attend: from positions [tokens] and a number of keys to what tokens there make of them,
             each token by itself.
     """
-    alike = []
-    for width in range(FINE_STEP, TILE + 1, FINE_STEP):
-        # Where keys are divided into two halves or three thirds, and at the end.
-        positions = torch.tensor([width // 2 + 1, (2 * width) // 3 + 1, width - 1])
-        beside = PROBED_KEYS if width == TILE else TILE
-        if torch.equal(attend(positions, width), attend(positions, beside)):
-            alike.append(width)
+    widths = range(FINE_STEP, TILE + 1, FINE_STEP)
+    # Where keys are divided into two halves or three thirds, and at the end.
+    positions = torch.tensor(
+        [[width // 2 + 1, (2 * width) // 3 + 1, width - 1] for width in widths]
+    )
+    in_tile = attend(positions.flatten(), TILE).view(*positions.shape, -1)
+    alike = [
+        width
+        for width, places, expected in zip(widths, positions, in_tile, strict=True)
+        if torch.equal(attend(places, PROBED_KEYS if width == TILE else width), expected)
+    ]
     return KeyWidths(alike) if TILE in alike else None
