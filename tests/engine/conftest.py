@@ -1,6 +1,7 @@
 """Tiny checkpoints for all tests of what computes tokens."""
 
 import random
+import sys
 import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,13 @@ import pytest
 if TYPE_CHECKING:
     from tests.engine.driver import Driver
     from tests.engine.tiny_models import Checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tiny tensors gain nothing from more, and threads that wait for a busy core lose much."""
+    if torch := sys.modules.get("torch"):  # quick tests of this package have none
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
