@@ -8,7 +8,7 @@ PARALLEL := -n 3 --dist loadfile
 # Tests start hundreds of processes: what one has compiled, the next need not.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
-.PHONY: help serve chat test test-strict-device test-deploy test-ray lint format bench docs docs-site clean
+.PHONY: help serve chat test test-strict-device test-deploy test-ray test-faults lint format bench docs docs-site clean
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -72,6 +72,10 @@ $(VENV)/.ray: pyproject.toml constraints.txt | $(BIN)/python
 
 test-ray: $(VENV)/.ray ## engines on a real Ray cluster of several nodes, all on this machine
 	$(BIN)/python -m pytest -m ray tests/ray $(ARGS)
+
+# Whatever else runs goes first: no schedule knows what time it is.
+test-faults: $(VENV)/.test ## ten thousand simulated schedules of faults (ARGS="--schedules N" for others)
+	nice -n 19 $(BIN)/python -m tests.faults.run $(ARGS)
 
 lint: $(VENV)/.test ## check style and types
 	$(BIN)/ruff check .
