@@ -196,7 +196,7 @@ class Monitored:
         self.prometheus = prometheus
         with Load(url):
             # Rates need two scrapes with the series in both, of requests that have ended.
-            ended = "sum(increase(vllm:request_success_total[10s]))"
+            ended = "sum(increase(vllm:request_success_total[1m]))"
             prometheus.wait(f"{ended} > {4 * CLIENTS}")
             prometheus.wait(f"count(rate(vllm:request_params_n_sum[10s]) > 0) == {ENGINES}")
             self.findings = [ask(prometheus.url, query, VARIABLES) for query in QUERIES]
