@@ -90,7 +90,7 @@ def test_a_hundred_streams_get_the_tokens_of_an_engine_that_frees_nothing(
     tokens, core = served(settings(directory, num_blocks, drafts))
     assert core.stats().counters.prefix_cache_hits > 250
     monkeypatch.setattr(loading, "_cache_groups", lambda *_: CacheGroups())
-    others, plain = served(settings(directory, 20_000, drafts))
+    others, plain = served(settings(directory, 4_000, drafts))
     assert plain.stats().counters.preemptions == 0
     assert tokens == others
 
