@@ -21,30 +21,38 @@ _MAX_OUTPUTS, _MIN_OUTPUTS = 512, 64
 class ConvertedLinear:
     """A matrix product whose 16-bit weights are converted as they are used."""
 
-    __slots__ = ("_at_once", "_bias", "_weight")
+    __slots__ = ("_bias", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take a dense [out, in] weight of 16-bit floats, which stays as it is."""
         self._weight = weight
         self._bias = bias
-        outputs = _MAX_WEIGHTS // max(1, weight.shape[1])
-        self._at_once = min(_MAX_OUTPUTS, max(_MIN_OUTPUTS, outputs))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""
         if len(x) <= _FEW_ROWS:
             return F.linear(x, self._weight, self._bias)
-        num_outputs, width = self._weight.shape
-        inputs = x.float()
-        product = inputs.new_empty(len(x), num_outputs)
-        converted = inputs.new_empty(min(self._at_once, num_outputs), width)
-        for first in range(0, num_outputs, self._at_once):
-            part = self._weight[first : first + self._at_once]
-            some = converted[: len(part)].copy_(part)
-            torch.mm(inputs, some.T, out=product[:, first : first + len(part)])
+        product = converted_product(x, self._weight)
         if self._bias is not None:
             product += self._bias
         return product.to(x.dtype)
+
+
+def converted_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the product of rows [rows, in] and a weight [out, in] of any type, in float32.
+
+    Never are more than some outputs' weights there in float32.
+    """
+    num_outputs, width = weight.shape
+    at_once = min(_MAX_OUTPUTS, max(_MIN_OUTPUTS, _MAX_WEIGHTS // max(1, width)))
+    inputs = x.float()
+    product = inputs.new_empty(len(x), num_outputs)
+    converted = inputs.new_empty(min(at_once, num_outputs), width)
+    for first in range(0, num_outputs, at_once):
+        part = weight[first : first + at_once]
+        some = converted[: len(part)].copy_(part)
+        torch.mm(inputs, some.T, out=product[:, first : first + len(part)])
+    return product
 
 
 def is_worth_converting(weight: Tensor) -> bool:

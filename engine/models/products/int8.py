@@ -137,9 +137,11 @@ def prepare_int8(weight: Tensor, bias: Tensor | None = None) -> Linear:
     key = (weight.dtype, weight.shape[0], weight.shape[1])
     try:
         integers, scales = rounded(weight)
-        linear: Linear = Int8WeightLinear(integers, scales, bias)
+        linear: Linear
         if takes_8_bit_activations():
             linear = Int8Linear(integers, scales, bias, weight.dtype)
+        else:
+            linear = Int8WeightLinear(integers, scales, bias)
         if key not in _checked:
             _check(linear, weight, bias)
             _checked.add(key)

@@ -8,6 +8,8 @@ such weights as they are; for more it pays to convert some of them at a time to 
 import torch
 from torch import Tensor
 
+from engine.models.products.converted import converted_product
+
 _FEW_ROWS, _FEW_ROWS_OF_LARGE = 16, 8
 """Up to so many rows torch's product takes less time than to convert the weights. It reads them
 again for every four rows, which takes longer if they come from memory."""
@@ -15,15 +17,12 @@ _LARGE = 1 << 22
 """Weights from which on they do."""
 _ALIGNED_INPUTS = 8
 """torch's product reads beyond weights whose inputs are no multiple of it."""
-_AT_ONCE = 1 << 20
-"""Maximum weights that are converted at once: 4 MB in float32."""
-_MAX_OUTPUTS, _MIN_OUTPUTS = 512, 64
 
 
 class Int8WeightLinear:
     """A matrix product with 8-bit weights; activations come and go in their own type."""
 
-    __slots__ = ("_bias", "_few_rows", "_float_scales", "_outputs_at_once", "_scales", "_weight")
+    __slots__ = ("_bias", "_few_rows", "_float_scales", "_scales", "_weight")
 
     def __init__(self, integers: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         """Take a weight: integers int8 [out, in], scales float32 [out]."""
@@ -31,10 +30,8 @@ class Int8WeightLinear:
         self._float_scales = scales
         self._scales = scales.bfloat16()
         self._bias = bias
-        inputs = max(1, integers.shape[1])
         few_rows = _FEW_ROWS if integers.numel() < _LARGE else _FEW_ROWS_OF_LARGE
-        self._few_rows = few_rows if inputs % _ALIGNED_INPUTS == 0 else 0
-        self._outputs_at_once = min(_MAX_OUTPUTS, max(_MIN_OUTPUTS, _AT_ONCE // inputs))
+        self._few_rows = few_rows if integers.shape[1] % _ALIGNED_INPUTS == 0 else 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]; of few rows with an error of bfloat16."""
@@ -42,15 +39,5 @@ class Int8WeightLinear:
             inputs = x.to(torch.bfloat16).contiguous()
             product = torch._weight_int8pack_mm(inputs, self._weight, self._scales)
         else:
-            product = self._converted(x.float())
+            product = converted_product(x, self._weight).mul_(self._float_scales)
         return (product if self._bias is None else product.add_(self._bias)).to(x.dtype)
-
-    def _converted(self, x: Tensor) -> Tensor:
-        outputs, inputs = self._weight.shape
-        product = x.new_empty(len(x), outputs)
-        converted = x.new_empty(min(self._outputs_at_once, outputs), inputs)
-        for first in range(0, outputs, self._outputs_at_once):
-            part = self._weight[first : first + self._outputs_at_once]
-            some = converted[: len(part)].copy_(part)
-            torch.mm(x, some.T, out=product[:, first : first + len(part)])
-        return product.mul_(self._float_scales)
