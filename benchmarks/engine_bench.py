@@ -107,11 +107,12 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 def instrumented(clock: Clock) -> Iterator[None]:
     """Time the parts of every step of this process."""
     from engine.models.decoder import Decoder
-    from engine.models.products import converted, dense, int4, int8, int8_weights, mxfp4
+    from engine.models.products import blocked, converted, dense, int4, int8, int8_weights, mxfp4
     from engine.runner import model_runner
     from engine.scheduler.scheduler import Scheduler
 
     products = (
+        blocked.BlockedLinear,
         converted.ConvertedLinear,
         dense.DenseLinear,
         dense.PackedLinear,

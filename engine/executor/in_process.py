@@ -266,7 +266,8 @@ class InProcessExecutor:
             in_one_step=in_one_step,
         )
         shape = CacheShape(self._config.cache.block_size, windows, lookahead)
-        row = row_price(self._device)
+        in_16_bits = model.dtype.itemsize == 2 and self._config.model.quantization is None
+        row = row_price(self._device, in_16_bits=in_16_bits)
         draft = draft_price(self._draft, spec, model.dtype, self._config)
         scheduling = self._config.scheduler
         if scheduling.max_draft_tokens:

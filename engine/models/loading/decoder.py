@@ -34,6 +34,8 @@ from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.parallel.stages import Stage
 from engine.models.parallel.tensors import Cut, CutCheckpoint, CutEmbedding, CutHead, SummedOver
+from engine.models.products.blocked import BlockedLinear
+from engine.models.products.dense import Linear
 from engine.models.products.int4 import (
     require_int4,
 )
@@ -141,14 +143,14 @@ class DecoderLoader:
         """Read all weights that belong here and return the model."""
         spec = self._spec
         is_first, is_last = self._stage.is_first, self._stage.is_last
-        embedding = None
+        look_up = tied = None
         if is_first or (is_last and spec.tie_word_embeddings):
-            embedding = self._products.copy("model.embed_tokens.weight")
+            look_up, tied = self._embedding()
         weights = DecoderWeights(
-            embed=self._embed(embedding) if is_first and embedding is not None else None,
+            embed=self._embed(look_up) if is_first and look_up is not None else None,
             layers=[self._layer(index) for index in range(spec.num_layers)],
             norm=self._norm("model.norm") if is_last else None,
-            lm_head=self._head(embedding) if is_last else None,
+            lm_head=self._head(tied) if is_last else None,
             rotary=[self._rotary(rope) for rope in spec.distinct_ropes],
             temperatures=self._temperatures(),
         )
@@ -201,25 +203,32 @@ class DecoderLoader:
             assert isinstance(mlp.experts, SpreadExperts)
             self._mlps.hold_share(mlp.experts, f"{self._prefix(index)}mlp.", index)
 
-    def _embed(self, table: Tensor) -> Rows:
+    def _embedding(self) -> tuple[Rows, Linear | None]:
+        """Return what looks embeddings up, and the product with all, if the LM head is tied."""
+        spec = self._spec
+        table = self._products.copy("model.embed_tokens.weight")
+        look_up: Rows = partial(torch.embedding, table)
+        if not (self._stage.is_last and spec.tie_word_embeddings and spec.num_outputs is None):
+            return look_up, None
+        product = self._products.prepare(table, None)
+        return product.rows if isinstance(product, BlockedLinear) else look_up, product
+
+    def _embed(self, look_up: Rows) -> Rows:
         # Rounded like the weights, as the models were trained.
         scale = float(torch.tensor(self._spec.embedding_scale, dtype=self._types.activations))
-        embed: Rows = partial(torch.embedding, table)
+        embed = look_up
         if self._shard is not None and self._cut is not None:
-            embed = CutEmbedding(self._shard.group, table, self._cut.vocabulary)
+            embed = CutEmbedding(self._shard.group, look_up, self._cut.vocabulary)
         if self._bank is not None:
             embed = self._bank.embedding(embed, "model.embed_tokens", self._spec.hidden_size)
         return scaled(embed, scale)
 
-    def _head(self, embedding: Tensor | None) -> Rows:
-        """Return what makes logits; of the embedding, where it is tied to that."""
+    def _head(self, tied: Linear | None) -> Rows:
+        """Return what makes logits, by the product with the embeddings if it is tied to them."""
         spec = self._spec
         if spec.num_outputs is not None:
             return self._classifier_head()
-        if embedding is not None and spec.tie_word_embeddings:
-            product = self._products.prepare(embedding, None)
-        else:
-            product = self._products.linear("lm_head.weight")
+        product = self._products.linear("lm_head.weight") if tied is None else tied
         head: Rows = self._products.by_rows(product, spec.hidden_size)
         if self._bank is not None:
             part = slice(0, spec.vocab_size) if self._cut is None else self._cut.vocabulary

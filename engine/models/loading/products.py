@@ -111,7 +111,7 @@ class ProductLoader:
         """Return the product with a weight [outputs, inputs], rounded if so wished."""
         if self._quantization == "int8":
             return prepare_int8(weight, bias)
-        return prepare_linear(weight, bias)
+        return prepare_linear(weight, bias, by_rows=self._is_by_rows)
 
     def fused(self, names: list[str]) -> Tensor:
         """Return the tensors one below the other in new memory."""

@@ -7,7 +7,6 @@ the tokens, gets the logits of the whole vocabulary.
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.distributed.group import Group
@@ -198,17 +197,17 @@ class SummedOver:
 class CutEmbedding:
     """Embeddings of which each rank holds those of some tokens."""
 
-    def __init__(self, group: Group, table: Tensor, vocabulary: slice) -> None:
-        """Take the rows [tokens of this rank, hidden] of the table."""
+    def __init__(self, group: Group, embed: Rows, vocabulary: slice) -> None:
+        """Take what looks up the embeddings of this rank's tokens, counted from its first."""
         self._group = group
-        self._table = table
+        self._embed = embed
         self._vocabulary = vocabulary
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Return [tokens, hidden]: each rank adds zeros for the tokens of the others."""
         here = (token_ids >= self._vocabulary.start) & (token_ids < self._vocabulary.stop)
         local = (token_ids - self._vocabulary.start).where(here, 0)
-        found = F.embedding(local, self._table)
+        found = self._embed(local)
         return self._group.all_reduce(found.masked_fill_(~here.unsqueeze(1), 0))
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.products.blocked import BlockedLinear, fits_blocks
 from engine.models.products.converted import ConvertedLinear, is_worth_converting
 from engine.models.products.processor import float32_is_faster, has_matrix_unit
 from engine.models.products.row_padding import pad_rows
@@ -173,19 +174,22 @@ def _gelu_of(x: Tensor, product: Any, weight: Tensor, bias: Tensor) -> Tensor:
 _packable: dict[tuple[torch.dtype, int, int], bool] = {}
 
 
-def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, by_rows: bool = False) -> Linear:
     """Return the fastest product for these weights.
 
     Each type and shape is compared once with the plain product. Where the packed one is missing or
     differs, the plain one is used, or one in float32 if that is faster. A packed weight is a copy:
     it replaces the original in memory if the caller keeps no reference to that.
+
+    Args:
+        by_rows: whether `RowBlocks` will look for numbers of rows that give a row the same bits.
     """
     is_small = weight.dtype == torch.float32 and weight.numel() <= _UNPACKED_WEIGHTS
     if weight.device.type != "cpu" or is_small:
         return DenseLinear(weight, bias)
     key = (weight.dtype, weight.shape[0], weight.shape[1])
     if _packable.get(key) is False:
-        return _unpacked(weight, bias)
+        return _unpacked(weight, bias, by_rows)
     try:
         packed = PackedLinear(weight, bias, _float32_rows(weight))
         if key not in _packable:
@@ -193,10 +197,12 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type
         logger.info("weights of type %s are not packed: %s", weight.dtype, error)
         _packable[key] = False
-    return packed if _packable[key] else _unpacked(weight, bias)
+    return packed if _packable[key] else _unpacked(weight, bias, by_rows)
 
 
-def _unpacked(weight: Tensor, bias: Tensor | None) -> Linear:
+def _unpacked(weight: Tensor, bias: Tensor | None, by_rows: bool) -> Linear:
+    if fits_blocks(weight):
+        return BlockedLinear(weight, bias, alike=by_rows)
     if is_worth_converting(weight):
         return ConvertedLinear(weight, bias)
     return DenseLinear(weight, bias)

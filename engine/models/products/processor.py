@@ -56,16 +56,19 @@ def type_of_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and not has_matrix_unit() else dtype
 
 
-def row_price(device: torch.device) -> float:
+def row_price(device: torch.device, *, in_16_bits: bool) -> float:
     """Return what one more token costs in a step of few, as a part of a step of one.
 
     A step of one token waits for the weights. Devices multiply what they have read by hundreds of
     tokens in the meantime, processors by some; products take as long for five tokens as for eight,
-    so this is a mean.
+    so this is a mean. Where there is no arithmetic for them, weights of 16 bits are multiplied
+    for each token anew (`engine.models.products.blocked`).
     """
     if device.type != "cpu":
         return 0.005
-    return 0.03 if has_16_bit_kernels() else 0.1
+    if has_16_bit_kernels():
+        return 0.03
+    return 0.4 if in_16_bits else 0.1
 
 
 def _is_amd() -> bool:

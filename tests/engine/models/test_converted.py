@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from engine.models.products import converted, dense
+from engine.models.products import blocked, converted, dense
 from engine.models.products.converted import ConvertedLinear
 from engine.models.products.dense import DenseLinear, prepare_linear
 
@@ -52,12 +52,13 @@ def cannot_pack(*_: Any) -> NoReturn:
         (torch.float32, True, DenseLinear),
     ],
 )
-def test_weights_that_cannot_be_packed_are_converted_where_that_is_faster(
+def test_weights_that_fit_no_blocks_are_converted_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, float32_is_faster: bool, expected: type
 ) -> None:
     monkeypatch.setattr(dense, "_packable", {})
     monkeypatch.setattr(dense, "PackedLinear", cannot_pack)
     monkeypatch.setattr(converted, "float32_is_faster", lambda: float32_is_faster)
-    weight = torch.randn(640, 640).to(dtype)
+    monkeypatch.setattr(blocked, "float32_is_faster", lambda: float32_is_faster)
+    weight = torch.randn(65, 640).to(dtype)
     assert type(prepare_linear(weight)) is expected
     assert type(prepare_linear(weight)) is expected

@@ -217,5 +217,7 @@ def test_a_further_token_is_cheapest_on_devices(
     monkeypatch: pytest.MonkeyPatch, has_kernels: bool
 ) -> None:
     monkeypatch.setattr(processor, "has_16_bit_kernels", lambda: has_kernels)
-    assert processor.row_price(CPU) == (0.03 if has_kernels else 0.1)
-    assert 0 < processor.row_price(CUDA) < processor.row_price(CPU)
+    price = processor.row_price(CPU, in_16_bits=False)
+    assert price == (0.03 if has_kernels else 0.1)
+    assert processor.row_price(CPU, in_16_bits=True) == (0.03 if has_kernels else 0.4)
+    assert 0 < processor.row_price(CUDA, in_16_bits=True) < price

@@ -1,0 +1,161 @@
+"""Products of 16-bit weights in blocks of outputs, on processors without 16-bit arithmetic.
+
+A product of few rows takes as long as its weights take to be read, and where oneDNN has no product
+of 16 bits (x86 with AVX2 alone), torch's reads at half of what the memory gives. Its sum of
+weighted embeddings does not: with the weights of one input and 64 outputs as an embedding, a
+product is such a sum over the inputs, in float32, rounded once. More rows are worth converting the
+weights to float32, some blocks at a time, in memory that stays in the caches.
+"""
+
+import logging
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.products.processor import float32_is_faster
+
+logger = logging.getLogger(__name__)
+
+_OUTPUTS = 64
+"""Outputs of a block: an embedding has two cache lines, which are read without a gap."""
+_MAX_PADDING = 8
+"""One of so many outputs may be added to fill the last block."""
+_FEW_ROWS = 8
+"""Up to so many rows the weights are read faster for each than they are converted once."""
+_MAX_EMBEDDINGS = 1 << 18
+"""Maximum embeddings of one sum: their indices, which are kept, take 1 MB."""
+_MAX_WEIGHTS = 1 << 20
+"""Maximum weights that are converted at once: 4 MB in float32."""
+_MAX_BLOCKS = 8
+"""Maximum blocks that are."""
+_MANY_ROWS = 256
+"""Rows from which on one product of several blocks is faster than one of each."""
+
+
+class BlockedLinear:
+    """A matrix product whose 16-bit weights lie in blocks of outputs."""
+
+    __slots__ = ("_bias", "_blocks", "_few_rows", "_num_outputs")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, alike: bool = False) -> None:
+        """Copy a dense [out, in] weight of 16-bit floats into blocks; the caller drops it.
+
+        Args:
+            alike: compute few rows like many, which takes longer but gives a row the same bits.
+        """
+        self._num_outputs = len(weight)
+        self._bias = bias
+        self._few_rows = 0 if alike else _FEW_ROWS
+        padded = F.pad(weight, (0, 0, 0, -len(weight) % _OUTPUTS))
+        self._blocks = padded.view(-1, _OUTPUTS, weight.shape[1]).transpose(1, 2).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
+        if 0 < len(x) <= self._few_rows:
+            product = _weighted_sums(x, self._blocks)[:, : self._num_outputs]
+            return product if self._bias is None else product + self._bias
+        product = _converted_product(x, self._blocks)[:, : self._num_outputs]
+        return (product if self._bias is None else product.add_(self._bias)).to(x.dtype)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return rows [indices, in] of the weight, as a table of embeddings is looked up."""
+        return self._blocks[indices // _OUTPUTS, :, indices % _OUTPUTS]
+
+
+def _weighted_sums(x: Tensor, blocks: Tensor) -> Tensor:
+    """Return the product of few rows [rows, in] and blocks [blocks, in, 64], in their type."""
+    rows, width = x.shape
+    at_once = max(1, _MAX_EMBEDDINGS // (rows * width))
+    weights = x.expand(min(at_once, len(blocks)), rows, width).reshape(-1)
+    if len(blocks) <= at_once:
+        sums = _sums(blocks, weights, rows)
+        return sums.transpose(0, 1).reshape(rows, len(blocks) * _OUTPUTS)
+    product = x.new_empty(rows, len(blocks), _OUTPUTS)
+    for first in range(0, len(blocks), at_once):
+        part = blocks[first : first + at_once]
+        sums = _sums(part, weights[: len(part) * rows * width], rows)
+        product[:, first : first + at_once] = sums.transpose(0, 1)
+    return product.view(rows, len(blocks) * _OUTPUTS)
+
+
+def _sums(blocks: Tensor, weights: Tensor, rows: int) -> Tensor:
+    """Return [blocks, rows, 64] from blocks [blocks, in, 64] and weights [blocks * rows * in]."""
+    num_blocks, width, _ = blocks.shape
+    indices, starts = _bags(num_blocks, rows, width)
+    table = blocks.view(-1, _OUTPUTS)
+    sums: Tensor = torch.embedding_bag(table, indices, starts, False, 0, False, weights)[0]
+    return sums.view(num_blocks, rows, _OUTPUTS)
+
+
+def _bags(num_blocks: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the embeddings that are summed, one sum after the other, and where each begins."""
+    indices, starts = _most_bags(rows, width)
+    if num_blocks * rows > len(starts):
+        return _new_bags(num_blocks, rows, width)  # one block alone exceeds the maximum
+    return indices[: num_blocks * rows * width], starts[: num_blocks * rows]
+
+
+@cache
+def _most_bags(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    return _new_bags(_MAX_EMBEDDINGS // (rows * width), rows, width)
+
+
+def _new_bags(num_blocks: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    embeddings = torch.arange(num_blocks * width, dtype=torch.int32).view(num_blocks, 1, width)
+    starts = torch.arange(num_blocks * rows, dtype=torch.int32) * width
+    return embeddings.expand(num_blocks, rows, width).reshape(-1), starts
+
+
+def _converted_product(x: Tensor, blocks: Tensor) -> Tensor:
+    """Return the product of rows [rows, in] and blocks [blocks, in, 64], in float32.
+
+    Never are more than some blocks there in float32.
+    """
+    num_blocks, width, _ = blocks.shape
+    rows, inputs = len(x), x.float()
+    at_once = min(_MAX_BLOCKS, max(1, _MAX_WEIGHTS // max(1, width * _OUTPUTS)), num_blocks)
+    product = inputs.new_empty(rows, num_blocks * _OUTPUTS)
+    converted = inputs.new_empty(at_once * width * _OUTPUTS)
+    for first in range(0, num_blocks, at_once):
+        part = blocks[first : first + at_once]
+        here = converted[: part.numel()]
+        result = product[:, first * _OUTPUTS : (first + len(part)) * _OUTPUTS]
+        if rows < _MANY_ROWS:
+            products = torch.matmul(inputs, here.view(part.shape).copy_(part))
+            result.view(rows, len(part), _OUTPUTS).copy_(products.transpose(0, 1))
+        else:
+            joined = here.view(width, len(part), _OUTPUTS).copy_(part.transpose(0, 1))
+            torch.mm(inputs, joined.view(width, -1), out=result)
+    return product
+
+
+def fits_blocks(weight: Tensor) -> bool:
+    """Whether products of a weight [out, in], which cannot be packed, are fastest in blocks."""
+    if weight.device.type != "cpu" or weight.dtype.itemsize != 2 or not float32_is_faster():
+        return False
+    if -len(weight) % _OUTPUTS > len(weight) // _MAX_PADDING:
+        return False
+    return _sums_are_right(weight.dtype)
+
+
+def _has_fast_sums() -> bool:
+    """Whether torch has the library that reads the weights of a sum ahead."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+@cache
+def _sums_are_right(dtype: torch.dtype) -> bool:
+    """Whether sums of weighted embeddings are fast, and those of a product."""
+    if not _has_fast_sums():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(_OUTPUTS, 96, generator=generator).to(dtype)
+    x = torch.randn(3, 96, generator=generator).to(dtype)
+    try:
+        result = BlockedLinear(weight, None)(x)
+    except (RuntimeError, TypeError) as error:  # an unfit type, or other arguments
+        logger.info("weights of type %s are not laid out in blocks: %s", dtype, error)
+        return False
+    return torch.allclose(result.float(), x.float() @ weight.float().T, rtol=2e-2, atol=2e-2)
