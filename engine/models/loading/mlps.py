@@ -77,7 +77,8 @@ class MlpLoader:
         # Choices between experts turn on small differences, and the product is a small one.
         products = self._products
         bias = products.copy(prefix + "router.bias") if moe.bias else None
-        score = prepare_linear(products.copy(prefix + "router.weight"), bias)
+        weight = products.copy(prefix + "router.weight")
+        score = prepare_linear(weight, bias, by_rows=products.is_by_rows)
         if products.bank is not None:
             names, hidden = [prefix + "router"], self._spec.hidden_size
             score = products.adapted(score, names, [moe.num_experts], hidden)

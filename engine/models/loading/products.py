@@ -48,7 +48,7 @@ class ProductLoader:
         self.bank = bank
         self.dtype = dtype
         self._quantization = quantization
-        self._is_by_rows = is_by_rows
+        self.is_by_rows = is_by_rows
 
     def adapted(self, product: Linear, names: list[str], widths: list[int], inputs: int) -> Linear:
         """Return a product of rows [rows, inputs], with adapters where there may be some.
@@ -64,7 +64,7 @@ class ProductLoader:
 
     def by_rows(self, function: Linear, width: int) -> Linear:
         """Return a function of rows [rows, width] that computes each by itself, if so wished."""
-        if not self._is_by_rows:
+        if not self.is_by_rows:
             return function
         return RowBlocks(function, probe_rows(width, self.dtype))
 
@@ -73,7 +73,7 @@ class ProductLoader:
         """Whether experts and their router compute rows by themselves each, rather than a layer's
         whole block of them: in float32 they take almost any number of rows as they come."""
         plain = self._quantization is None and self.bank is None
-        return self._is_by_rows and plain and self.dtype == torch.float32
+        return self.is_by_rows and plain and self.dtype == torch.float32
 
     def linear(self, *names: str, bias: list[str] | None = None) -> Linear:
         """Return the product with some weights one below the other, plus their biases."""
@@ -111,7 +111,7 @@ class ProductLoader:
         """Return the product with a weight [outputs, inputs], rounded if so wished."""
         if self._quantization == "int8":
             return prepare_int8(weight, bias)
-        return prepare_linear(weight, bias, by_rows=self._is_by_rows)
+        return prepare_linear(weight, bias, by_rows=self.is_by_rows)
 
     def fused(self, names: list[str]) -> Tensor:
         """Return the tensors one below the other in new memory."""

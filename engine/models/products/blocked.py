@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.products.processor import float32_is_faster
-
 logger = logging.getLogger(__name__)
 
 _OUTPUTS = 64
@@ -69,15 +67,10 @@ def _weighted_sums(x: Tensor, blocks: Tensor) -> Tensor:
     rows, width = x.shape
     at_once = max(1, _MAX_EMBEDDINGS // (rows * width))
     weights = x.expand(min(at_once, len(blocks)), rows, width).reshape(-1)
-    if len(blocks) <= at_once:
-        sums = _sums(blocks, weights, rows)
-        return sums.transpose(0, 1).reshape(rows, len(blocks) * _OUTPUTS)
-    product = x.new_empty(rows, len(blocks), _OUTPUTS)
-    for first in range(0, len(blocks), at_once):
-        part = blocks[first : first + at_once]
-        sums = _sums(part, weights[: len(part) * rows * width], rows)
-        product[:, first : first + at_once] = sums.transpose(0, 1)
-    return product.view(rows, len(blocks) * _OUTPUTS)
+    parts = torch.split(blocks, at_once)
+    sums = [_sums(part, weights[: len(part) * rows * width], rows) for part in parts]
+    joined = sums[0] if len(sums) == 1 else torch.cat(sums)
+    return joined.transpose(0, 1).reshape(rows, len(blocks) * _OUTPUTS)
 
 
 def _sums(blocks: Tensor, weights: Tensor, rows: int) -> Tensor:
@@ -132,9 +125,7 @@ def _converted_product(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def fits_blocks(weight: Tensor) -> bool:
-    """Whether products of a weight [out, in], which cannot be packed, are fastest in blocks."""
-    if weight.device.type != "cpu" or weight.dtype.itemsize != 2 or not float32_is_faster():
-        return False
+    """Whether products of a weight [out, in] that is worth converting are faster in blocks."""
     if -len(weight) % _OUTPUTS > len(weight) // _MAX_PADDING:
         return False
     return _sums_are_right(weight.dtype)

@@ -201,11 +201,11 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, by_rows: bool 
 
 
 def _unpacked(weight: Tensor, bias: Tensor | None, by_rows: bool) -> Linear:
+    if not is_worth_converting(weight):
+        return DenseLinear(weight, bias)
     if fits_blocks(weight):
         return BlockedLinear(weight, bias, alike=by_rows)
-    if is_worth_converting(weight):
-        return ConvertedLinear(weight, bias)
-    return DenseLinear(weight, bias)
+    return ConvertedLinear(weight, bias)
 
 
 def _agree(packed: PackedLinear, dense: Linear, weight: Tensor) -> bool:

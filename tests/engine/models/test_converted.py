@@ -1,11 +1,9 @@
 """Products of 16-bit weights in float32 where a processor has no arithmetic for them."""
 
-from typing import Any, NoReturn
-
 import pytest
 import torch
 
-from engine.models.products import blocked, converted, dense
+from engine.models.products import converted
 from engine.models.products.converted import ConvertedLinear
 from engine.models.products.dense import DenseLinear, prepare_linear
 
@@ -40,10 +38,7 @@ def test_weights_may_be_views() -> None:
     assert torch.equal(ConvertedLinear(weight.T, None)(x), alike)
 
 
-def cannot_pack(*_: Any) -> NoReturn:
-    raise RuntimeError("bf16 path needs the cpu support avx512")
-
-
+@pytest.mark.usefixtures("unpackable")
 @pytest.mark.parametrize(
     ("dtype", "float32_is_faster", "expected"),
     [
@@ -55,10 +50,7 @@ def cannot_pack(*_: Any) -> NoReturn:
 def test_weights_that_fit_no_blocks_are_converted_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, float32_is_faster: bool, expected: type
 ) -> None:
-    monkeypatch.setattr(dense, "_packable", {})
-    monkeypatch.setattr(dense, "PackedLinear", cannot_pack)
     monkeypatch.setattr(converted, "float32_is_faster", lambda: float32_is_faster)
-    monkeypatch.setattr(blocked, "float32_is_faster", lambda: float32_is_faster)
     weight = torch.randn(65, 640).to(dtype)
     assert type(prepare_linear(weight)) is expected
     assert type(prepare_linear(weight)) is expected
