@@ -16,10 +16,12 @@ from tests.support.heap import pytest_collection
 from tests.support.leaks import no_process_outlives_the_tests
 from tests.support.process_logs import pytest_runtest_makereport, pytest_runtest_setup
 from tests.support.quick import pytest_ignore_collect
+from tests.support.strict import pytest_collection_modifyitems
 
 __all__ = [
     "no_process_outlives_the_tests",
     "pytest_collection",
+    "pytest_collection_modifyitems",
     "pytest_ignore_collect",
     "pytest_runtest_makereport",
     "pytest_runtest_setup",

@@ -3,7 +3,7 @@
 import random
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,3 +57,13 @@ def prompt() -> Callable[[int], list[int]]:
         return [source.randrange(256) for _ in range(length)]
 
     return make
+
+
+@pytest.fixture
+def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A processor with AVX2 alone, on which 16-bit weights lie in blocks; more may be patched."""
+    from tests.engine.avx2_alone import pretend
+
+    with monkeypatch.context() as patching:
+        pretend(patching)
+        yield patching

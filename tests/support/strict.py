@@ -16,6 +16,14 @@ def add_option(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is about processors alone."""
+    if config.getoption("strict_device"):
+        left_out = [item for item in items if item.get_closest_marker("processor")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
 def configure(config: pytest.Config) -> None:
     """Replace the processor by the device."""
     if config.getoption("strict_device"):

@@ -313,11 +313,10 @@ class Running:
         return self._executor.submit(plan).result()
 
 
+@pytest.mark.processor  # a copy to a device is several calls of copy_, which are counted here
 def test_each_engine_reads_and_keeps_its_share_only(
-    checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if request.config.getoption("strict_device"):
-        pytest.skip("a copy to that device is several calls of copy_, which are counted here")
     directory = checkpoint("qwen3-moe-many").directory
     read = []
     original = torch.Tensor.copy_

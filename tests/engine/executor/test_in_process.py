@@ -256,11 +256,10 @@ def test_engines_of_one_group_keep_keys_and_values_alike(settings: MakeConfig) -
     assert fp8 == e4m3
 
 
+@pytest.mark.processor  # a device's weights leave in every sleep
 def test_weights_that_have_changed_are_not_taken_for_the_old_ones(
-    executor: InProcessExecutor, model: Path, request: pytest.FixtureRequest
+    executor: InProcessExecutor, model: Path
 ) -> None:
-    if request.config.getoption("strict_device"):
-        pytest.skip("a device's weights leave in every sleep")
     changed = CONFIG | {"num_hidden_layers": 1}
     executor.sleep(1)
     (model / "config.json").write_text(json.dumps(changed))

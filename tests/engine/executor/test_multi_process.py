@@ -6,12 +6,13 @@ import signal
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import psutil
 import pytest
 
+from engine.executor import worker_process
 from engine.executor.interface import CannotDo
 from engine.executor.multi_process import MultiProcessExecutor
 from engine.executor.team import Team, UnlikeWorkers, WorkerFailed
@@ -40,10 +41,11 @@ def settings(
     *,
     stages: int = 1,
     kv_cache_dtype: KvCacheDtype = "auto",
+    dtype: Literal["auto", "bfloat16"] = "auto",
     **scheduler: Any,
 ) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model=str(directory), device="cpu"),
+        model=ModelConfig(model=str(directory), device="cpu", dtype=dtype),
         cache=CacheConfig(
             block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS, kv_cache_dtype=kv_cache_dtype
         ),
@@ -136,6 +138,35 @@ def test_every_condition_gives_the_tokens_of_one_process(
         engine.decode(9, 0, 3, 1)
     assert cut.tokens == whole.tokens
     assert len(cut.tokens[0]) >= 120 + 18
+
+
+@pytest.mark.processor
+@pytest.mark.parametrize(
+    ("name", "size", "stages"), [("llama-biased", 2, 1), ("qwen3-moe-deep", 2, 2)]
+)
+def test_weights_in_blocks_are_cut_like_others(
+    name: str,
+    size: int,
+    stages: int,
+    start: StartCluster,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    avx2_alone: pytest.MonkeyPatch,
+) -> None:
+    avx2_alone.setattr(worker_process, "WORKER_MODULE", "tests.engine.executor.avx2_worker")
+    directory = checkpoint(name).directory
+    reported = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
+    cluster = start(directory, size, stages=stages, dtype="bfloat16")
+
+    def logprobs(engine: Driver) -> list[float]:
+        engine.start(0, prompt(70), reported)
+        steps = [engine.step({0: count}) for count in (5, 60, 1, 4)]
+        return [entry.logprob for step in steps for entry in step.prompt_logprobs[0]]
+
+    cut, whole = logprobs(cluster.driver), logprobs(driver(directory, dtype="bfloat16"))
+    differences = [abs(a - b) for a, b in zip(cut, whole, strict=True)]
+    assert statistics.mean(differences) < 0.05
 
 
 def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:

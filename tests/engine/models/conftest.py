@@ -1,7 +1,6 @@
 """What tests of products and layers share."""
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
 
 import pytest
 
@@ -19,10 +18,6 @@ def inference() -> Iterator[None]:
 @pytest.fixture
 def unpackable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor for which oneDNN packs no weights."""
-    from engine.models.products import dense
+    from tests.engine.avx2_alone import pack_nothing
 
-    def cannot_pack(*_: Any) -> NoReturn:
-        raise RuntimeError("bf16 path needs the cpu support avx512")
-
-    monkeypatch.setattr(dense, "_packable", {})
-    monkeypatch.setattr(dense, "PackedLinear", cannot_pack)
+    pack_nothing(monkeypatch)

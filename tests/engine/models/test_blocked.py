@@ -1,31 +1,16 @@
 """Products of 16-bit weights in blocks of outputs, on processors without 16-bit arithmetic."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.nn.functional as F
 
-from engine.models.products import blocked, converted, dense
+from engine.models.products import blocked
 from engine.models.products.blocked import BlockedLinear, fits_blocks
 from engine.models.products.dense import DenseLinear, prepare_linear
 from engine.models.products.row_blocks import RowBlocks, probe_rows
-from tests.engine.driver import load_driver
-from tests.engine.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("inference")
 
 TYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture
-def avx2_alone(unpackable: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A processor that multiplies 16-bit weights slowly, and for which oneDNN packs none."""
-    monkeypatch.setattr(converted, "float32_is_faster", lambda: True)
-    blocked._sums_are_right.cache_clear()
-    yield monkeypatch
-    blocked._sums_are_right.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -116,27 +101,6 @@ def test_sums_are_compared_with_a_product_before_they_are_used(
 
     avx2_alone.setattr(blocked, "_weighted_sums", sums)
     assert not fits_blocks(torch.randn(64, 64).bfloat16())
-
-
-@pytest.mark.usefixtures("avx2_alone")
-@pytest.mark.parametrize("family", ["qwen3", "llama-tied-llama3"])
-def test_tied_embeddings_are_there_once(
-    tmp_path: Path, avx2_alone: pytest.MonkeyPatch, family: str
-) -> None:
-    save_tiny_model(family, tmp_path, 0)
-    in_blocks = load_driver(tmp_path, dtype="bfloat16")
-    avx2_alone.setattr(dense, "fits_blocks", lambda _: False)
-    avx2_alone.setattr(dense, "is_worth_converting", lambda _: False)
-    plain = load_driver(tmp_path, dtype="bfloat16")
-    embed = in_blocks.runner.model._weights.embed
-    assert isinstance(getattr(embed, "__self__", None), BlockedLinear)
-    for driver in (in_blocks, plain):
-        driver.start(0, [3, 14, 15, 9, 26, 5])
-    assert torch.allclose(
-        F.log_softmax(in_blocks.logits({0: 6}).float(), dim=-1),
-        F.log_softmax(plain.logits({0: 6}).float(), dim=-1),
-        atol=0.1,
-    )
 
 
 @pytest.mark.usefixtures("avx2_alone")

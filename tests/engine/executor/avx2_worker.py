@@ -1,0 +1,20 @@
+"""A worker process of an engine on a processor with AVX2 alone (`tests.engine.avx2_alone`)."""
+
+import pytest
+
+from engine.executor.worker_main import begin
+
+
+def main() -> int:
+    """Run it as `engine.executor.worker_main` does."""
+    launch, lifeline = begin()
+    from engine.executor.worker import run  # imports torch
+    from tests.engine import avx2_alone
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        avx2_alone.pretend(monkeypatch)
+        return run(launch, lifeline)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
