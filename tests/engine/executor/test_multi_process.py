@@ -156,17 +156,13 @@ def test_weights_in_blocks_are_cut_like_others(
 ) -> None:
     avx2_alone.setattr(worker_process, "WORKER_MODULE", "tests.engine.executor.avx2_worker")
     directory = checkpoint(name).directory
-    reported = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
-    cluster = start(directory, size, stages=stages, dtype="bfloat16")
-
-    def logprobs(engine: Driver) -> list[float]:
-        engine.start(0, prompt(70), reported)
-        steps = [engine.step({0: count}) for count in (5, 60, 1, 4)]
-        return [entry.logprob for step in steps for entry in step.prompt_logprobs[0]]
-
-    cut, whole = logprobs(cluster.driver), logprobs(driver(directory, dtype="bfloat16"))
-    differences = [abs(a - b) for a, b in zip(cut, whole, strict=True)]
-    assert statistics.mean(differences) < 0.05
+    engines = (
+        start(directory, size, stages=stages, dtype="bfloat16").driver,
+        driver(directory, dtype="bfloat16"),
+    )
+    cut, whole = (prompt_logprobs(engine, prompt(70), 5, 60, 1, 4) for engine in engines)
+    assert len(cut) == len(whole)
+    assert statistics.mean(map(distance, cut, whole)) < 0.05
 
 
 def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
@@ -220,13 +216,10 @@ def test_a_cache_in_8_bits_is_that_of_one_process(
     prompt: MakePrompt,
 ) -> None:
     directory = checkpoint(name).directory
-    reported = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
     cluster = start(directory, size, stages=stages, kv_cache_dtype="fp8")
 
     def logprobs(engine: Driver) -> list[float]:
-        engine.start(0, prompt(70), reported)
-        steps = [engine.step({0: count}) for count in (5, 60, 5)]
-        return [entry.logprob for step in steps for entry in step.prompt_logprobs[0]]
+        return prompt_logprobs(engine, prompt(70), 5, 60, 5)
 
     cut = logprobs(cluster.driver)
     exact, rounded = (logprobs(driver(directory, kv_cache_dtype=k)) for k in ("auto", "fp8"))
@@ -235,6 +228,13 @@ def test_a_cache_in_8_bits_is_that_of_one_process(
     cluster.executor.sleep(1)
     cluster.executor.wake_up()
     assert statistics.median(map(distance, logprobs(cluster.driver), rounded)) < 1e-3
+
+
+def prompt_logprobs(engine: Driver, tokens: list[int], *counts: int) -> list[float]:
+    """Return the log probabilities of a prompt that is computed in chunks of so many tokens."""
+    engine.start(0, tokens, msgspec.structs.replace(GREEDY, prompt_logprobs=0))
+    steps = [engine.step({0: count}) for count in counts]
+    return [entry.logprob for step in steps for entry in step.prompt_logprobs[0]]
 
 
 def distance(one: float, other: float) -> float:

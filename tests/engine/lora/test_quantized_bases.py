@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 from engine.models.products.int4 import fits_int4, quantized
+from tests.engine.comparing import relative
 from tests.engine.gguf_files import write_gguf
 from tests.engine.lora.adapters import train
 from tests.engine.lora.test_adapted_models import load
@@ -63,10 +64,6 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
         return weight
     groups = whole.codes.float().view(len(weight), whole.scales.shape[1], -1)
     return ((groups - whole.zeros.unsqueeze(2)) * whole.scales.unsqueeze(2)).flatten(1)
-
-
-def relative(values: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((values.float() - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize(

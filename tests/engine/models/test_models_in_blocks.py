@@ -10,6 +10,7 @@ import torch
 from engine.models.products import dense
 from engine.models.products.blocked import BlockedLinear
 from engine.shared.config import BUNDLED_MODEL
+from tests.engine.comparing import relative
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.lora.adapters import train
 from tests.engine.lora.test_adapted_models import load
@@ -29,10 +30,6 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     monkeypatch.setattr(dense, "BlockedLinear", Counted)
     return weights
-
-
-def relative(values: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((values.float() - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

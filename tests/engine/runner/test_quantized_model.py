@@ -8,12 +8,9 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.shared.config import BUNDLED_MODEL
+from tests.engine.comparing import relative
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.test_bundled_model import PASSAGE
-
-
-def relative(values: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((values - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize(
