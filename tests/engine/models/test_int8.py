@@ -26,7 +26,7 @@ def in_8_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 7, 16, 100])
-@pytest.mark.parametrize("inputs", [130, 136])
+@pytest.mark.parametrize("inputs", [130, 136, 144])
 @pytest.mark.parametrize("biased", [False, True])
 def test_error_is_that_of_rounding(
     in_8_bits: bool, dtype: torch.dtype, rows: int, inputs: int, biased: bool

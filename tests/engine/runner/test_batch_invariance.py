@@ -168,22 +168,23 @@ def test_functions_with_one_kernel_are_tried_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(4, 1), (14, 2), (4, 4)])
+@pytest.mark.parametrize("head_dim", [64, 48])  # matrix units treat these differently
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_tokens_attend_in_one_product_with_the_bits_of_each_by_itself(
-    dtype: torch.dtype, heads: tuple[int, int], has_sinks: bool
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, has_sinks: bool
 ) -> None:
     num_heads, kv_heads = heads
     generator = torch.Generator().manual_seed(0)
     attention = PagedAttention(
         num_heads=num_heads,
         num_kv_heads=kv_heads,
-        head_dim=64,
+        head_dim=head_dim,
         dtype=dtype,
         device=torch.device("cpu"),
         token_by_token=True,
     )
-    cache = torch.randn(40, 16, 2, kv_heads, 64, generator=generator).to(dtype)
-    queries = torch.randn(600, num_heads, 64, generator=generator).to(dtype)
+    cache = torch.randn(40, 16, 2, kv_heads, head_dim, generator=generator).to(dtype)
+    queries = torch.randn(600, num_heads, head_dim, generator=generator).to(dtype)
     sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
 
     def attend(*rows: tuple[int, int]) -> torch.Tensor:
