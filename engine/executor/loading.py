@@ -16,6 +16,7 @@ from engine.models.decoder import Decoder
 from engine.models.fallback.choice import implementation
 from engine.models.fallback.loading import load_fallback
 from engine.models.formats.fingerprint import computed_fingerprint
+from engine.models.fused.choice import FusedKernels, fused_kernels
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
@@ -23,6 +24,7 @@ from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.stages import divide_layers
 from engine.models.settings import (
+    ComputeTypes,
     compute_types,
     fits_caches,
     model_length,
@@ -113,11 +115,21 @@ def load_model(
         batch_invariant=is_invariant,
         adapters=adapter_room(config.lora),
         balance=balance,
+        kernels=_kernels(config, spec, types, device),
     )
     with torch.inference_mode():
         model = loader.load()
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
         return LoadedModel(model, fingerprint, loader, pooling, is_invariant)
+
+
+def _kernels(
+    config: EngineConfig, spec: ModelSpec, types: ComputeTypes, device: torch.device
+) -> FusedKernels | None:
+    """Return what fuses the operators between products, unless a small model is to start fast."""
+    if config.executor.enforce_eager or fits_caches(spec):
+        return None
+    return fused_kernels(types.activations, device)
 
 
 def _load_with_transformers(

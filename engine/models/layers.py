@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.fused.choice import FusedKernels
 from engine.models.spec import ModelSpec, NormSpec
 
 Rows = Callable[[Tensor], Tensor]
@@ -94,17 +95,22 @@ def clamped_swiglu(gate_up: Tensor, *, limit: float, slope: float) -> Tensor:
     return torch.sigmoid(slope * gate).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
 
 
-def gated(spec: ModelSpec) -> Rows:
+def gated(spec: ModelSpec, kernels: FusedKernels | None = None) -> Rows:
     """Return what a model's MLPs make [rows, inner] with, of [rows, 2 * inner]."""
     if spec.clamp is None:
+        if kernels is not None and GATED[spec.activation] is swiglu:
+            return kernels.swiglu
         return GATED[spec.activation]
     return partial(clamped_swiglu, limit=spec.clamp.limit, slope=spec.clamp.slope)
 
 
-def prepare_norm(norm: NormSpec, weight: Tensor) -> Rows:
+def prepare_norm(norm: NormSpec, weight: Tensor, kernels: FusedKernels | None = None) -> Rows:
     """Return the norm of rows [rows, width]; `weight` is [width], as stored."""
     if norm.kind == "layer":
         return partial(layer_norm, weight=weight, eps=norm.eps)
+    if kernels is not None:
+        exact = weight.float() + 1 if norm.adds_one else weight.float()
+        return partial(kernels.rms_norm, weight=exact, eps=norm.eps)
     if norm.adds_one:
         return partial(rms_norm_exact, weight=weight.float() + 1, eps=norm.eps)
     return partial(rms_norm, weight=weight, eps=norm.eps)

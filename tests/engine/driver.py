@@ -10,6 +10,7 @@ import torch
 
 from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.cache_groups import divide
+from engine.models.fused.choice import fused_kernels
 from engine.models.hf_config import read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader
 from engine.models.settings import compute_types, model_length, open_checkpoint
@@ -137,9 +138,10 @@ def load_driver(
     batch_invariant: bool = False,
     adapters: AdapterRoom | None = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    fused: bool = False,
     **settings: Any,
 ) -> Driver:
-    """Load a model directory, or a GGUF file, into a fresh runner."""
+    """Load a model directory, or a GGUF file, into a fresh runner; `fused`: with such kernels."""
     config = ModelConfig(model=str(directory), **settings)
     device = torch.device("cpu")
     files = model_directory(config, weights=True)
@@ -157,6 +159,7 @@ def load_driver(
         quantization=config.quantization,
         batch_invariant=batch_invariant,
         adapters=adapters,
+        kernels=fused_kernels(types.activations, device) if fused else None,
     )
     with torch.inference_mode():
         model = loader.load()

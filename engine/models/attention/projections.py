@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.attention.kv_format import KvFormat
+from engine.models.attention.kv_format import KvFormat, PlainKv
 from engine.models.attention.rotary import rotate
+from engine.models.fused.choice import FusedKernels
 from engine.models.layers import Rows
 from engine.models.spec import LatentSpec, ModelSpec
 
@@ -56,10 +57,16 @@ class HeadProjections:
         qkv: Rows,
         output: Rows,
         kv_format: KvFormat,
+        kernels: FusedKernels | None = None,
         qk_norm: Rows | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Take the parts; `qk_norm` is of [tokens, heads + kv_heads, head_dim]."""
+        """Take the parts; `qk_norm` is of [tokens, heads + kv_heads, head_dim].
+
+        A fused kernel rotates and stores where there is one for the format.
+        """
+        is_plain = isinstance(kv_format, PlainKv) and kv_format.dtype == torch.bfloat16
+        self._kernels = kernels if is_plain else None
         self._kv = kv_format
         self.output = output
         self.sinks = sinks
@@ -80,6 +87,11 @@ class HeadProjections:
         heads = target = qkv[:, : self._rotated_size].view(tokens, *self._rotated)
         if self._qk_norm is not None:
             heads = self._qk_norm(heads)
+        if rotated is not None and self._kernels is not None and qkv.is_contiguous():
+            if heads is not target:
+                target.copy_(heads)
+            self._kernels.rotate_and_store(qkv, *rotated, cache, slots)
+            return qkv[:, : self._query_size].view(tokens, *self._queries)
         if rotated is not None:
             rotate(heads, *rotated, out=target)
         elif heads is not target:

@@ -19,6 +19,7 @@ from engine.models.attention.projections import (
 from engine.models.attention.rotary import rotary_table, temperatures
 from engine.models.decoder import Decoder, DecoderWeights, Followers, LayerWeights
 from engine.models.formats.checkpoint import Checkpoint
+from engine.models.fused.choice import FusedKernels
 from engine.models.layers import (
     Chain,
     Rows,
@@ -87,11 +88,13 @@ class DecoderLoader:
         batch_invariant: bool = False,
         adapters: AdapterRoom | None = None,
         balance: ExpertBalance | None = None,
+        kernels: FusedKernels | None = None,
     ) -> None:
         """Prepare to load all, or only the experts of a place, or the part of a shard, or both.
 
         Of all these, a pipeline stage has its own layers only. `balance` says which experts those
-        of a place are, if it is not an even share.
+        of a place are, if it is not an even share. Fused `kernels` do what they can between
+        products.
 
         If `batch_invariant`, no row of a step depends on the others
         (`engine.models.products.row_blocks`).
@@ -117,6 +120,7 @@ class DecoderLoader:
         if quantization in ("int4", "stored"):
             require_int4(quantization, types.activations, device)
         self._batch_invariant = batch_invariant
+        self._kernels = kernels
         self._shard = shard
         self._cut = None
         if shard is not None:
@@ -137,7 +141,7 @@ class DecoderLoader:
             is_by_rows=batch_invariant,
             bank=self._bank,
         )
-        self._mlps = MlpLoader(self._spec, self._products, self._expert_group)
+        self._mlps = MlpLoader(self._spec, self._products, self._expert_group, kernels)
 
     def load(self) -> Decoder:
         """Read all weights that belong here and return the model."""
@@ -159,7 +163,11 @@ class DecoderLoader:
             spec,
             weights,
             attention_of(
-                spec, self._types.kv_format, self._device, token_by_token=self._batch_invariant
+                spec,
+                self._types.kv_format,
+                self._device,
+                token_by_token=self._batch_invariant,
+                kernels=self._kernels,
             ),
             self._types,
             self._device,
@@ -278,7 +286,7 @@ class DecoderLoader:
         )
 
     def _norm(self, name: str) -> Rows:
-        return prepare_norm(self._spec.norm, self._products.copy(name + ".weight"))
+        return prepare_norm(self._spec.norm, self._products.copy(name + ".weight"), self._kernels)
 
     def _added(self, block: Rows, norm: Rows | None) -> Rows:
         """Return what is added of a block: the sum of its parts, if it is cut, normed, scaled."""
@@ -315,6 +323,7 @@ class DecoderLoader:
                 output_norm,
             ),
             kv_format=self._types.kv_format,
+            kernels=self._kernels,
             qk_norm=qk_norm,
             sinks=self._products.copy(prefix + "sinks").float() if spec.attention_sinks else None,
         )
@@ -331,7 +340,7 @@ class DecoderLoader:
         inputs = products.linear(*(f"{name}.weight" for name in names), bias=bias)
         if latent.query_rank is not None:
             queries = Chain(
-                prepare_norm(norm, products.copy(prefix + "q_a_norm.weight")),
+                prepare_norm(norm, products.copy(prefix + "q_a_norm.weight"), self._kernels),
                 products.by_rows(products.linear(prefix + "q_b_proj.weight"), latent.query_rank),
             )
         heads = products.copy(prefix + "kv_b_proj.weight").view(spec.num_heads, -1, latent.rank)
@@ -346,7 +355,7 @@ class DecoderLoader:
             products.by_rows(inputs, spec.hidden_size),
             kv_format=self._types.kv_format,
             queries=queries,
-            norm=prepare_norm(norm, products.copy(prefix + "kv_a_norm.weight")),
+            norm=prepare_norm(norm, products.copy(prefix + "kv_a_norm.weight"), self._kernels),
             to_latent=products.by_rows(
                 HeadwiseProduct(keys.contiguous()), spec.num_heads * latent.plain_size
             ),

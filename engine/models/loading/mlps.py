@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.models.fused.choice import FusedKernels
 from engine.models.layers import Chain, Rows, gated
 from engine.models.loading.products import ProductLoader
 from engine.models.moe import (
@@ -31,15 +32,22 @@ class GroupPlace(NamedTuple):
 class MlpLoader:
     """Assembles the MLPs of one model; prefixes are what the names of a layer's tensors have."""
 
-    def __init__(self, spec: ModelSpec, products: ProductLoader, group: ExpertGroup | None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        products: ProductLoader,
+        group: ExpertGroup | None,
+        kernels: FusedKernels | None = None,
+    ) -> None:
         """Take the model as it is here, and the group over which experts are spread, if any."""
         self._spec = spec
+        self._gated = gated(spec, kernels)
         self._products = products
         self._group = group
 
     def dense(self, prefix: str, inner: int) -> Rows:
         """Return an MLP of so many inner outputs, with adapters where there may be some."""
-        spec, products, gate = self._spec, self._products, gated(self._spec)
+        spec, products, gate = self._spec, self._products, self._gated
         names = [prefix + "gate_proj", prefix + "up_proj", prefix + "down_proj"]
         bias = [f"{name}.bias" for name in names] if spec.mlp_bias else []
         gate_up = products.linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2])
@@ -101,7 +109,7 @@ class MlpLoader:
         return products.by_rows(product, self._spec.hidden_size) if by_rows else product
 
     def _expert(self, prefix: str, number: int) -> Linear:
-        spec, products, gate = self._spec, self._products, gated(self._spec)
+        spec, products, gate = self._spec, self._products, self._gated
         names = [f"{prefix}experts.{number}.{part}_proj" for part in ("gate", "up", "down")]
         assert spec.moe is not None
         bias = [f"{name}.bias" for name in names] if spec.moe.bias else []
@@ -128,4 +136,4 @@ class MlpLoader:
         gate_up = [products.fused([f"{p}gate_proj.weight", f"{p}up_proj.weight"]) for p in each]
         down = [products.copy(f"{p}down_proj.weight").T for p in each]
         kind = RowwiseExperts if products.splits_experts else StackedExperts
-        return kind(torch.stack(gate_up), torch.stack(down), gated(self._spec))
+        return kind(torch.stack(gate_up), torch.stack(down), self._gated)

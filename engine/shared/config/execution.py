@@ -181,7 +181,9 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
         "/status.json tell; elsewhere it is slower.",
     ] = None
     enforce_eager: Annotated[
-        bool, "CUDA: launch each kernel of a decode step instead of replaying CUDA graphs."
+        bool,
+        "CUDA: launch each kernel of a decode step instead of replaying CUDA graphs. CPU: compute "
+        "large models in bfloat16 with torch's operators alone, without compiled kernels.",
     ] = False
     torch_profiler_dir: Annotated[
         str | None, "Directory for the traces of the start_profile and stop_profile calls."

@@ -1,6 +1,8 @@
 """With --batch-invariant a token's logits do not depend on what else is computed with it: bit for
 bit, whatever the batch, the chunks of the prompt, and whether it is decoded or computed again."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from engine.shared.messages import SamplingParams
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 LENGTH = 140
-CASES = [
+CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama-biased", {}),
     ("mistral-window", {}),
     ("qwen3-moe", {}),
@@ -40,13 +42,17 @@ CASES = [
     ("gpt-oss", {"kv_cache_dtype": "fp8"}),
     ("deepseek3", {"kv_cache_dtype": "fp8"}),
     ("bundled", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+    ("bundled", {"dtype": "bfloat16", "fused": True}),
+    ("qwen3-moe", {"dtype": "bfloat16", "fused": True}),
+    ("gemma3", {"dtype": "bfloat16", "fused": True}),
+    ("llama4", {"dtype": "bfloat16", "fused": True}),
 ]
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_token_is_computed_in_the_same_way_in_any_company(
     name: str,
-    settings: dict[str, str],
+    settings: dict[str, Any],
     checkpoint: SaveModel,
     driver: LoadDriver,
     prompt: MakePrompt,
@@ -82,7 +88,7 @@ def test_capped_scores_are_refused(checkpoint: SaveModel, driver: LoadDriver) ->
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_draw_after_a_prompt_is_that_of_a_decode(
     name: str,
-    settings: dict[str, str],
+    settings: dict[str, Any],
     checkpoint: SaveModel,
     driver: LoadDriver,
     prompt: MakePrompt,

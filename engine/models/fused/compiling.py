@@ -1,0 +1,165 @@
+"""How kernels are compiled, and run on the threads that torch computes with.
+
+A kernel is written in Python. Numba compiles it for this processor, to a function of one array of
+64-bit integers: addresses of tensors, sizes, and floats as the bits that they have in 32.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import struct
+from collections.abc import Callable
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numba
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+logger = logging.getLogger(__name__)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+FIRST = 3
+"""Index of a kernel's own arguments in the array; those before are for `own_shares`."""
+MAX_ARGUMENTS = 24
+_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_OPTIONS: dict[str, Any] = {
+    # Vectors may add up in another order than the source, but in the same one for every row.
+    "fastmath": {"reassoc", "contract", "nsz"},
+    "error_model": "numpy",
+}
+
+
+def compiled(function: _Function) -> _Function:
+    """Mark a function that kernels call; it is compiled into each of them."""
+    result: _Function = numba.njit(forceinline=True, **_OPTIONS)(function)
+    return result
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _ask(_typing: Any, _address: Any) -> Any:
+    """Call `int f(void)` at an address."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        function = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        return builder.call(builder.inttoptr(arguments[0], function), [])
+
+    return types.int32(types.int64), generate
+
+
+@compiled
+def own_shares(arguments: Any) -> tuple[int, int, int]:
+    """Return how many shares there are, the first one of this thread, and the step to its next.
+
+    A team of threads may be smaller than what was asked for.
+    """
+    return arguments[0], _ask(arguments[1]), _ask(arguments[2])
+
+
+class _OpenMp(NamedTuple):
+    """Functions of the runtime that torch computes with."""
+
+    parallel: Any
+    """`GOMP_parallel(function, data, num_threads, flags)`."""
+    questions: tuple[int, int]
+    """Addresses of `omp_get_thread_num` and `omp_get_num_threads`."""
+
+
+@cache
+def _openmp() -> _OpenMp:
+    """Find the runtime: one that was loaded for all to see, as LLVM's is, or what torch brings.
+
+    Raises:
+        OSError: there is none.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "GOMP_parallel"):
+        brought = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+        if not brought:
+            raise OSError("torch brings no OpenMP runtime")
+        library = ctypes.CDLL(str(brought[0]))
+    parallel = library.GOMP_parallel
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    thread, threads = (
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (library.omp_get_thread_num, library.omp_get_num_threads)
+    )
+    assert thread is not None
+    assert threads is not None
+    return _OpenMp(parallel, (thread, threads))
+
+
+class Kernel:
+    """A compiled function that computes its work in shares."""
+
+    def __init__(self, body: Callable[[Any], None]) -> None:
+        """Take the source, of a pointer to the arguments; it is compiled when it is first used."""
+        self._body = body
+
+    @cached_property
+    def _compiled(self) -> Any:
+        pointer = types.CPointer(types.int64)
+        kept = _cache_directory() is not None
+        return numba.cfunc(types.void(pointer), cache=kept, **_OPTIONS)(self._body)
+
+    @cached_property
+    def _entry(self) -> Any:
+        return _ENTRY(self._compiled.address)
+
+    def __call__(self, shares: int, *arguments: int) -> None:
+        """Compute, with up to a thread for each share.
+
+        Raises:
+            numba.core.errors.NumbaError: it cannot be compiled.
+            OSError: there are no threads.
+        """
+        openmp = _openmp()
+        given = (ctypes.c_int64 * MAX_ARGUMENTS)(shares, *openmp.questions, *arguments)
+        if shares == 1:
+            self._entry(ctypes.addressof(given))
+        else:
+            openmp.parallel(self._compiled.address, ctypes.addressof(given), shares, 0)
+
+
+def bits_of(value: float) -> int:
+    """Return a float as the argument of a kernel."""
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits
+
+
+@cache
+def _cache_directory() -> str | None:
+    """Return where what is compiled is kept: a directory of the user's, if there can be one.
+
+    It is named after the sources of all kernels, as Numba looks only at the file of the one that it
+    loads. `NUMBA_CACHE_DIR` puts it elsewhere.
+    """
+    if not numba.config.CACHE_DIR:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        try:
+            numba.config.CACHE_DIR = _own_directory(Path(base) / "swell" / "kernels" / _digest())
+        except OSError as error:
+            logger.info("kernels are compiled at every start: %s", error)
+    return numba.config.CACHE_DIR or None
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _own_directory(path: Path) -> str:
+    """Make a directory; refuse one that somebody else may write, as what is in it gets executed."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} is not for this user alone to write")
+    return str(path)

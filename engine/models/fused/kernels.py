@@ -1,0 +1,49 @@
+"""The fused kernels that a decoder calls, as functions of tensors.
+
+All take bfloat16 on a CPU. What they compute of a row does not depend on the others.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.models.fused import rows
+from engine.models.fused.compiling import bits_of
+
+_SHARED_VALUES = 1 << 15
+"""Values from which on a kernel of rows has all threads: one takes some 10 us for as many."""
+
+
+class CompiledKernels:
+    """See `engine.models.fused.choice.FusedKernels`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Scale each row to a root mean square of one, then by the weights."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        count, width = x.shape
+        addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        rows.rms_norm(_shares(x), *addresses, count, width, bits_of(eps))
+        return out
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+        gate_up = gate_up.contiguous()
+        *outer, width = gate_up.shape
+        out = torch.empty(*outer, width // 2, dtype=gate_up.dtype)
+        count = out.numel() // (width // 2)
+        rows.swiglu(_shares(out), gate_up.data_ptr(), out.data_ptr(), count, width // 2)
+        return out
+
+    def rotate_and_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
+    ) -> None:
+        """Rotate queries and keys in place, then store keys and values."""
+        kv_heads, dim = cache.shape[3:]
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        tensors = qkv, cos, sin, cache, slots
+        addresses = [each.data_ptr() for each in tensors]
+        rows.rotate_and_store(_shares(qkv), *addresses, len(qkv), heads, kv_heads, dim)
+
+
+def _shares(values: Tensor) -> int:
+    return torch.get_num_threads() if values.numel() >= _SHARED_VALUES else 1

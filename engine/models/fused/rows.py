@@ -1,0 +1,95 @@
+"""Kernels of rows between a decoder's products: norms, gates, and what goes into the KV cache."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from engine.models.fused.arithmetic import (
+    as_float32,
+    as_int64,
+    as_uint16,
+    exponential,
+    float_of,
+    narrow,
+    widen,
+)
+from engine.models.fused.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+@compiled
+def _own_rows(arguments: Any, rows: int) -> tuple[int, int]:
+    """Return the first of this thread's rows and the one behind its last."""
+    _, thread, threads = own_shares(arguments)
+    return rows * thread // threads, rows * (thread + 1) // threads
+
+
+@compiled
+def _bfloat16(address: int, row: int, width: int) -> Any:
+    """Return one of rows that lie side by side."""
+    return carray(as_uint16(address + 2 * row * width), (width,))
+
+
+def _rms_norm(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    source, weights, target, rows, width, eps = own[0], own[1], own[2], own[3], own[4], own[5]
+    weight = carray(as_float32(weights), (width,))
+    first, end = _own_rows(arguments, rows)
+    for row in range(first, end):
+        x, out = _bfloat16(source, row, width), _bfloat16(target, row, width)
+        squares = _ZERO
+        for i in range(width):
+            value = widen(x[i])
+            squares += value * value
+        mean = squares / np.float32(width)
+        scale = _ONE / np.sqrt(mean + float_of(np.uint32(eps)))
+        for i in range(width):
+            out[i] = narrow(widen(x[i]) * scale * weight[i])
+
+
+def _swiglu(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    source, target, rows, inner = own[0], own[1], own[2], own[3]
+    first, end = _own_rows(arguments, rows)
+    for row in range(first, end):
+        gate, up = _bfloat16(source, 2 * row, inner), _bfloat16(source, 2 * row + 1, inner)
+        out = _bfloat16(target, row, inner)
+        for i in range(inner):
+            x = widen(gate[i])
+            out[i] = narrow(x / (_ONE + exponential(-x)) * widen(up[i]))
+
+
+def _rotate_and_store(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    source, cosines, sines, cache, slots = own[0], own[1], own[2], own[3], own[4]
+    tokens, heads, kv_heads, dim = own[5], own[6], own[7], own[8]
+    half, first_kept, kept = dim // 2, heads * dim, 2 * kv_heads * dim
+    slot = carray(as_int64(slots), (tokens,))
+    first, end = _own_rows(arguments, tokens)
+    for token in range(first, end):
+        qkv = _bfloat16(source, token, first_kept + kept)
+        cos, sin = _bfloat16(cosines, token, dim), _bfloat16(sines, token, dim)
+        for head in range(heads + kv_heads):
+            x = qkv[head * dim : (head + 1) * dim]
+            for i in range(half):
+                one, other = widen(x[i]), widen(x[half + i])
+                x[i] = narrow(one * widen(cos[i]) + other * widen(sin[i]))
+                x[half + i] = narrow(other * widen(cos[half + i]) + one * widen(sin[half + i]))
+        stored = _bfloat16(cache, slot[token], kept)
+        for i in range(kept):
+            stored[i] = qkv[first_kept + i]
+
+
+rms_norm = Kernel(_rms_norm)
+"""Of bfloat16: source, weights in float32, target, rows, width, eps."""
+swiglu = Kernel(_swiglu)
+"""Of bfloat16: source [rows, 2 * inner], target [rows, inner], rows, inner."""
+rotate_and_store = Kernel(_rotate_and_store)
+"""Of bfloat16: queries, keys and values [tokens, (heads + 2 * kv_heads) * dim], of which the first
+two are rotated in place; cosines and sines [tokens, dim]; the layer's KV cache, which gets the last
+two; slots [tokens] int64; tokens, heads, kv_heads, dim."""

@@ -1,0 +1,138 @@
+"""Where compiled kernels are kept, the threads that they run on, and when they are not used."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+from torch import Tensor
+
+from engine.models.fused import compiling
+from engine.models.fused.choice import fused_kernels
+from engine.models.fused.kernels import CompiledKernels
+from engine.models.fused.rows import swiglu
+
+CPU = torch.device("cpu")
+PROGRAM = """
+import sys
+if sys.argv[1] == "llvm":
+    from engine.executor.openmp import load_openmp
+    assert load_openmp()
+import torch
+torch.set_num_threads(2)
+from engine.models.fused.choice import fused_kernels
+kernels = fused_kernels(torch.bfloat16, torch.device("cpu"))
+x = torch.randn(100, 2000, generator=torch.Generator().manual_seed(0)).bfloat16()
+print(kernels.swiglu(x).view(torch.uint8).long().sum().item())
+"""
+
+
+@pytest.fixture
+def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No directory has been settled yet."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    compiling._cache_directory.cache_clear()
+    yield
+    compiling._cache_directory.cache_clear()
+
+
+@pytest.mark.stack
+def test_kernels_are_kept_for_the_user_and_run_on_either_runtime(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    sums = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, runtime],
+            env=environment,
+            check=True,
+            capture_output=True,
+            timeout=120,
+        ).stdout
+        for runtime in ("torch's own", "llvm")
+    }
+    assert len(sums) == 1
+    (directory,) = (tmp_path / "swell" / "kernels").iterdir()
+    assert directory.stat().st_mode & 0o077 == 0
+    kept = sorted(path.name.partition("-")[0] for path in directory.rglob("*.nbc"))
+    assert kept == ["rows._rms_norm", "rows._swiglu"], "the second process compiled nothing"
+
+
+@pytest.mark.usefixtures("nothing_chosen")
+def test_a_directory_that_others_may_write_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = tmp_path / "swell" / "kernels" / compiling._digest()
+    directory.mkdir(parents=True)
+    directory.chmod(0o777)
+    with caplog.at_level(logging.INFO):
+        assert compiling._cache_directory() is None
+    assert f"compiled at every start: {directory} is not for this user alone" in caplog.text
+    compiling._cache_directory.cache_clear()
+    directory.chmod(0o700)
+    assert compiling._cache_directory() == str(directory)
+
+
+@pytest.mark.usefixtures("nothing_chosen")
+def test_what_cannot_be_kept_is_compiled_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compiling._cache_directory() is None
+    kernel = compiling.Kernel(swiglu._body)
+    x, out = torch.randn(2, 16).bfloat16(), torch.empty(2, 8, dtype=torch.bfloat16)
+    kernel(1, x.data_ptr(), out.data_ptr(), 2, 8)
+    assert torch.equal(out, CompiledKernels().swiglu(x))
+
+
+@pytest.mark.parametrize("shares", [1, 2, 7])
+def test_all_rows_are_computed_by_any_number_of_threads(shares: int) -> None:
+    x, out = torch.randn(5, 64).bfloat16(), torch.zeros(5, 32).bfloat16()
+    swiglu(shares, x.data_ptr(), out.data_ptr(), 5, 32)
+    assert torch.equal(out, CompiledKernels().swiglu(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types_have_none(dtype: torch.dtype) -> None:
+    assert fused_kernels(dtype, CPU) is None
+
+
+def test_other_devices_have_none() -> None:
+    assert fused_kernels(torch.bfloat16, torch.device("cuda")) is None
+
+
+def test_without_numba_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba.core.errors", None)
+    with caplog.at_level(logging.INFO):
+        assert fused_kernels(torch.bfloat16, CPU) is None
+    assert "numba is not installed" in caplog.text
+
+
+def test_kernels_that_differ_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(self: CompiledKernels, gate_up: Tensor) -> Tensor:
+        return gate_up[:, : gate_up.shape[1] // 2]
+
+    assert fused_kernels(torch.bfloat16, CPU) is not None
+    monkeypatch.setattr(CompiledKernels, "swiglu", wrong)
+    assert fused_kernels(torch.bfloat16, CPU) is None
+    assert "fused kernels differ" in caplog.text
+
+
+def test_a_failure_to_compile_is_said_and_survived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OSError("torch brings no OpenMP runtime")
+
+    monkeypatch.setattr(compiling, "_openmp", fail)
+    assert fused_kernels(torch.bfloat16, CPU) is None
+    assert "torch brings no OpenMP runtime" in caplog.text

@@ -1,0 +1,94 @@
+"""Models with fused kernels: as close to themselves in float32 as with stock operators."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.models.attention.fused import FusedAttention
+from engine.models.attention.paged import PagedAttention
+from engine.models.fused.kernels import CompiledKernels
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+
+LENGTH = 90
+_LLAMAS = {"llama", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen3-moe"}
+USED = {
+    "rms_norm": {*_LLAMAS, "gemma3", "deepseek2", "llama4", "gpt-oss"},
+    "swiglu": {*_LLAMAS, "deepseek2", "llama4", "cohere"},
+    "rotate_and_store": {*_LLAMAS, "gemma3", "llama4", "gpt-oss", "cohere"},
+    "attend": {*_LLAMAS, "gemma3", "cohere"},
+}
+"""By what is called in which families."""
+FAMILIES = sorted(set[str]().union(*USED.values()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_as_exact_as_without(
+    name: str,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called = _count_calls(monkeypatch)
+    directory, tokens = checkpoint(name).directory, prompt(LENGTH)
+
+    def logits(**settings: Any) -> torch.Tensor:
+        engine = driver(directory, **settings)
+        called.clear()
+        engine.start(0, tokens)
+        engine.start(1, tokens[:50])
+        first = engine.logits({0: 60, 1: 40})
+        second = engine.logits({0: 1, 1: 10})
+        return torch.cat((first, second, *(engine.logits({0: 1}) for _ in range(29)))).float()
+
+    exact = logits(dtype="float32")
+    stock = logits(dtype="bfloat16")
+    assert not called
+    fused = logits(dtype="bfloat16", fused=True)
+    assert called == {kernel for kernel, names in USED.items() if name in names}
+    # The median: where two experts are nearly tied, a rounding chooses another one.
+    rounding = (stock - exact).abs().median()
+    assert (fused - exact).abs().median() < 1.2 * rounding
+
+
+def test_a_cache_in_8_bits_is_left_to_stock_operators(
+    checkpoint: SaveModel, driver: LoadDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = _count_calls(monkeypatch)
+    directory = checkpoint("llama").directory
+    engine = driver(directory, dtype="bfloat16", kv_cache_dtype="fp8", fused=True)
+    assert isinstance(engine.runner.model.attention, PagedAttention)
+    called.clear()
+    engine.start(0, [1, 2, 3])
+    engine.prefill(0)
+    engine.decode(2, 0)
+    assert called == {"rms_norm", "swiglu"}
+
+
+def test_prompts_and_decodes_attend_alike_where_a_batch_must_not_matter(
+    checkpoint: SaveModel, driver: LoadDriver
+) -> None:
+    directory = checkpoint("llama").directory
+    invariant = driver(directory, dtype="bfloat16", fused=True, batch_invariant=True)
+    assert isinstance(invariant.runner.model.attention, PagedAttention)
+    plain = driver(directory, dtype="bfloat16", fused=True)
+    assert isinstance(plain.runner.model.attention, FusedAttention)
+
+
+def _count_calls(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    called: set[str] = set()
+
+    def watch(owner: type, name: str, label: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            called.add(label)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("rms_norm", "swiglu", "rotate_and_store"):
+        watch(CompiledKernels, name, name)
+    watch(FusedAttention, "_attend_decodes", "attend")
+    return called
