@@ -42,7 +42,7 @@ class FusedKernels(Protocol):
 
 
 def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | None:
-    """Return the kernels for activations of this type, compared once with stock operators.
+    """Return the kernels for activations of this type; norms and gates are compared with torch's.
 
     None where there are none: for other types and devices, without Numba, or if it cannot compile
     them here.

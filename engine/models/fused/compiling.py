@@ -20,6 +20,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from engine.shared.user_cache import user_cache
+
 logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -127,6 +129,7 @@ class Kernel:
             openmp.parallel(self._compiled.address, ctypes.addressof(given), shares, 0)
 
 
+@cache  # a norm asks at each of its calls
 def bits_of(value: float) -> int:
     """Return a float as the argument of a kernel."""
     bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
@@ -141,9 +144,8 @@ def _cache_directory() -> str | None:
     loads. `NUMBA_CACHE_DIR` puts it elsewhere.
     """
     if not numba.config.CACHE_DIR:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         try:
-            numba.config.CACHE_DIR = _own_directory(Path(base) / "swell" / "kernels" / _digest())
+            numba.config.CACHE_DIR = _own_directory(user_cache() / "kernels" / _digest())
         except OSError as error:
             logger.info("kernels are compiled at every start: %s", error)
     return numba.config.CACHE_DIR or None

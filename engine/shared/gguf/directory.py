@@ -4,7 +4,6 @@ Every process of a stack reads these from files; the first one that needs them w
 """
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from engine.shared.gguf.network import config_of, ending_ids
 from engine.shared.gguf.reader import Gguf, read_gguf
 from engine.shared.gguf.vocabulary import special_tokens, tokenizer_of
+from engine.shared.user_cache import user_cache
 
 _FORM = 1
 """Increased whenever these files are written in another form."""
@@ -38,8 +38,7 @@ def text_directory(path: Path) -> Path:
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "swell" / "gguf"
+    return user_cache() / "gguf"
 
 
 def _files(gguf: Gguf, path: Path) -> dict[str, dict[str, Any]]:
