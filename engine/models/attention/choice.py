@@ -1,11 +1,13 @@
 """Which attention a model gets on a device."""
 
+import numpy as np
 import torch
 
 from engine.models.attention.kv_format import Fp8Kv, KvFormat
 from engine.models.attention.paged import PagedAttention
+from engine.models.attention.rows import AttentionRows
 from engine.models.attention.varlen import Attention, CudaAttention
-from engine.models.fused.choice import FusedKernels
+from engine.models.fused.choice import FusedKernels, is_close, trusted
 from engine.models.spec import ModelSpec
 
 
@@ -51,15 +53,7 @@ def attention_of(
         # Prompts would get other bits from stock operators.
         if kernels is None or token_by_token or spec.attention_sinks:
             return stock
-        from engine.models.attention.fused import FusedAttention  # imports Numba
-
-        return FusedAttention(
-            stock,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.attention_scale,
-        )
+        return _fused(stock, spec, kv_format.dtype) or stock
     return CudaAttention(
         stock,
         shape=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
@@ -68,3 +62,36 @@ def attention_of(
         scale=spec.attention_scale,
         has_sinks=spec.attention_sinks,
     )
+
+
+def _fused(stock: PagedAttention, spec: ModelSpec, dtype: torch.dtype) -> Attention | None:
+    """Return what has decodes attend by a kernel, if that can be compiled and computes the same."""
+    from engine.models.attention.fused import FusedAttention  # imports Numba
+
+    return trusted(
+        lambda: FusedAttention(
+            stock,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.attention_scale,
+        ),
+        lambda fused: _decodes_agree(fused, stock, spec, dtype),
+        "operators of attention",
+    )
+
+
+def _decodes_agree(one: Attention, other: Attention, spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """Compare a step with a row of 4 and one of 21 keys, in blocks of 8 in some order."""
+    rows = AttentionRows(
+        starts=np.array([3, 20]),
+        counts=np.array([1, 1]),
+        first_token=np.array([0, 1]),
+        block_tables=np.array([[3, 0, 0], [2, 0, 1]], np.int32),
+        block_size=8,
+    )
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, spec.num_heads, spec.head_dim, generator=generator).to(dtype)
+    cache = torch.randn(4, 8, 2, spec.num_kv_heads, spec.head_dim, generator=generator).to(dtype)
+    results = (each.attend(queries, cache, each.plan(rows, None)) for each in (one, other))
+    return is_close(*results)

@@ -1,13 +1,19 @@
 """Whether a model is computed with fused kernels."""
 
 import logging
-from typing import Protocol
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.attention.rotary import rotate
+
 logger = logging.getLogger(__name__)
+
+_Built = TypeVar("_Built")
 
 _TOLERANCE = 0.05
 """Between two ways to round a few standard normal numbers to 8 bits of mantissa."""
@@ -42,7 +48,7 @@ class FusedKernels(Protocol):
 
 
 def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | None:
-    """Return the kernels for activations of this type; norms and gates are compared with torch's.
+    """Return the kernels for activations of this type, each compared with torch's operators.
 
     None where there are none: for other types and devices, without Numba, or if it cannot compile
     them here.
@@ -50,21 +56,38 @@ def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | No
     if dtype != torch.bfloat16 or device.type != "cpu":
         return None
     try:
-        from numba.core.errors import NumbaError
-    except ImportError:
-        logger.info("numba is not installed: operators between products are torch's own")
+        import_module("numba")
+    except ImportError as error:  # not installed, or not made for the others' versions
+        logger.info("operators between products are torch's own, without numba: %s", error)
         return None
-    try:
-        from engine.models.fused.kernels import CompiledKernels
+    from engine.models.fused.kernels import CompiledKernels
 
-        kernels = CompiledKernels()
-        agrees = _agree(kernels)
+    return trusted(CompiledKernels, _agree, "operators between products")
+
+
+def trusted(
+    build: Callable[[], _Built], agrees: Callable[[_Built], bool], replaced: str
+) -> _Built | None:
+    """Build what computes with kernels, which compiles them, and compare it with torch's operators.
+
+    None if that fails or they differ; the log then says that what would be `replaced` stays.
+    """
+    from numba.core.errors import NumbaError
+
+    try:
+        built = build()
+        if agrees(built):
+            return built
+        reason = "fused kernels differ from them"
     except (NumbaError, OSError, RuntimeError) as error:
-        logger.warning("operators between products are torch's own: %s", error)
-        return None
-    if not agrees:
-        logger.warning("fused kernels differ from torch's operators: they are not used")
-    return kernels if agrees else None
+        reason = str(error)
+    logger.warning("%s are torch's own: %s", replaced, reason)
+    return None
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Whether results of a few standard normal numbers differ by no more than how they round."""
+    return torch.allclose(one.float(), other.float(), rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
 def _agree(kernels: FusedKernels) -> bool:
@@ -76,10 +99,23 @@ def _agree(kernels: FusedKernels) -> bool:
     x, weight, width = normal(3, 72), normal(72), 72
     normed = kernels.rms_norm(x, weight.float(), 1e-6)
     gate, up = x.float().chunk(2, dim=-1)
-    return _is_close(normed, F.rms_norm(x, (width,), weight, 1e-6)) and _is_close(
-        kernels.swiglu(x), F.silu(gate) * up
+    return (
+        is_close(normed, F.rms_norm(x, (width,), weight, 1e-6))
+        and is_close(kernels.swiglu(x), F.silu(gate) * up)
+        and _stores_agree(kernels, x, (normal(3, 1, 18), normal(3, 1, 18)))
     )
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one.float(), other.float(), rtol=_TOLERANCE, atol=_TOLERANCE)
+def _stores_agree(kernels: FusedKernels, qkv: Tensor, factors: tuple[Tensor, Tensor]) -> bool:
+    """Compare what becomes of three tokens with two query heads and one KV head."""
+    cache, slots = torch.zeros(2, 2, 2, 1, 18).bfloat16(), torch.tensor([2, 0, 3])
+    expected = qkv.clone().view(3, 4, 18)
+    expected[:, :3] = rotate(expected[:, :3], *factors)
+    rotated = qkv.clone()
+    kernels.rotate_and_store(rotated, *factors, cache, slots)
+    stored = cache.view(4, 2, 18)
+    return (
+        is_close(rotated.view(3, 4, 18), expected)
+        and is_close(stored[slots], expected[:, 2:])
+        and not stored[1].any()
+    )

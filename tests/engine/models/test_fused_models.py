@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.models.attention import fused
 from engine.models.attention.fused import FusedAttention
 from engine.models.attention.paged import PagedAttention
+from engine.models.fused.compiling import Kernel
 from engine.models.fused.kernels import CompiledKernels
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
@@ -45,11 +47,11 @@ def test_logits_are_as_exact_as_without(
     exact = logits(dtype="float32")
     stock = logits(dtype="bfloat16")
     assert not called
-    fused = logits(dtype="bfloat16", fused=True)
+    with_kernels = logits(dtype="bfloat16", fused=True)
     assert called == {kernel for kernel, names in USED.items() if name in names}
     # The median: where two experts are nearly tied, a rounding chooses another one.
     rounding = (stock - exact).abs().median()
-    assert (fused - exact).abs().median() < 1.2 * rounding
+    assert (with_kernels - exact).abs().median() < 1.2 * rounding
 
 
 def test_a_cache_in_8_bits_is_left_to_stock_operators(
@@ -74,6 +76,39 @@ def test_prompts_and_decodes_attend_alike_where_a_batch_must_not_matter(
     assert isinstance(invariant.runner.model.attention, PagedAttention)
     plain = driver(directory, dtype="bfloat16", fused=True)
     assert isinstance(plain.runner.model.attention, FusedAttention)
+
+
+def test_decodes_that_attend_otherwise_are_left_to_stock_operators(
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def wrong(_attention: FusedAttention, *tensors: Any) -> None:
+        tensors[-1].zero_()
+
+    monkeypatch.setattr(FusedAttention, "_attend_decodes", wrong)
+    engine = driver(checkpoint("llama").directory, dtype="bfloat16", fused=True)
+    assert isinstance(engine.runner.model.attention, PagedAttention)
+    assert "operators of attention are torch's own: fused kernels differ" in caplog.text
+
+
+def test_attention_that_cannot_be_compiled_is_left_to_stock_operators(
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def of_no_type(pointer: Any) -> None:
+        pointer.attend()
+
+    monkeypatch.setattr(fused, "decode_attention", lambda *_shape: Kernel(of_no_type))
+    engine = driver(checkpoint("llama").directory, dtype="bfloat16", fused=True)
+    assert isinstance(engine.runner.model.attention, PagedAttention)
+    assert "operators of attention are torch's own" in caplog.text
+    engine.start(0, [1, 2, 3])
+    engine.prefill(0)
+    engine.decode(2, 0)
 
 
 def _count_calls(monkeypatch: pytest.MonkeyPatch) -> set[str]:

@@ -4,8 +4,9 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
@@ -58,7 +59,9 @@ def test_kernels_are_kept_for_the_user_and_run_on_either_runtime(tmp_path: Path)
     (directory,) = (tmp_path / "swell" / "kernels").iterdir()
     assert directory.stat().st_mode & 0o077 == 0
     kept = sorted(path.name.partition("-")[0] for path in directory.rglob("*.nbc"))
-    assert kept == ["rows._rms_norm", "rows._swiglu"], "the second process compiled nothing"
+    assert kept == ["rows._rms_norm", "rows._rotate_and_store", "rows._swiglu"], (
+        "the second process compiled nothing"
+    )
 
 
 @pytest.mark.usefixtures("nothing_chosen")
@@ -109,22 +112,46 @@ def test_other_devices_have_none() -> None:
 def test_without_numba_there_are_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "numba.core.errors", None)
+    monkeypatch.setitem(sys.modules, "numba", None)
     with caplog.at_level(logging.INFO):
         assert fused_kernels(torch.bfloat16, CPU) is None
-    assert "numba is not installed" in caplog.text
+    assert "torch's own, without numba" in caplog.text
 
 
-def test_kernels_that_differ_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def wrong_gates(_kernels: CompiledKernels, gate_up: Tensor) -> Tensor:
+    return gate_up[:, : gate_up.shape[1] // 2]
+
+
+def no_rotation(_kernels: CompiledKernels, qkv: Tensor, *_others: Tensor) -> None:
+    """Leave everything as it is."""
+
+
+def rotation_alone(
+    kernels: CompiledKernels, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
 ) -> None:
-    def wrong(self: CompiledKernels, gate_up: Tensor) -> Tensor:
-        return gate_up[:, : gate_up.shape[1] // 2]
+    """Rotate, and store elsewhere."""
+    CompiledKernels.rotate_and_store(kernels, qkv, cos, sin, torch.empty_like(cache), slots)
 
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        ("swiglu", wrong_gates),
+        ("rotate_and_store", no_rotation),
+        ("rotate_and_store", rotation_alone),
+    ],
+)
+def test_kernels_that_differ_are_not_used(
+    kernel: str,
+    wrong: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert fused_kernels(torch.bfloat16, CPU) is not None
-    monkeypatch.setattr(CompiledKernels, "swiglu", wrong)
+    replaced = type("Wrong", (CompiledKernels,), {kernel: wrong})
+    monkeypatch.setattr("engine.models.fused.kernels.CompiledKernels", replaced)
     assert fused_kernels(torch.bfloat16, CPU) is None
-    assert "fused kernels differ" in caplog.text
+    assert "between products are torch's own: fused kernels differ" in caplog.text
 
 
 def test_a_failure_to_compile_is_said_and_survived(
