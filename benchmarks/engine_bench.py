@@ -240,7 +240,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_num_seqs=max([1, *options.rows]), max_num_batched_tokens=budget
         ),
-        executor=ExecutorConfig(threads=options.threads),
+        executor=ExecutorConfig(threads=options.threads, batch_invariant=options.batch_invariant),
     )
 
 
@@ -272,6 +272,7 @@ def main() -> None:
     parser.add_argument("--greedy", action="store_true", help="temperature 0 instead of 1")
     parser.add_argument("--quantization")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction)
     parser.add_argument("--json", type=Path, help="write the numbers, in seconds, to this file")
     options = parser.parse_args()
     if options.steps <= _WARM_UP_STEPS or options.prefills < 1:

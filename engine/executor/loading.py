@@ -16,9 +16,9 @@ from engine.models.decoder import Decoder
 from engine.models.fallback.choice import implementation
 from engine.models.fallback.loading import load_fallback
 from engine.models.formats.fingerprint import computed_fingerprint
-from engine.models.fused.choice import FusedKernels, fused_kernels
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.hf_config import read_config, read_spec
+from engine.models.kernels.choice import FusedKernels, fused_kernels
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance

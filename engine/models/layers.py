@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.fused.choice import FusedKernels
+from engine.models.kernels.choice import FusedKernels
 from engine.models.spec import ModelSpec, NormSpec
 
 Rows = Callable[[Tensor], Tensor]

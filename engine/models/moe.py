@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.models.adapters import AdapterBank
 from engine.models.layers import Rows, sigmoid, swiglu
 from engine.models.products.dense import DenseLinear, Linear, Summand, add_to
+from engine.models.products.row_blocks import is_by_rows
 from engine.models.spec import MoeSpec
 
 _SMALLEST_SUM = 1e-20
@@ -85,13 +86,14 @@ class GroupRouter:
 class Expert(Summand):
     """One expert: a gated MLP."""
 
-    __slots__ = ("_down", "_gate_up", "_gated", "kernel")
+    __slots__ = ("_down", "_gate_up", "_gated", "is_by_rows", "kernel")
 
     def __init__(self, gate_up: Linear, down: Linear, gated: Rows = swiglu) -> None:
         """Take the products, and what makes [rows, inner] of the gates and what they let pass."""
         self._gate_up = gate_up
         self._down = down
         self._gated = gated
+        self.is_by_rows = all(is_by_rows(part) for part in (gate_up, down, gated))
         self.kernel: tuple[Any, ...] | None = None
         first, second = (getattr(part, "kernel", None) for part in (gate_up, down))
         if first is not None and second is not None:

@@ -10,8 +10,8 @@ import torch
 
 from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.cache_groups import divide
-from engine.models.fused.choice import fused_kernels
 from engine.models.hf_config import read_spec
+from engine.models.kernels.choice import fused_kernels
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader
 from engine.models.settings import compute_types, model_length, open_checkpoint
 from engine.runner.model_runner import ModelRunner

@@ -7,7 +7,7 @@ from engine.models.attention.kv_format import Fp8Kv, KvFormat
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
 from engine.models.attention.varlen import Attention, CudaAttention
-from engine.models.fused.choice import FusedKernels, is_close, trusted
+from engine.models.kernels.choice import FusedKernels, is_close, trusted
 from engine.models.spec import ModelSpec
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.plan import AttentionPlan
 from engine.models.attention.rows import AttentionRows, IntArray
-from engine.models.fused.compiling import bits_of
-from engine.models.fused.decode_attention import decode_attention, padded_keys, scratch_size
+from engine.models.kernels.compiling import bits_of
+from engine.models.kernels.decode_attention import decode_attention, padded_keys, scratch_size
 
 _SHARED_KEYS = 64
 """Keys of KV heads, over all rows, from which on threads share them."""

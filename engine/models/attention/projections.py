@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.models.attention.kv_format import KvFormat, PlainKv
 from engine.models.attention.rotary import rotate
-from engine.models.fused.choice import FusedKernels
+from engine.models.kernels.choice import FusedKernels
 from engine.models.layers import Rows
 from engine.models.spec import LatentSpec, ModelSpec
 

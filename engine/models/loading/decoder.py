@@ -19,7 +19,7 @@ from engine.models.attention.projections import (
 from engine.models.attention.rotary import rotary_table, temperatures
 from engine.models.decoder import Decoder, DecoderWeights, Followers, LayerWeights
 from engine.models.formats.checkpoint import Checkpoint
-from engine.models.fused.choice import FusedKernels
+from engine.models.kernels.choice import FusedKernels
 from engine.models.layers import (
     Chain,
     Rows,
@@ -93,8 +93,8 @@ class DecoderLoader:
         """Prepare to load all, or only the experts of a place, or the part of a shard, or both.
 
         Of all these, a pipeline stage has its own layers only. `balance` says which experts those
-        of a place are, if it is not an even share. Fused `kernels` do what they can between
-        products.
+        of a place are, if it is not an even share. With fused `kernels` between products,
+        kernels compute products, too, where there are some.
 
         If `batch_invariant`, no row of a step depends on the others
         (`engine.models.products.row_blocks`).
@@ -140,6 +140,7 @@ class DecoderLoader:
             quantization=quantization,
             is_by_rows=batch_invariant,
             bank=self._bank,
+            by_kernels=kernels is not None,
         )
         self._mlps = MlpLoader(self._spec, self._products, self._expert_group, kernels)
 

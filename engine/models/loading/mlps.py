@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.models.fused.choice import FusedKernels
+from engine.models.kernels.choice import FusedKernels
 from engine.models.layers import Chain, Rows, gated
 from engine.models.loading.products import ProductLoader
 from engine.models.moe import (

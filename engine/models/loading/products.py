@@ -16,7 +16,7 @@ from engine.models.products.dense import Linear, prepare_linear
 from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, joined, quantized
 from engine.models.products.int8 import prepare_int8
 from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
-from engine.models.products.row_blocks import RowBlocks, probe_rows
+from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
 
 Quantization = Literal["int8", "int4", "stored"]
 """What weights are rounded to as they are loaded; stored: none are, but those that the checkpoint
@@ -35,6 +35,7 @@ class ProductLoader:
         quantization: Quantization | None,
         is_by_rows: bool,
         bank: AdapterBank | None,
+        by_kernels: bool = False,
     ) -> None:
         """Read what is here of a checkpoint.
 
@@ -42,6 +43,7 @@ class ProductLoader:
             dtype: of weights and activations.
             is_by_rows: whether no row may depend on others (`engine.models.products.row_blocks`).
             bank: where products look adapters up, if the model is served with some.
+            by_kernels: whether kernels of our own compute products where there are some.
         """
         self.checkpoint = checkpoint
         self.device = device
@@ -49,6 +51,7 @@ class ProductLoader:
         self.dtype = dtype
         self._quantization = quantization
         self.is_by_rows = is_by_rows
+        self._by_kernels = by_kernels
 
     def adapted(self, product: Linear, names: list[str], widths: list[int], inputs: int) -> Linear:
         """Return a product of rows [rows, inputs], with adapters where there may be some.
@@ -64,7 +67,7 @@ class ProductLoader:
 
     def by_rows(self, function: Linear, width: int) -> Linear:
         """Return a function of rows [rows, width] that computes each by itself, if so wished."""
-        if not self.is_by_rows:
+        if not self.is_by_rows or is_by_rows(function):
             return function
         return RowBlocks(function, probe_rows(width, self.dtype))
 
@@ -111,7 +114,7 @@ class ProductLoader:
         """Return the product with a weight [outputs, inputs], rounded if so wished."""
         if self._quantization == "int8":
             return prepare_int8(weight, bias)
-        return prepare_linear(weight, bias, by_rows=self.is_by_rows)
+        return prepare_linear(weight, bias, by_rows=self.is_by_rows, by_kernels=self._by_kernels)
 
     def fused(self, names: list[str]) -> Tensor:
         """Return the tensors one below the other in new memory."""

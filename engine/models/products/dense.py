@@ -24,6 +24,8 @@ _CONVERTED_ROWS = 192
 """Rows whose product is worth converting 16-bit weights, where float32 is faster."""
 _MAX_CONVERTED = 1 << 26
 """Maximum weights that are converted at once, which bounds the memory for it (256 MB)."""
+_TILED_ROWS = 32
+"""Rows up to which our own kernel is faster than oneDNN, as it reads weights faster."""
 _UNPACKED_WEIGHTS = 1 << 18
 """Weights up to which float32 products are faster from the plain layout."""
 _ADDING_WEIGHTS = 1 << 19
@@ -74,6 +76,14 @@ class DenseLinear:
         return F.linear(pad_rows(x, self._weight.numel()), self._weight, self._bias)[: len(x)]
 
 
+class AddingProduct(Protocol):
+    """A product that adds to its result what it is given."""
+
+    def __call__(self, x: Tensor, addends: Tensor | None = None) -> Tensor:
+        """Map [rows, in] to [rows, out], plus addends of that shape."""
+        ...
+
+
 class PackedLinear(Summand):
     """Weights in oneDNN's blocked layout, which spares it a reordering at every call."""
 
@@ -84,7 +94,10 @@ class PackedLinear(Summand):
         "_num_weights",
         "_product",
         "_product_and_sum",
+        "_tiled",
+        "_tiled_rows",
         "_weight",
+        "is_by_rows",
         "kernel",
     )
 
@@ -98,6 +111,9 @@ class PackedLinear(Summand):
         Raises:
             RuntimeError: this processor cannot pack this type.
         """
+        self.is_by_rows = False
+        self._tiled: AddingProduct | None = None
+        self._tiled_rows = 0
         self.kernel = _kernel("packed", weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         self._num_weights = weight.numel()
@@ -109,7 +125,21 @@ class PackedLinear(Summand):
             weight.dtype.itemsize == 2 and weight.numel() >= _ADDING_WEIGHTS and has_matrix_unit()
         )
 
+    def use_tiles(self, weight: Tensor, *, by_rows: bool) -> None:
+        """Have a kernel of our own compute few rows, or all if each is to be computed by itself.
+
+        Takes the weight as it was before. Where the kernel cannot be compiled or its results
+        differ, nothing changes, and the log says so.
+        """
+        from engine.models.products.tiled import tiled_product  # imports Numba
+
+        self._tiled = tiled_product(self._weight, weight, self._bias)
+        self.is_by_rows = by_rows and self._tiled is not None
+        self._tiled_rows = sys.maxsize if by_rows else _TILED_ROWS
+
     def __call__(self, x: Tensor) -> Tensor:
+        if self._tiled is not None and len(x) <= self._tiled_rows:
+            return self._tiled(x)
         if len(x) >= self._float32_rows:
             return self._in_float32(x)
         rows = pad_rows(x, self._num_weights)
@@ -119,6 +149,8 @@ class PackedLinear(Summand):
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add the product before it is rounded, where that is one operation."""
         rows = len(x)
+        if self._tiled is not None and rows <= self._tiled_rows:
+            return self._tiled(x, sums)
         if not self._adds or rows >= self._float32_rows:
             return sums.add_(self(x))
         x, sums = pad_rows(x, self._num_weights), pad_rows(sums, self._num_weights)
@@ -174,7 +206,9 @@ def _gelu_of(x: Tensor, product: Any, weight: Tensor, bias: Tensor) -> Tensor:
 _packable: dict[tuple[torch.dtype, int, int], bool] = {}
 
 
-def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, by_rows: bool = False) -> Linear:
+def prepare_linear(
+    weight: Tensor, bias: Tensor | None = None, *, by_rows: bool = False, by_kernels: bool = False
+) -> Linear:
     """Return the fastest product for these weights.
 
     Each type and shape is compared once with the plain product. Where the packed one is missing or
@@ -183,6 +217,7 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, by_rows: bool 
 
     Args:
         by_rows: whether `RowBlocks` will look for numbers of rows that give a row the same bits.
+        by_kernels: whether a kernel of our own may compute it, where there is one.
     """
     is_small = weight.dtype == torch.float32 and weight.numel() <= _UNPACKED_WEIGHTS
     if weight.device.type != "cpu" or is_small:
@@ -197,7 +232,11 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, by_rows: bool 
     except (AttributeError, RuntimeError) as error:  # a build without oneDNN, or an unfit type
         logger.info("weights of type %s are not packed: %s", weight.dtype, error)
         _packable[key] = False
-    return packed if _packable[key] else _unpacked(weight, bias, by_rows)
+    if not _packable[key]:
+        return _unpacked(weight, bias, by_rows)
+    if by_kernels:
+        packed.use_tiles(weight, by_rows=by_rows)
+    return packed
 
 
 def _unpacked(weight: Tensor, bias: Tensor | None, by_rows: bool) -> Linear:

@@ -8,11 +8,14 @@ rows, for which the results were found to be the same, bit for bit; what is left
 import logging
 from collections.abc import Callable, Hashable
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SIZES = (64, 16, 4)
 """Numbers of rows that are tried of functions of which nothing is known."""
@@ -29,6 +32,17 @@ _LARGE = 1 << 18
 _LARGEST = _FINE[-1]
 _FREE_ROWS = 8
 """Rows that may be added to spare a call."""
+
+
+def computed_by_rows(function: _Function) -> _Function:
+    """Mark a function as one that computes each row by itself, among any number of rows."""
+    function.is_by_rows = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_by_rows(function: Callable[..., Any]) -> bool:
+    """Whether a function is known to compute each row by itself, so that it needs no blocks."""
+    return getattr(function, "is_by_rows", False)
 
 
 class RowBlocks:

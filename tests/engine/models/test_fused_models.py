@@ -8,8 +8,8 @@ import torch
 from engine.models.attention import fused
 from engine.models.attention.fused import FusedAttention
 from engine.models.attention.paged import PagedAttention
-from engine.models.fused.compiling import Kernel
-from engine.models.fused.kernels import CompiledKernels
+from engine.models.kernels.compiling import Kernel
+from engine.models.kernels.fused import CompiledKernels
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 LENGTH = 90

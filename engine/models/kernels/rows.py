@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from engine.models.fused.arithmetic import (
+from engine.models.kernels.arithmetic import (
     as_float32,
     as_int64,
     as_uint16,
@@ -14,7 +14,7 @@ from engine.models.fused.arithmetic import (
     narrow,
     widen,
 )
-from engine.models.fused.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 

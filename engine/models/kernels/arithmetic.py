@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.models.fused.compiling import compiled
+from engine.models.kernels.compiling import compiled
 
 _NAN = np.uint16(0x7FC0)
 _ROUND, _ODD, _HALF_BITS = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from engine.models.fused.arithmetic import (
+from engine.models.kernels.arithmetic import (
     as_float32,
     as_int32,
     as_int64,
@@ -16,7 +16,7 @@ from engine.models.fused.arithmetic import (
     narrow,
     widen,
 )
-from engine.models.fused.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
 
 _TILE = 16
 """Keys whose products with the queries of a KV head are computed together."""

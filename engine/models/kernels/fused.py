@@ -6,16 +6,18 @@ All take bfloat16 on a CPU. What they compute of a row does not depend on the ot
 import torch
 from torch import Tensor
 
-from engine.models.fused import rows
-from engine.models.fused.compiling import bits_of
+from engine.models.kernels import rows
+from engine.models.kernels.compiling import bits_of
+from engine.models.products.row_blocks import computed_by_rows
 
 _SHARED_VALUES = 1 << 15
 """Values from which on a kernel of rows has all threads: one takes some 10 us for as many."""
 
 
 class CompiledKernels:
-    """See `engine.models.fused.choice.FusedKernels`."""
+    """See `engine.models.kernels.choice.FusedKernels`."""
 
+    @computed_by_rows
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Scale each row to a root mean square of one, then by the weights."""
         x = x.contiguous()
@@ -25,6 +27,7 @@ class CompiledKernels:
         rows.rms_norm(_shares(x), *addresses, count, width, bits_of(eps))
         return out
 
+    @computed_by_rows
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up."""
         gate_up = gate_up.contiguous()

@@ -60,7 +60,7 @@ def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | No
     except ImportError as error:  # not installed, or not made for the others' versions
         logger.info("operators between products are torch's own, without numba: %s", error)
         return None
-    from engine.models.fused.kernels import CompiledKernels
+    from engine.models.kernels.fused import CompiledKernels
 
     return trusted(CompiledKernels, _agree, "operators between products")
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.fused import compiling
-from engine.models.fused.choice import fused_kernels
-from engine.models.fused.kernels import CompiledKernels
-from engine.models.fused.rows import swiglu
+from engine.models.kernels import compiling
+from engine.models.kernels.choice import fused_kernels
+from engine.models.kernels.fused import CompiledKernels
+from engine.models.kernels.rows import swiglu
 
 CPU = torch.device("cpu")
 PROGRAM = """
@@ -26,7 +26,7 @@ if sys.argv[1] == "llvm":
     assert load_openmp()
 import torch
 torch.set_num_threads(2)
-from engine.models.fused.choice import fused_kernels
+from engine.models.kernels.choice import fused_kernels
 kernels = fused_kernels(torch.bfloat16, torch.device("cpu"))
 x = torch.randn(100, 2000, generator=torch.Generator().manual_seed(0)).bfloat16()
 print(kernels.swiglu(x).view(torch.uint8).long().sum().item())
@@ -149,7 +149,7 @@ def test_kernels_that_differ_are_not_used(
 ) -> None:
     assert fused_kernels(torch.bfloat16, CPU) is not None
     replaced = type("Wrong", (CompiledKernels,), {kernel: wrong})
-    monkeypatch.setattr("engine.models.fused.kernels.CompiledKernels", replaced)
+    monkeypatch.setattr("engine.models.kernels.fused.CompiledKernels", replaced)
     assert fused_kernels(torch.bfloat16, CPU) is None
     assert "between products are torch's own: fused kernels differ" in caplog.text
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.models.attention.rotary import rotary_table, rotate, rotation
-from engine.models.fused.kernels import CompiledKernels
+from engine.models.kernels.fused import CompiledKernels
 from engine.models.spec import RopeSpec
 
 pytestmark = pytest.mark.usefixtures("inference")

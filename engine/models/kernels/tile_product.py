@@ -1,0 +1,145 @@
+"""A kernel of products with weights in oneDNN's blocks, on a matrix unit.
+
+Sums are added up in the order of the inputs, 32 at a time, whatever the number of rows.
+"""
+
+from typing import Any
+
+from numba import carray
+
+from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.models.kernels.tiles import (
+    PATCH_BYTES,
+    TILE_ROWS,
+    add_values,
+    clear_patch,
+    configure,
+    keep_configuration,
+    load_tall,
+    multiply_tall,
+    multiply_wide,
+    prefetch_patch,
+    prefetch_weights,
+    round_values,
+    scratch,
+    store_tall,
+    store_wide,
+)
+
+BLOCK = 32
+"""Outputs whose weights lie together, [inputs / 2, BLOCK, 2]; also inputs of one multiplication."""
+GROUP = 32
+"""Rows that are computed together."""
+_STEP_BYTES = 2 * BLOCK * BLOCK
+"""Of weights that one multiplication takes."""
+_AHEAD = 2 * _STEP_BYTES
+"""How far ahead weights are read: memory takes as long as some multiplications."""
+_PREFETCHED = 8
+"""Multiplications before the end of a chunk from which on its patch is read."""
+
+
+@compiled
+def _part(whole: int, part: int, parts: int) -> tuple[int, int]:
+    """Return where one of even parts begins and ends."""
+    return whole * part // parts, whole * (part + 1) // parts
+
+
+@compiled
+def _finish(own: Any, sums: int, stride: int, row: int, rows: int, block: int) -> None:
+    """Add bias and addends, if there are any, to a block's sums; store them rounded.
+
+    Args:
+        sums: address, `stride` bytes from row to row
+        row: the first of the rows
+    """
+    bias, addends, target, outputs = own[2], own[3], own[4], own[8]
+    for i in range(rows):
+        for j in range(0, BLOCK, 16):
+            here, at = sums + i * stride + 4 * j, 2 * ((row + i) * outputs + block * BLOCK + j)
+            if bias:
+                add_values(here, bias + 2 * (block * BLOCK + j))
+            if addends:
+                add_values(here, addends + at)
+            round_values(here, target + at)
+
+
+@compiled
+def _tall(own: Any, patches: int, block: int, last: int, top: int, is_ahead: bool) -> None:
+    """Compute up to 32 and more than 16 rows of one or two blocks of outputs.
+
+    Rows come twice if they are not 32, with the same result.
+    """
+    x, weights, rows, inputs, chunk = own[0], own[1], own[6], own[7], own[11]
+    lower = min(top + TILE_ROWS, rows - TILE_ROWS)
+    for first in range(0, inputs, chunk):
+        end = min(first + chunk, inputs)
+        for each in range(block, last + 1):
+            patch = patches + (each - block) * PATCH_BYTES
+            if first:
+                load_tall(patch)
+            else:
+                clear_patch()
+            for i in range(first, end, BLOCK):
+                at = weights + 2 * BLOCK * (each * inputs + i)
+                if is_ahead:
+                    prefetch_weights(at + _AHEAD)
+                left = (end - i) // BLOCK - 1
+                if left < _PREFETCHED:
+                    prefetch_patch(patch + left * (PATCH_BYTES // _PREFETCHED))
+                above, below = x + 2 * (top * inputs + i), x + 2 * (lower * inputs + i)
+                multiply_tall(above, below, 2 * inputs, at)
+            store_tall(patch)
+    for each in range(block, last + 1):
+        patch = patches + (each - block) * PATCH_BYTES
+        _finish(own, patch, 4 * BLOCK, top, TILE_ROWS, each)
+        _finish(own, patch + PATCH_BYTES // 2, 4 * BLOCK, lower, TILE_ROWS, each)
+
+
+@compiled
+def _wide(own: Any, patches: int, block: int, last: int, is_ahead: bool) -> None:
+    """Compute the last 16 rows, or all if they are fewer, of one or two blocks of outputs."""
+    x, weights, rows, inputs = own[0], own[1], own[6], own[7]
+    count = min(rows, TILE_ROWS)
+    top = rows - count
+    clear_patch()
+    for i in range(0, inputs, BLOCK):
+        one = weights + 2 * BLOCK * (block * inputs + i)
+        other = weights + 2 * BLOCK * (last * inputs + i)
+        if is_ahead:
+            prefetch_weights(one + _AHEAD)
+            prefetch_weights(other + _AHEAD)
+        multiply_wide(x + 2 * (top * inputs + i), 2 * inputs, one, other)
+    store_wide(patches)
+    for each in range(block, last + 1):
+        sums = patches + 4 * BLOCK * (each - block)
+        _finish(own, sums, 8 * BLOCK, top, count, each)
+
+
+def _product(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    palette, rows, outputs, column_parts, row_parts = own[5], own[6], own[8], own[9], own[10]
+    num_shares, thread, threads = own_shares(arguments)
+    patches = scratch()
+    kept = patches + 2 * PATCH_BYTES
+    keep_configuration(kept)
+    configure(palette)
+    for share in range(thread, num_shares, threads):
+        begin, end = _part(outputs // BLOCK, share % column_parts, column_parts)
+        group, end_group = _part((rows + GROUP - 1) // GROUP, share // column_parts, row_parts)
+        for block in range(begin, end, 2):
+            last = min(block + 1, end - 1)
+            for top in range(group * GROUP, min(end_group * GROUP, rows), GROUP):
+                is_ahead = top == group * GROUP
+                if rows - top > TILE_ROWS:
+                    _tall(own, patches, block, last, top, is_ahead)
+                else:
+                    _wide(own, patches, block, last, is_ahead)
+    configure(kept)
+
+
+product = Kernel(_product)
+"""Of bfloat16: rows [rows, inputs], weights [outputs / BLOCK, inputs / 2, BLOCK, 2], bias [outputs]
+or 0, addends [rows, outputs] or 0, target [rows, outputs], a palette of tiles for the rows, up to
+16; rows, inputs, outputs, in how many parts columns and groups of rows are divided, and inputs that
+are added up at once."""

@@ -1,0 +1,271 @@
+"""Tiles of a matrix unit (Intel AMX), as kernels use them.
+
+A tile is a register of 16 rows with 64 bytes each. Kernels add up patches of four tiles of float32,
+32 rows by 32 columns or 16 by 64, from tiles of bfloat16: 16 rows with 32 values of the left
+matrix, and 16 columns with 32 values of the right one, of which pairs lie side by side. What a row
+of a patch gets does not depend on the others.
+
+The instructions are in Intel's Architecture Instruction Set Extensions Programming Reference.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from llvmlite import binding, ir
+from numba import config, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+TILE_ROWS, TILE_BYTES = 16, 64
+PATCH_BYTES = 4 * TILE_ROWS * TILE_BYTES
+"""Memory of a patch, behind which there is room for a palette."""
+LINE = 64
+"""Bytes of a cache line."""
+_FEATURES = ("amx-tile", "amx-bf16", "avx512bf16")
+
+_LEFT, _RIGHT = (4, 5), (6, 7)
+"""Tiles for parts of the two matrices; those before are the patch."""
+_PLACES = {"tall": (128, (0, 64, 2048, 2112)), "wide": (256, (0, 64, 128, 192))}
+"""Of each shape of a patch in memory the bytes between rows, and where its tiles begin."""
+
+_I8, _I32, _I64, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
+_FLOATS = ir.VectorType(ir.FloatType(), 16)
+_BYTES = _I8.as_pointer()
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's type for bfloat16, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BFLOATS = ir.VectorType(_BFloat(), 16)
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether kernels may use tiles: the processor and LLVM know them and the system permits it."""
+    if config.CPU_NAME or config.CPU_FEATURES or not torch.cpu._is_amx_tile_supported():
+        return False
+    features = binding.get_host_cpu_features()
+    return all(features.get(each) for each in _FEATURES) and torch.cpu._init_amx()
+
+
+@cache
+def palette(rows: int) -> npt.NDArray[np.uint8]:
+    """Return the configuration of tiles for so many rows of the left matrix, up to 16."""
+    made = np.zeros(64, np.uint8)
+    made[0] = 1
+    made[16:32].view(np.uint16)[:] = TILE_BYTES
+    made[48:56] = rows
+    made[48 + np.array(_RIGHT)] = TILE_ROWS
+    return made
+
+
+def _instructions(count: int, emit: Callable[..., None]) -> tuple[Any, Any]:
+    """Return what an intrinsic does with so many integers, for Numba."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        emit(builder, *arguments)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * count), generate
+
+
+def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Call one of LLVM's intrinsics."""
+    module = builder.module
+    function = module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(result, [each.type for each in arguments])
+        function = ir.Function(module, kind, name)
+    return builder.call(function, arguments)
+
+
+def _at(builder: Any, address: Any, offset: int = 0, kind: Any = _BYTES) -> Any:
+    return builder.inttoptr(builder.add(address, _I64(offset)), kind)
+
+
+def _load(builder: Any, tile: int, pointer: Any, stride: Any) -> None:
+    _call(builder, "llvm.x86.tileloadd64", _VOID, _I8(tile), pointer, stride)
+
+
+def _multiply(builder: Any, target: int, left: int, right: int) -> None:
+    _call(builder, "llvm.x86.tdpbf16ps", _VOID, _I8(target), _I8(left), _I8(right))
+
+
+def _load_right(builder: Any, weights: Any) -> None:
+    """Load 32 columns."""
+    for tile, offset in zip(_RIGHT, (0, 64), strict=True):
+        _load(builder, tile, _at(builder, weights, offset), _I64(128))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scratch(_typing: Any) -> Any:
+    """Return the address of memory on the stack for two patches and a palette."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        memory = cgutils.alloca_once(builder, ir.ArrayType(_I8, 2 * PATCH_BYTES + 64))
+        memory.align = LINE
+        return builder.ptrtoint(memory, _I64)
+
+    return types.int64(), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def configure(_typing: Any, _address: Any) -> Any:
+    """Take a palette; all tiles become zero."""
+
+    def emit(builder: Any, address: Any) -> None:
+        _call(builder, "llvm.x86.ldtilecfg", _VOID, _at(builder, address))
+
+    return _instructions(1, emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def keep_configuration(_typing: Any, _address: Any) -> Any:
+    """Store the palette that is in use, or the one of no tiles."""
+
+    def emit(builder: Any, address: Any) -> None:
+        _call(builder, "llvm.x86.sttilecfg", _VOID, _at(builder, address))
+
+    return _instructions(1, emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def clear_patch(_typing: Any) -> Any:
+    """Make a patch of zeros."""
+
+    def emit(builder: Any) -> None:
+        for tile in range(4):
+            _call(builder, "llvm.x86.tilezero", _VOID, _I8(tile))
+
+    return _instructions(0, emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply_tall(_typing: Any, _upper: Any, _lower: Any, _stride: Any, _weights: Any) -> Any:
+    """Add to a patch of 32 by 32 what 32 values of its rows give.
+
+    Args:
+        upper, lower: addresses of 16 rows each, `stride` bytes apart
+        weights: address of [16 pairs, 32 columns, 2]
+    """
+
+    def emit(builder: Any, upper: Any, lower: Any, stride: Any, weights: Any) -> None:
+        for tile, rows in zip(_LEFT, (upper, lower), strict=True):
+            _load(builder, tile, _at(builder, rows), stride)
+        _load_right(builder, weights)
+        for tile in range(4):
+            _multiply(builder, tile, _LEFT[tile // 2], _RIGHT[tile % 2])
+
+    return _instructions(4, emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply_wide(_typing: Any, _rows: Any, _stride: Any, _weights: Any, _more: Any) -> Any:
+    """Add to a patch of 16 by 64 what 32 values of its rows give.
+
+    Args:
+        rows: address of up to 16, `stride` bytes apart
+        weights, more: addresses of [16 pairs, 32 columns, 2] each
+    """
+
+    def emit(builder: Any, rows: Any, stride: Any, weights: Any, more: Any) -> None:
+        _load(builder, _LEFT[0], _at(builder, rows), stride)
+        for first, columns in ((0, weights), (2, more)):
+            _load_right(builder, columns)
+            for i in (0, 1):
+                _multiply(builder, first + i, _LEFT[0], _RIGHT[i])
+
+    return _instructions(4, emit)
+
+
+def _move(instruction: str, shape: str, address: Any) -> Any:
+    stride, offsets = _PLACES[shape]
+
+    def emit(builder: Any, address: Any) -> None:
+        for tile, offset in enumerate(offsets):
+            pointer = _at(builder, address, offset)
+            _call(builder, f"llvm.x86.{instruction}", _VOID, _I8(tile), pointer, _I64(stride))
+
+    return _instructions(1, emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_tall(_typing: Any, address: Any) -> Any:
+    """Load a patch of 32 by 32, rows side by side."""
+    return _move("tileloadd64", "tall", address)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_tall(_typing: Any, address: Any) -> Any:
+    """Store a patch of 32 by 32, rows side by side."""
+    return _move("tilestored64", "tall", address)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_wide(_typing: Any, address: Any) -> Any:
+    """Store a patch of 16 by 64, rows side by side."""
+    return _move("tilestored64", "wide", address)
+
+
+def _prefetch(count: int, *, is_write: bool) -> Any:
+    def emit(builder: Any, address: Any) -> None:
+        hints = _I32(int(is_write)), _I32(3), _I32(1)
+        for line in range(count):
+            pointer = _at(builder, address, line * LINE)
+            _call(builder, "llvm.prefetch.p0", _VOID, pointer, *hints)
+
+    return _instructions(1, emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_weights(_typing: Any, _address: Any) -> Any:
+    """Have [16 pairs, 32 columns, 2] read into the first cache; the address may be any."""
+    return _prefetch(32, is_write=False)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_patch(_typing: Any, _address: Any) -> Any:
+    """Have an eighth of a patch read into the caches, as it gets written."""
+    return _prefetch(PATCH_BYTES // 8 // LINE, is_write=True)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_values(_typing: Any, _sums: Any, _values: Any) -> Any:
+    """Add 16 values of bfloat16 to 16 of float32; addresses are given."""
+
+    def emit(builder: Any, sums: Any, values: Any) -> None:
+        place = _at(builder, sums, kind=_FLOATS.as_pointer())
+        bits = _at(builder, values, kind=ir.VectorType(ir.IntType(16), 16).as_pointer())
+        words = ir.VectorType(_I32, 16)
+        wide = builder.zext(builder.load(bits, align=2), words)
+        shifted = builder.shl(wide, ir.Constant(words, [16] * 16))
+        added = builder.fadd(builder.load(place, align=64), builder.bitcast(shifted, _FLOATS))
+        builder.store(added, place, align=64)
+
+    return _instructions(2, emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def round_values(_typing: Any, _sums: Any, _target: Any) -> Any:
+    """Store 16 values of float32 as bfloat16; addresses are given."""
+
+    def emit(builder: Any, sums: Any, target: Any) -> None:
+        values = builder.load(_at(builder, sums, kind=_FLOATS.as_pointer()), align=64)
+        rounded = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _BFLOATS, values)
+        builder.store(rounded, _at(builder, target, kind=_BFLOATS.as_pointer()), align=2)
+
+    return _instructions(2, emit)
