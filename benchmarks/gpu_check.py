@@ -10,8 +10,7 @@ Writes gpu_check.json and, for the documentation, gpu-check.md.
 """
 
 import argparse
-import importlib.util
-import inspect
+import importlib
 import json
 import platform
 import shutil
@@ -20,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,14 +67,13 @@ SERVED_FIGURES = (
     "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms",
 )  # fmt: skip
 """What is kept of the result of `swell bench`."""
-_PAGE_HEAD = """# GPU check
+PAGE_HEAD = """# GPU check
 
 `python -m benchmarks.gpu_check` runs what needs a GPU in one command of less than eight minutes:
 the CUDA tests, comparisons of tokens, decode steps against the bandwidth of a copy, prefills
 against the rate of a matrix product, the start of a stack, a served load, and vLLM's own figures
 where it is installed. `--device cpu --small` runs all parts in miniature.
 """
-NOT_RUN = "It has not run on a GPU yet: none was at hand. This page is replaced by its results.\n"
 
 
 class Setup(NamedTuple):
@@ -89,7 +89,14 @@ class Setup(NamedTuple):
         """Sequences that decode at once."""
         return [1, 4] if self.small else [1, 16, 64, 256]
 
-    def core(self, *, eager: bool = False, tokens: int = 8192, seqs: int = 256) -> EngineCore:
+    def core(
+        self,
+        *,
+        eager: bool = False,
+        invariant: bool = False,
+        tokens: int = 8192,
+        seqs: int = 256,
+    ) -> EngineCore:
         """Return an engine with the model of random weights."""
         cache = CacheConfig(
             block_size=16 if self.small else 256,
@@ -107,17 +114,23 @@ class Setup(NamedTuple):
             max_num_seqs=8 if self.small else seqs,
             max_num_batched_tokens=512 if self.small else tokens,
         )
-        return _core(settings, cache, scheduler, eager=eager)
+        executor = ExecutorConfig(
+            enforce_eager=eager, batch_invariant=invariant and self.device == "cuda"
+        )
+        return _core(settings, cache, scheduler, executor)
 
 
 def _core(
-    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, *, eager: bool = False
+    model: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    executor: ExecutorConfig | None = None,
 ) -> EngineCore:
     config = EngineConfig(
         model=model,
         cache=cache,
         scheduler=scheduler,
-        executor=ExecutorConfig(enforce_eager=eager),
+        executor=executor or ExecutorConfig(),
     )
     core = EngineCore(config, InProcessExecutor(config), rank=0, incarnation=1)
     core.front_end_joined(0, 1)
@@ -158,10 +171,14 @@ def files_of_cuda_tests() -> list[str]:
 def cuda_tests(setup: Setup) -> dict[str, Any]:
     """Run all tests that need a device."""
     where = ["tests/engine/executor/test_cuda.py"] if setup.small else files_of_cuda_tests()
-    flags = ("-q", "-m", "cuda", "-o", "addopts=", "-p", "no:cacheprovider", *where)
+    flags = ["-q", "-m", "cuda", "-o", "addopts=", "-p", "no:cacheprovider", *where]
+    flags += ["-p", "no:benchmark"]  # which warns of the next, and warnings are errors
+    if find_spec("xdist"):  # they wait for compilers most of the time
+        flags += ["-n", "8"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags], capture_output=True, text=True, check=False
     )
+    print(done.stdout, done.stderr, file=sys.stderr)
     lines = done.stdout.strip().splitlines()
     return {"passed": done.returncode == 0, "summary": lines[-1] if lines else done.stderr[-300:]}
 
@@ -192,8 +209,12 @@ def parity(setup: Setup) -> dict[str, Any]:
 
 def decode(setup: Setup) -> dict[str, Any]:
     """Measure decode steps against the time that reading weights, keys and values takes."""
+    return _decoded(setup, setup.core())
+
+
+def _decoded(setup: Setup, core: EngineCore) -> dict[str, Any]:
     bandwidth = copy_bandwidth(setup.device, 2**22 if setup.small else 2**31)
-    core, spec = setup.core(), read_spec(setup.directory)
+    spec = read_spec(setup.directory)
     prompt, tokens = (8, 16) if setup.small else (128, 96)
     rows = {}
     for batch in setup.batches:
@@ -226,8 +247,12 @@ def product_rate(device: str, size: int, repeat: int = 10) -> float:
 
 def prefill(setup: Setup) -> dict[str, Any]:
     """Measure steps full of prompt tokens against the rate of a matrix product."""
+    return _prefilled(setup, setup.core())
+
+
+def _prefilled(setup: Setup, core: EngineCore) -> dict[str, Any]:
     rate = product_rate(setup.device, 256 if setup.small else 8192)
-    core, spec = setup.core(), read_spec(setup.directory)
+    spec = read_spec(setup.directory)
     length, prompts = (64, 4) if setup.small else (2048, 8)
     seconds = 0.0
     for turn in range(2):  # the first one warms up
@@ -245,6 +270,12 @@ def prefill(setup: Setup) -> dict[str, Any]:
         "tokens_per_s": length * prompts / seconds,
         "of_bound": needed / seconds,
     }
+
+
+def invariant(setup: Setup) -> dict[str, Any]:
+    """Measure both with --batch-invariant, on a device; request numbers go on from the first."""
+    core = setup.core(invariant=True)
+    return {"prefill": _prefilled(setup, core), "decode": _decoded(setup, core)}
 
 
 def served(setup: Setup) -> dict[str, Any]:
@@ -280,7 +311,7 @@ def vllm(setup: Setup) -> dict[str, Any]:
 
     It is that of a whole batch's answer, less that of an answer of one token, per further token.
     """
-    if importlib.util.find_spec("vllm") is None:
+    if find_spec("vllm") is None:
         return {"skipped": "vLLM is not installed"}
     package: Any = importlib.import_module("vllm")
     prompt, tokens = (8, 16) if setup.small else (128, 96)
@@ -314,6 +345,7 @@ PARTS: dict[str, tuple[Callable[[Setup], dict[str, Any]], float]] = {
     "parity": (parity, 90),
     "decode": (decode, 90),
     "prefill": (prefill, 60),
+    "invariant": (invariant, 90),
     "served": (served, 150),
     "vllm": (vllm, 180),
 }
@@ -321,7 +353,10 @@ PARTS: dict[str, tuple[Callable[[Setup], dict[str, Any]], float]] = {
 
 
 def run_part(name: str, options: argparse.Namespace, directory: Path, limit: float) -> Any:
-    """Run one part in a process; return what it found, or why it found nothing."""
+    """Run one part in a process; return what it found, or why it found nothing.
+
+    With --logs, all that it prints to its standard error is kept there.
+    """
     if limit <= 0:
         return {"error": "no time was left"}
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", options.device]
@@ -334,13 +369,21 @@ def run_part(name: str, options: argparse.Namespace, directory: Path, limit: flo
             timeout=limit,
             check=False,
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as ended:
+        _keep_log(options.logs, name, ended.stderr or b"")
         return {"error": f"took more than {limit:.0f} s"}
+    _keep_log(options.logs, name, done.stderr.encode())
     # Libraries print there too.
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         return {"error": (done.stderr.strip() or f"exit code {done.returncode}")[-600:]}
     return json.loads(lines[-1])
+
+
+def _keep_log(directory: Path | None, name: str, printed: bytes) -> None:
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{name}.log").write_bytes(printed)
 
 
 def machine(device: str) -> dict[str, str]:
@@ -351,28 +394,14 @@ def machine(device: str) -> dict[str, str]:
     return {
         "device": name,
         "torch": torch.__version__,
-        "attention kernel with tables of blocks": "yes" if has_paged_kernel() else "no",
+        "triton": version("triton") if find_spec("triton") else "none",
         "python": platform.python_version(),
     }
 
 
-def has_paged_kernel() -> bool:
-    """Whether torch's attention kernel reads a KV cache of blocks; from torch 2.12 on.
-
-    Without it attention uses stock operators, and decode steps are not recorded.
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "block_table" in inspect.signature(varlen_attn).parameters
-
-
-def page(report: dict[str, Any] | None) -> str:
-    """Return the page of the documentation for a report; None: it has not run."""
-    if report is None:
-        return f"{_PAGE_HEAD}\n{NOT_RUN}"
-    lines = [_PAGE_HEAD, "| part | what | result |", "|---|---|---|"]
+def page(report: dict[str, Any]) -> str:
+    """Return the page of the documentation for a report."""
+    lines = [PAGE_HEAD, "| part | what | result |", "|---|---|---|"]
     for part, found in report.items():
         lines += [f"| {part} | {what} | {value} |" for what, value in _flat(found)]
     return "\n".join(lines) + "\n"
@@ -398,6 +427,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model, few tokens")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
+    parser.add_argument("--logs", type=Path, help="directory for what the parts print")
     parser.add_argument("--page", type=Path, default=Path("gpu-check.md"))
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
@@ -417,6 +447,7 @@ def main() -> int:
             left = TOTAL_SECONDS - (time.monotonic() - began)
             print(f"{name} ...", file=sys.stderr, flush=True)
             report[name] = run_part(name, options, Path(directory), min(PARTS[name][1], left))
+            print(json.dumps(report[name]), file=sys.stderr, flush=True)
     report["machine"]["seconds"] = f"{time.monotonic() - began:.0f}"
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     options.page.write_text(page(report))

@@ -102,7 +102,9 @@ class InProcessExecutor:
         """Proposes tokens that the model verifies, where the settings name such a model."""
         model, fingerprint = self._load()
         spec = model.spec
-        self._max_head_threads = max_head_threads(spec, config, engines_on_node)
+        self._max_head_threads = 1
+        if self._device.type == "cpu":
+            self._max_head_threads = max_head_threads(spec, config, engines_on_node)
         if self._is_batch_invariant and not keeps_bits(model, self._max_head_threads):
             self._max_head_threads = 1
         self._report("allocating the KV cache")

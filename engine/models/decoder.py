@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.models.adapters import AdapterBank, AdapterRows, AdapterWeights
+from engine.models.attention.interface import Attention
 from engine.models.attention.projections import Projections, Rotation
 from engine.models.attention.rotary import rotation
 from engine.models.attention.rows import AttentionRows
-from engine.models.attention.varlen import Attention
 from engine.models.layers import Rows
 from engine.models.moe import SparseMlp
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts

@@ -6,15 +6,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engine.models.attention.cuda import CudaAttention, KernelAttention, TilePlan
 from engine.models.attention.rows import AttentionRows
-from engine.models.attention.varlen import (
-    CudaAttention,
-    VarlenAttention,
-    VarlenPlan,
-    kernel_window,
-    to_device,
-)
 from engine.models.decoder import Decoder, StepTokens
+from engine.models.device_copies import to_device
 from engine.runner.inputs import BatchRows
 from engine.runner.padded_decode import PaddedDecode, graph_sizes, pad_decode, padded_size
 
@@ -29,19 +24,19 @@ class _Graph(msgspec.Struct, frozen=True):
 
     graph: torch.cuda.CUDAGraph
     step: StepTokens
-    plan: VarlenPlan
+    plan: TilePlan
     hidden: Tensor
 
 
-def can_record(model: Decoder, block_size: int) -> bool:
-    """Whether a decode step can be replayed; the stock attention depends on lengths."""
+def recordable_attention(model: Decoder, block_size: int) -> KernelAttention | None:
+    """Return what attends, if decode steps can be replayed; stock attention depends on lengths."""
     attention = model.attention
-    return (
-        isinstance(attention, CudaAttention)
-        and model.is_recordable
-        and len(model.windows) == 1
-        and isinstance(attention.for_blocks(block_size), VarlenAttention)
-    )
+    if not isinstance(attention, CudaAttention):
+        return None
+    if not model.is_recordable or len(model.windows) > 1:
+        return None
+    chosen = attention.for_blocks(block_size)
+    return chosen if isinstance(chosen, KernelAttention) else None
 
 
 class DecodeGraphs:
@@ -50,6 +45,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Decoder,
+        attention: KernelAttention,
         cache: list[Tensor],
         *,
         max_num_seqs: int,
@@ -58,6 +54,7 @@ class DecodeGraphs:
     ) -> None:
         """Prepare to record; the cache has a block that no sequence uses."""
         self._model = model
+        self._attention = attention
         self._cache = cache
         self._block_size = cache[0].shape[1]
         self._max_model_len = max_model_len
@@ -99,19 +96,11 @@ class DecodeGraphs:
         logger.debug("recorded a decode step of %d rows", len(padded.token_ids))
         return _Graph(graph, step, plan, hidden)
 
-    def _inputs(self, padded: PaddedDecode, shape: AttentionRows) -> tuple[StepTokens, VarlenPlan]:
+    def _inputs(self, padded: PaddedDecode, shape: AttentionRows) -> tuple[StepTokens, TilePlan]:
         """Return the tensors that the recording will read at every replay."""
-        device, size = self._model.device, len(padded.token_ids)
-        ends = torch.arange(size + 1, dtype=torch.int32, device=device)
-        plan = VarlenPlan(
-            query_ends=ends,
-            # Only lengths and block tables say where keys are; these have to be ascending.
-            key_ends=ends * self._max_model_len,
-            num_keys=to_device(padded.num_keys, device),
-            block_tables=to_device(padded.block_tables, device),
-            max_queries=1,
-            max_keys=self._max_model_len,
-            window=kernel_window(None),
+        device = self._model.device
+        plan = self._attention.plan_decodes(
+            padded.num_keys, padded.block_tables, self._max_model_len
         )
         step = StepTokens(
             token_ids=to_device(padded.token_ids, device),
@@ -119,7 +108,7 @@ class DecodeGraphs:
             slots=to_device(padded.cache_slots, device),
             rows=shape,
             plans={
-                window: msgspec.structs.replace(plan, window=kernel_window(window))
+                window: msgspec.structs.replace(plan, window=window)
                 for window in self._model.windows[0]
             },
         )
@@ -131,7 +120,6 @@ class DecodeGraphs:
             (graph.step.token_ids, padded.token_ids),
             (graph.step.positions, padded.positions),
             (graph.step.slots, padded.cache_slots),
-            (graph.plan.num_keys, padded.num_keys),
-            (graph.plan.block_tables, padded.block_tables),
         ):
             target.copy_(to_device(array, device), non_blocking=True)
+        self._attention.replan(graph.plan, padded.num_keys, padded.block_tables)

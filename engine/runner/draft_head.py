@@ -6,8 +6,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.models.attention.varlen import to_device
 from engine.models.decoder import Taps
+from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
 from engine.runner.host_memory import untouched_zeros
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from engine.models.attention.varlen import to_device
+from engine.models.device_copies import to_device
 from engine.models.encoders.encoder import Encoder, EncoderBatch, groups_of
 from engine.runner.pooler import IntArray, Pooler
 from engine.scheduler.batch import BatchPlan, BatchResult

@@ -11,10 +11,10 @@ from torch import Tensor
 from engine.grammar.masks import Ends, GrammarTable
 from engine.models.adapters import AdapterRows, AdapterWeights
 from engine.models.attention.rows import AttentionRows
-from engine.models.attention.varlen import to_device
 from engine.models.decoder import NO_TAPS, Decoder
+from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
-from engine.runner.cuda_graphs import DecodeGraphs, can_record
+from engine.runner.cuda_graphs import DecodeGraphs, recordable_attention
 from engine.runner.draft_head import HeadDrafts
 from engine.runner.draft_model import DraftModel
 from engine.runner.head_threads import head_threads
@@ -132,9 +132,11 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         # A draft head needs states that recorded steps do not give.
         records = record_decodes and self._head is None
-        if on_cuda and records and can_record(model, block_size):
+        attention = recordable_attention(model, block_size) if on_cuda and records else None
+        if attention is not None:
             self._graphs = DecodeGraphs(
                 model,
+                attention,
                 self._cache,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.models.adapters import AdapterRows
 from engine.models.attention.rows import AttentionRows
-from engine.models.attention.varlen import to_device
 from engine.models.decoder import NO_TAPS, Decoder, FinalTokens, GroupTokens, StepTokens, Taps
+from engine.models.device_copies import to_device
 from engine.runner.inputs import BatchRows
 from engine.runner.slots import SlotTable
 from engine.runner.verification import Draws, draw_rows

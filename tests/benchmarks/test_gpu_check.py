@@ -1,7 +1,6 @@
 """The parts of the check of a GPU machine, in miniature on a processor."""
 
 import argparse
-import importlib.util
 import json
 import sys
 from importlib.machinery import ModuleSpec
@@ -10,9 +9,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import PARTS, SMALL, Setup, agreement, operations_per_token, page
+from benchmarks.gpu_check import (
+    PAGE_HEAD,
+    PARTS,
+    SMALL,
+    Setup,
+    agreement,
+    operations_per_token,
+    page,
+)
 from engine.models.hf_config import read_spec
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -24,8 +32,8 @@ def setup(tmp_path: Path) -> Setup:
     return Setup("cpu", True, tmp_path)
 
 
-def test_the_page_says_that_it_has_not_run_until_it_has() -> None:
-    assert (DOCS / "gpu-check.md").read_text() == page(None)
+def test_the_page_has_what_was_found() -> None:
+    assert (DOCS / "gpu-check.md").read_text().startswith(PAGE_HEAD)
     found = {
         "machine": {"device": "H100"},
         "decode": {"batches": {"16": {"of_bound": 0.8125, "step_ms": 12.5}}},
@@ -33,7 +41,7 @@ def test_the_page_says_that_it_has_not_run_until_it_has() -> None:
         "vllm": {"list": [1, 2]},
     }
     text = page(found)
-    assert gpu_check.NOT_RUN not in text
+    assert text.startswith(PAGE_HEAD)
     assert "| decode | batches 16 of bound | 0.8125 |" in text
     assert "| served | error | it / broke there |" in text
 
@@ -53,7 +61,7 @@ def test_a_step_is_measured_against_what_the_model_has_to_do(setup: Setup) -> No
 
 
 def test_a_part_that_fails_or_has_no_time_leaves_the_others_alone(setup: Setup) -> None:
-    options = argparse.Namespace(device="cpu", small=True)
+    options = argparse.Namespace(device="cpu", small=True, logs=None)
     assert gpu_check.run_part("vllm", options, setup.directory, 0) == {"error": "no time was left"}
     (setup.directory / "config.json").write_text("{}")
     assert "error" in gpu_check.run_part("decode", options, setup.directory, 300)
@@ -88,7 +96,7 @@ class FakeVllm(ModuleType):
 def test_vllms_steps_are_measured_with_one_start_and_without_its_prefill(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(gpu_check, "find_spec", lambda _: None)
     assert PARTS["vllm"][0](setup) == {"skipped": "vLLM is not installed"}
     monkeypatch.undo()
     clock = [0.0]
@@ -102,7 +110,7 @@ def test_vllms_steps_are_measured_with_one_start_and_without_its_prefill(
     assert found["batches"]["4"]["tokens_per_s"] == pytest.approx(2000)
 
 
-def test_files_with_cuda_tests_are_found_and_torch_is_asked_for_its_kernel() -> None:
+def test_files_with_cuda_tests_are_found_and_the_machine_is_named() -> None:
     names = {Path(path).name for path in gpu_check.files_of_cuda_tests()}
     assert {"test_cuda.py", "test_masked_sampling.py"} <= names
-    assert gpu_check.machine("cpu")["attention kernel with tables of blocks"] in ("yes", "no")
+    assert gpu_check.machine("cpu")["torch"] == torch.__version__

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.models.attention.kv_format import KvCacheDtype
-from engine.models.cache_groups import divide
+from engine.models.cache_groups import divide, one_group
 from engine.models.hf_config import read_spec
 from engine.models.kernels.choice import fused_kernels
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader
@@ -22,6 +22,7 @@ from engine.shared.model_files import model_directory
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 400
+_CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=1000, seed=0, temperature=0.0)
 
 
@@ -139,14 +140,16 @@ def load_driver(
     adapters: AdapterRoom | None = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     fused: bool = False,
+    device: torch.device = _CPU,
     **settings: Any,
 ) -> Driver:
     """Load a model directory, or a GGUF file, into a fresh runner; `fused`: with such kernels."""
     config = ModelConfig(model=str(directory), **settings)
-    device = torch.device("cpu")
     files = model_directory(config, weights=True)
     spec = read_spec(files)
-    groups = divide(spec.windows, model_length(spec, config))
+    groups = one_group(spec.windows)
+    if device.type == "cpu":
+        groups = divide(spec.windows, model_length(spec, config))
     spec = msgspec.structs.replace(spec, cache_groups=groups)
     weights = open_checkpoint(files, spec, config)
     types = compute_types(spec, config, weights, device=device)

@@ -92,7 +92,7 @@ _LLAMA4: dict[str, Any] = {
     "floor_scale": 16,
     "attn_scale": 0.5,
 }
-_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 300}),
@@ -337,7 +337,7 @@ def save_tiny_model(name: str, directory: Path, seed: int, **options: Any) -> Ch
     """Write a named model; keywords go to `save_pretrained`."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    family, settings = _MODELS[name]
+    family, settings = MODELS[name]
     is_part = family in ("Gemma3", "Llama4")
     config_class = f"{family}TextConfig" if is_part else f"{family}Config"
     config = getattr(transformers, config_class)(**{**_SIZES, **settings})

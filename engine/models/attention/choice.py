@@ -3,10 +3,11 @@
 import numpy as np
 import torch
 
+from engine.models.attention.cuda import CudaAttention, Heads
+from engine.models.attention.interface import Attention
 from engine.models.attention.kv_format import Fp8Kv, KvFormat
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
-from engine.models.attention.varlen import Attention, CudaAttention
 from engine.models.kernels.choice import FusedKernels, is_close, trusted
 from engine.models.spec import ModelSpec
 
@@ -43,9 +44,8 @@ def attention_of(
         kv_format=kv_format,
         first_key=first_key,
     )
-    is_plain = spec.attention_softcap is None and spec.latent is None
-    by_kernel = is_plain and not spec.has_chunks and not first_key
-    if isinstance(kv_format, Fp8Kv):  # the kernel reads 16 bits from the blocks
+    by_kernel = spec.latent is None and not spec.has_chunks and not first_key
+    if isinstance(kv_format, Fp8Kv):  # the kernels read 16 bits from the blocks
         by_kernel = False
     if not by_kernel:
         return stock
@@ -53,14 +53,23 @@ def attention_of(
         # Prompts would get other bits from stock operators.
         if kernels is None or token_by_token or spec.attention_sinks:
             return stock
+        if spec.attention_softcap is not None:
+            return stock
         return _fused(stock, spec, kv_format.dtype) or stock
     return CudaAttention(
         stock,
-        shape=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+        Heads(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            scale=spec.attention_scale,
+            softcap=spec.attention_softcap,
+        ),
         dtype=kv_format.dtype,
         device=device,
-        scale=spec.attention_scale,
+        windows=tuple(dict.fromkeys(spec.windows)),
         has_sinks=spec.attention_sinks,
+        batch_invariant=token_by_token,
     )
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.models.attention.interface import Attention
 from engine.models.attention.kv_format import KvFormat
-from engine.models.attention.varlen import Attention
 from engine.models.decoder import GroupTokens, StepTokens
 
 INTERFACE = "swell"

@@ -7,7 +7,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from engine.models.attention.varlen import Attention
+from engine.models.attention.interface import Attention
 from engine.models.cache_groups import CacheGroups
 from engine.models.decoder import Decoder, DecoderWeights, StepTokens
 from engine.models.fallback.attention import AttentionCalls

@@ -7,6 +7,7 @@ Files are memory-mapped: a tensor that is fetched and copied costs no memory bey
 
 import hashlib
 import zlib
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,9 @@ from engine.models.weights import Layout, Source, WeightMap, decoder_tensors, st
 
 _MAX_PROBLEMS = 8
 _MAX_DRAFT_LAYERS = 8
+_MAX_DRAWN = 16_777_259
+"""Dummy weights of a tensor that are drawn, before they repeat themselves: a prime, so that no two
+rows are alike."""
 _DUMMY_RANGE = 0.035
 """Half-width of the uniform distribution of dummy weights: a standard deviation of 0.02."""
 
@@ -325,8 +329,12 @@ class DummyCheckpoint:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        values = torch.empty(shape, dtype=self._dtype)
-        return values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+        size = prod(shape)
+        values = torch.empty(min(size, _MAX_DRAWN), dtype=self._dtype)
+        values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+        if size > _MAX_DRAWN:  # drawing takes a minute for a model of 8 GB
+            values = values.repeat(-(-size // _MAX_DRAWN))[:size]
+        return values.view(shape)
 
     def int4(self, name: str) -> Int4Weights | None:
         """None: weights are drawn as floats."""

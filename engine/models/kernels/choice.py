@@ -20,7 +20,7 @@ _TOLERANCE = 0.05
 
 
 class FusedKernels(Protocol):
-    """What lies between a decoder's products, in bfloat16, on a CPU.
+    """What lies between a decoder's products, in bfloat16.
 
     Each row is computed by itself, in float32, and rounded once.
     """
@@ -50,19 +50,31 @@ class FusedKernels(Protocol):
 def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | None:
     """Return the kernels for activations of this type, each compared with torch's operators.
 
-    None where there are none: for other types and devices, without Numba, or if it cannot compile
-    them here.
+    None where there are none: for other types and devices, without what compiles them (Numba, on
+    CUDA Triton), or if it cannot compile them here.
     """
-    if dtype != torch.bfloat16 or device.type != "cpu":
+    compiler = {"cpu": "numba", "cuda": "triton"}.get(device.type)
+    if dtype != torch.bfloat16 or compiler is None:
         return None
     try:
-        import_module("numba")
+        import_module(compiler)
     except ImportError as error:  # not installed, or not made for the others' versions
-        logger.info("operators between products are torch's own, without numba: %s", error)
+        logger.info("operators between products are torch's own, without %s: %s", compiler, error)
         return None
+    build = _compiled_for_cpus if device.type == "cpu" else _compiled_for_cuda
+    return trusted(build, lambda built: _agree(built, device), "operators between products")
+
+
+def _compiled_for_cpus() -> FusedKernels:
     from engine.models.kernels.fused import CompiledKernels
 
-    return trusted(CompiledKernels, _agree, "operators between products")
+    return CompiledKernels()
+
+
+def _compiled_for_cuda() -> FusedKernels:
+    from engine.models.kernels.cuda.fused import CudaKernels
+
+    return CudaKernels()
 
 
 def trusted(
@@ -72,15 +84,13 @@ def trusted(
 
     None if that fails or they differ; the log then says that what would be `replaced` stays.
     """
-    from numba.core.errors import NumbaError
-
     try:
         built = build()
         if agrees(built):
             return built
         reason = "fused kernels differ from them"
-    except (NumbaError, OSError, RuntimeError) as error:
-        reason = str(error)
+    except Exception as error:  # compilers raise what they like
+        reason = str(error) or type(error).__name__
     logger.warning("%s are torch's own: %s", replaced, reason)
     return None
 
@@ -90,11 +100,11 @@ def is_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.float(), other.float(), rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
-def _agree(kernels: FusedKernels) -> bool:
+def _agree(kernels: FusedKernels, device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
+        return torch.randn(*shape, generator=generator).bfloat16().to(device)
 
     x, weight, width = normal(3, 72), normal(72), 72
     normed = kernels.rms_norm(x, weight.float(), 1e-6)
@@ -108,7 +118,8 @@ def _agree(kernels: FusedKernels) -> bool:
 
 def _stores_agree(kernels: FusedKernels, qkv: Tensor, factors: tuple[Tensor, Tensor]) -> bool:
     """Compare what becomes of three tokens with two query heads and one KV head."""
-    cache, slots = torch.zeros(2, 2, 2, 1, 18).bfloat16(), torch.tensor([2, 0, 3])
+    cache = torch.zeros(2, 2, 2, 1, 18, dtype=qkv.dtype, device=qkv.device)
+    slots = torch.tensor([2, 0, 3], device=qkv.device)
     expected = qkv.clone().view(3, 4, 18)
     expected[:, :3] = rotate(expected[:, :3], *factors)
     rotated = qkv.clone()

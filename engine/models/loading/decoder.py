@@ -29,6 +29,7 @@ from engine.models.layers import (
     softcap,
     unit_norm,
 )
+from engine.models.loading.invariance import require_batch_invariance
 from engine.models.loading.mlps import GroupPlace, MlpLoader
 from engine.models.loading.products import ProductLoader, Quantization
 from engine.models.parallel.balance import ExpertBalance
@@ -102,15 +103,14 @@ class DecoderLoader:
         Raises:
             UnsupportedModel, Int4Unsupported: that is not possible here.
         """
-        if batch_invariant and (device.type != "cpu" or place is not None or shard is not None):
-            raise UnsupportedModel(
-                "--batch-invariant: only engines on CPUs that hold the whole model compute rows "
-                "independently of each other"
-            )
-        if batch_invariant and spec.attention_softcap is not None:
-            raise UnsupportedModel(
-                f"--batch-invariant: {spec.architecture} caps attention scores, and no operator "
-                "does that for each token by itself"
+        if batch_invariant:
+            require_batch_invariance(
+                spec,
+                types,
+                device,
+                is_whole=place is None and shard is None,
+                is_quantized=quantization is not None,
+                has_adapters=adapters is not None,
             )
         if adapters is not None and spec.latent is not None:
             raise UnsupportedModel(

@@ -15,6 +15,7 @@ from engine.models.parallel.tensors import CutCheckpoint
 from engine.models.products.dense import Linear, prepare_linear
 from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, joined, quantized
 from engine.models.products.int8 import prepare_int8
+from engine.models.products.invariant import InvariantLinear
 from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
 from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
 
@@ -66,8 +67,11 @@ class ProductLoader:
         return self.bank.linear(product, names, widths, inputs)
 
     def by_rows(self, function: Linear, width: int) -> Linear:
-        """Return a function of rows [rows, width] that computes each by itself, if so wished."""
-        if not self.is_by_rows or is_by_rows(function):
+        """Return a function of rows [rows, width] that computes each by itself, if so wished.
+
+        On CUDA the products do, and what lies between them treats each value or row alike.
+        """
+        if not self.is_by_rows or self.device.type == "cuda" or is_by_rows(function):
             return function
         return RowBlocks(function, probe_rows(width, self.dtype))
 
@@ -114,6 +118,8 @@ class ProductLoader:
         """Return the product with a weight [outputs, inputs], rounded if so wished."""
         if self._quantization == "int8":
             return prepare_int8(weight, bias)
+        if self.is_by_rows and weight.device.type == "cuda":
+            return InvariantLinear(weight, bias)
         return prepare_linear(weight, bias, by_rows=self.is_by_rows, by_kernels=self._by_kernels)
 
     def fused(self, names: list[str]) -> Tensor:

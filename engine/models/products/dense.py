@@ -58,7 +58,7 @@ def add_to(sums: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Ten
     return sums.add_(function(x))
 
 
-class DenseLinear:
+class DenseLinear(Summand):
     """Weights as stored, [out, in]."""
 
     __slots__ = ("_bias", "_is_compiled", "_weight", "kernel")
@@ -74,6 +74,12 @@ class DenseLinear:
         if not self._is_compiled:
             return F.linear(x, self._weight, self._bias)
         return F.linear(pad_rows(x, self._weight.numel()), self._weight, self._bias)[: len(x)]
+
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add the product, on a device before it is rounded and in one operation."""
+        if x.device.type == "cpu" or self._bias is not None:
+            return sums.add_(self(x))
+        return sums.addmm_(x, self._weight.T)
 
 
 class AddingProduct(Protocol):

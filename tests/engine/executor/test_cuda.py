@@ -1,12 +1,15 @@
 """A whole engine on a CUDA device gives the tokens that it gives on a CPU."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
-from engine.models.attention.varlen import CudaAttention, VarlenAttention
+from engine.models.attention.cuda import CudaAttention, KernelAttention
 from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,
@@ -15,8 +18,11 @@ from engine.shared.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from tests.engine.fixtures import SaveModel
-from tests.engine.serving import request, serve
+from tests.engine.comparing import relative
+from tests.engine.draft_heads import save_eagle3
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.engine.pooling import ENCODERS, prompts, save_pooling_model, vectors_of
+from tests.engine.serving import PARAMETERS, SOME_TEXT, request, serve
 
 pytestmark = [
     pytest.mark.cuda,
@@ -63,7 +69,7 @@ def test_recorded_steps_compute_what_launched_ones_do(checkpoint: SaveModel) -> 
     answers = [
         serve(
             directory, REQUESTS, dtype="bfloat16", device="cuda", block_size=256,
-            enforce_eager=eager,
+            enforce_eager=eager, batch_invariant=True,
         )[0]
         for eager in (True, False)
     ]  # fmt: skip
@@ -87,18 +93,131 @@ def test_the_cache_is_sized_by_a_trial_step(checkpoint: SaveModel) -> None:
     assert 0 < blocks(0.3) <= blocks(0.6)
 
 
-def test_the_kernel_is_used_for_large_blocks(checkpoint: SaveModel) -> None:
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_the_kernel_attends_and_steps_are_recorded(block_size: int, checkpoint: SaveModel) -> None:
     executor = InProcessExecutor(
         EngineConfig(
             model=ModelConfig(
                 model=str(checkpoint("llama").directory), device="cuda", dtype="bfloat16"
             ),
-            cache=CacheConfig(num_kv_blocks=8, block_size=256),
+            cache=CacheConfig(num_kv_blocks=100, block_size=block_size),
         )
     )
     assert executor._model is not None
     attention = executor._model.attention
     assert isinstance(attention, CudaAttention)
-    if not isinstance(attention.for_blocks(256), VarlenAttention):
-        pytest.skip("this torch build has no paged attention kernel for this device")
+    assert isinstance(attention.for_blocks(block_size), KernelAttention)
+    assert executor._runner is not None
+    assert executor._runner._graphs is not None
     executor.shutdown()
+
+
+@pytest.mark.parametrize("scheduling", SCHEDULING, ids=["apart", "overlapped", "drafted"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_batch_invariant_answers_are_those_of_requests_alone(
+    name: str, scheduling: dict[str, Any], checkpoint: SaveModel
+) -> None:
+    """With graphs, drafts and chunks, also where a stream goes on as a prompt on another engine."""
+    directory = checkpoint(name).directory
+    options: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "batch_invariant": True}
+    together, _ = serve(directory, REQUESTS, **options, **scheduling)
+    for asked, answer in zip(REQUESTS, together, strict=True):
+        [alone], _ = serve(directory, [asked], **options)
+        assert alone.tokens == answer.tokens
+        moved = request(asked.id, [*asked.prompt_token_ids, *answer.tokens[:5]], temperature=0.0)
+        [continued], _ = serve(directory, [moved], **options)
+        shared = len(answer.tokens) - 5
+        assert continued.tokens[:shared] == answer.tokens[5:]
+
+
+ALL_KINDS = [
+    request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), max_tokens=30, **sampling)
+    for id, sampling in enumerate(PARAMETERS.values())
+]
+
+
+def test_every_kind_of_sampling_draws_as_on_a_cpu() -> None:
+    there, _ = serve(BUNDLED_MODEL, ALL_KINDS, dtype="float32", device="cuda")
+    here, _ = serve(BUNDLED_MODEL, ALL_KINDS, dtype="float32")
+    for name, one, other in zip(PARAMETERS, there, here, strict=True):
+        assert one.tokens == other.tokens, name
+        assert one.reason == other.reason, name
+        scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-3), name
+
+
+@pytest.mark.parametrize("kind", ["draft model", "draft head"])
+def test_drafts_change_no_token(kind: str, checkpoint: SaveModel, tmp_path: Path) -> None:
+    target = checkpoint("llama-deep")
+    drafting = str(target.directory)
+    if kind == "draft head":
+        save_eagle3(target, tmp_path, layer_ids=[1, 2, 3])
+        drafting = str(tmp_path)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cuda"}
+    plain, _ = serve(target.directory, REQUESTS, **options)
+    drafted, stats = serve(target.directory, REQUESTS, speculative_model=drafting, **options)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    counters = stats.counters
+    assert counters.spec_draft_tokens > 0
+    if kind == "draft model":
+        assert counters.spec_accepted_tokens > 0.9 * counters.spec_draft_tokens
+
+
+def test_a_model_that_slept_computes_what_it_did(checkpoint: SaveModel) -> None:
+    config = EngineConfig(
+        model=ModelConfig(
+            model=str(checkpoint("qwen3").directory), device="cuda", dtype="bfloat16"
+        ),
+        cache=CacheConfig(num_kv_blocks=100),
+    )
+    executor = InProcessExecutor(config)
+    core = EngineCore(config, executor, rank=0, incarnation=1)
+    core.front_end_joined(0, 1)
+
+    def answer(number: int) -> list[int]:
+        core.handle(request(number, [5, 6, 7, 8], temperature=0.0))
+        tokens: list[int] = []
+        while core.has_work:
+            for output in core.step().outputs.get(0, []):
+                tokens += output.token_ids
+        return tokens
+
+    first = answer(1)
+    for level in (1, 2):
+        executor.sleep(level)
+        executor.wake_up()
+        assert answer(1 + level) == first
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("family", [*ENCODERS, "Qwen3"])
+def test_vectors_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
+    save_pooling_model(family, tmp_path)
+    (tmp_path / "modules.json").write_text("[]")
+    settings = {"runner": "pooling", "dtype": "float32"}
+    there = vectors_of(tmp_path, prompts(12), model={"device": "cuda", **settings})
+    here = vectors_of(tmp_path, prompts(12), model=settings)
+    for one, other in zip(there, here, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_adapters_change_what_they_do_on_a_cpu(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", exc_type=ImportError)
+    from tests.engine.lora.adapters import train
+    from tests.engine.lora.test_adapted_models import load
+
+    model = checkpoint(name)
+    adapter = train(model, tmp_path, 1).directory
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = load(
+            driver, model.directory, adapter, dtype="float32", device=torch.device(device)
+        )
+        for slot, used in enumerate((-1, 0, 0)):
+            engine.start(slot, prompt(20 + slot), adapter=used)
+        logits = [engine.logits({0: 20, 1: 21, 2: 21}), engine.logits({2: 1})]
+        found.append(torch.cat(logits).cpu())
+    assert relative(found[1], found[0]) < 1e-4

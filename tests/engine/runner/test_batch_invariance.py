@@ -49,7 +49,30 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings"), CASES)
+CUDA_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama-biased", {"dtype": "bfloat16"}),
+    ("mistral-window", {"dtype": "bfloat16", "fused": True}),
+    ("qwen3", {"dtype": "float16"}),
+    ("gemma2", {"dtype": "bfloat16"}),
+    ("gemma3", {"dtype": "bfloat16", "fused": True}),
+    ("olmo2", {"dtype": "bfloat16"}),
+    ("cohere-normed", {"dtype": "bfloat16"}),
+    ("qwen2", {"dtype": "bfloat16", "fused": True}),
+]
+on_cuda = (
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+ALL_CASES = [
+    *CASES,
+    *(
+        pytest.param(name, {**settings, "device": torch.device("cuda")}, marks=on_cuda)
+        for name, settings in CUDA_CASES
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), ALL_CASES)
 def test_a_token_is_computed_in_the_same_way_in_any_company(
     name: str,
     settings: dict[str, Any],
@@ -80,12 +103,12 @@ def test_a_token_is_computed_in_the_same_way_in_any_company(
     assert torch.equal(one, alone[60]), "as one of many decodes"
 
 
-def test_capped_scores_are_refused(checkpoint: SaveModel, driver: LoadDriver) -> None:
+def test_capped_scores_are_refused_on_cpus(checkpoint: SaveModel, driver: LoadDriver) -> None:
     with pytest.raises(UnsupportedModel, match=r"batch-invariant.*Gemma2ForCausalLM"):
         driver(checkpoint("gemma2").directory, batch_invariant=True)
 
 
-@pytest.mark.parametrize(("name", "settings"), CASES)
+@pytest.mark.parametrize(("name", "settings"), ALL_CASES)
 def test_a_draw_after_a_prompt_is_that_of_a_decode(
     name: str,
     settings: dict[str, Any],

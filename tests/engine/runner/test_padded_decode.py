@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.attention.varlen import VarlenAttention, VarlenPlan, kernel_window
+from engine.models.attention.cuda import Heads, KernelAttention
 from engine.models.decoder import StepTokens
 from engine.runner.inputs import attention_rows, batch_rows
 from engine.runner.padded_decode import graph_sizes, pad_decode, padded_size
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
-from tests.engine.plain_kernel import plain_kernel
+from tests.engine.triton_device import HAS_DEVICE
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,11 @@ def test_batches_beyond_the_largest_recording_are_launched_one_by_one() -> None:
     assert padded_size(257, sizes) is None
 
 
+@pytest.mark.skipif(HAS_DEVICE, reason="there, recorded steps are compared with eager ones")
 def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
-    plain, padded = (driver(checkpoint("llama").directory) for _ in range(2))
+    plain, padded = (driver(checkpoint("llama").directory, dtype="float16") for _ in range(2))
     lengths = [3, 20, 9]
     for engine in (plain, padded):
         for slot, length in enumerate(lengths):
@@ -58,16 +59,10 @@ def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
     )
     assert step.block_tables.shape == (8, 33)
     before = [layer[:scratch].clone() for layer in runner._cache]
-    runner.model.attention = VarlenAttention(device=torch.device("cpu"), kernel=plain_kernel)
-    attention = VarlenPlan(
-        query_ends=torch.arange(9, dtype=torch.int32),
-        key_ends=torch.arange(9, dtype=torch.int32) * 256,
-        num_keys=torch.from_numpy(step.num_keys),
-        block_tables=torch.from_numpy(step.block_tables),
-        max_queries=1,
-        max_keys=256,
-        window=kernel_window(None),
-    )
+    spec = runner.model.spec
+    heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    runner.model.attention = kernel = KernelAttention(heads, torch.device("cpu"))
+    attention = kernel.plan_decodes(step.num_keys, step.block_tables, 256)
     tokens = StepTokens(
         token_ids=torch.from_numpy(step.token_ids),
         positions=torch.from_numpy(step.positions),
@@ -77,7 +72,7 @@ def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
     )
     with torch.inference_mode():
         hidden = runner.model.hidden_states(tokens, runner._cache)[:3]
-        assert (runner.model.logits(hidden) - expected).abs().max() < 1e-4
+        assert (runner.model.logits(hidden) - expected).abs().max() < 1e-2
     for old, layer in zip(before, runner._cache, strict=True):
         changed = np.flatnonzero((old != layer[:scratch]).flatten(1).any(1).numpy())
         assert set(changed) == set((rows.cache_slots // 8).tolist())

@@ -1,0 +1,351 @@
+"""Attention on CUDA devices, straight from the blocks of the KV cache.
+
+The kernel (`engine.models.kernels.cuda.attention`) takes 16 bits and any size of blocks. It is
+compiled and compared with the stock operators for the shapes in question before it is used; these
+serve where it cannot be compiled or differs.
+"""
+
+import logging
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.models.attention.interface import Attention
+from engine.models.attention.paged import PagedAttention
+from engine.models.attention.rows import AttentionRows
+from engine.models.attention.tiles import (
+    MAX_SPLITS,
+    Tiles,
+    TileShape,
+    decode_tiles,
+    num_splits,
+    tile_shapes,
+    tiles_of,
+)
+from engine.models.device_copies import to_device
+from engine.models.spec import UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+_LOG2_E = 1.4426950408889634
+_DECODE_QUERIES = 32
+"""Rows with up to so many queries, tokens times heads that share a KV head, are like decodes."""
+_MAX_DIFFERENCE = 0.05
+"""Between two ways to compute averages of standard normal values in 16 bits."""
+
+
+class KernelUnusable(Exception):
+    """The kernel cannot be compiled here, or does not compute what it should."""
+
+
+class Heads(NamedTuple):
+    """What a model's attention is like."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float | None = None
+    """Of scores; None: one over the root of `head_dim`."""
+    softcap: float | None = None
+
+
+class TileLaunch(msgspec.Struct, frozen=True):
+    """The tiles of some rows of a step, as the kernel takes them."""
+
+    tiles: Tensor
+    """[tiles, 4] int32: see `engine.models.attention.tiles.Tiles`."""
+    shape: TileShape
+    num_splits: int
+    max_tokens: int
+    """Of one tile."""
+
+
+class TilePlan(msgspec.Struct, frozen=True):
+    """All rows of a step."""
+
+    launches: tuple[TileLaunch, ...]
+    tables: Tensor
+    """[rows, blocks] int32"""
+    window: int | None
+
+
+class KernelAttention:
+    """Attention by the kernel alone."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        device: torch.device,
+        *,
+        batch_invariant: bool = False,
+        multiprocessors: int | None = None,
+    ) -> None:
+        """Prepare for a shape of heads; `batch_invariant` as in `tile_shapes`.
+
+        Keys are split to keep so many multiprocessors busy; None: those of the device.
+
+        Raises:
+            KernelUnusable: there is no Triton.
+        """
+        try:
+            from engine.models.kernels.cuda import attention
+        except ImportError as error:
+            raise KernelUnusable(f"Triton cannot be imported: {error}") from error
+        self._kernels = attention
+        self._heads = heads
+        self._group = heads.num_heads // heads.num_kv_heads
+        self._device = device
+        shared = 0
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            multiprocessors = multiprocessors or properties.multi_processor_count
+            shared = getattr(properties, "shared_memory_per_block_optin", 0)
+        self._multiprocessors = multiprocessors or 1
+        self._shapes = tile_shapes(
+            self._group, heads.head_dim, shared, batch_invariant=batch_invariant
+        )
+        scale = heads.scale or heads.head_dim**-0.5
+        self._scale = scale if heads.softcap is not None else scale * _LOG2_E
+        self._width = 1 << (heads.head_dim - 1).bit_length()
+
+    def plan(self, rows: AttentionRows, window: int | None) -> TilePlan:
+        """Cut the rows of a step into tiles."""
+        is_few = rows.counts * self._group <= _DECODE_QUERIES
+        if self._shapes.are_alike:
+            is_few = np.zeros_like(is_few)
+        launches = []
+        for chosen, shape in (
+            (np.flatnonzero(is_few), self._shapes.decodes),
+            (np.flatnonzero(~is_few), self._shapes.prompts),
+        ):
+            if not len(chosen):
+                continue
+            tiles = tiles_of(rows, chosen, shape.queries // self._group)
+            splits = 1
+            if shape is self._shapes.decodes:
+                splits = self._num_splits(len(tiles), int(tiles[0, 2] + tiles[0, 3]))
+            launches.append(self._launch(tiles, shape, splits))
+        tables = np.ascontiguousarray(rows.block_tables, dtype=np.int32)
+        return TilePlan(tuple(launches), to_device(tables, self._device), window)
+
+    def plan_decodes(
+        self, num_keys: npt.NDArray[np.int32], tables: npt.NDArray[np.int32], max_keys: int
+    ) -> TilePlan:
+        """Plan a step of rows with one token each, which `replan` can change.
+
+        Args:
+            num_keys: [rows] of each, its own token's included.
+            tables: [rows, blocks], as wide as any will be.
+            max_keys: that a row will have.
+        """
+        shape = self._shapes.decodes
+        splits = self._num_splits(len(num_keys), max_keys)
+        launch = self._launch(decode_tiles(num_keys), shape, splits)
+        return TilePlan((launch,), to_device(tables, self._device), None)
+
+    def replan(
+        self, plan: TilePlan, num_keys: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]
+    ) -> None:
+        """Write other rows into the tensors of a plan from `plan_decodes`."""
+        for target, array in (
+            (plan.launches[0].tiles, decode_tiles(num_keys)),
+            (plan.tables, tables),
+        ):
+            target.copy_(to_device(array, self._device), non_blocking=True)
+
+    def _num_splits(self, num_tiles: int, max_keys: int) -> int:
+        if self._shapes.are_alike:  # what others there are is not to matter
+            return 1
+        programs = num_tiles * self._heads.num_kv_heads
+        return num_splits(programs, max_keys, self._shapes.decodes.keys, self._multiprocessors)
+
+    def _launch(self, tiles: Tiles, shape: TileShape, splits: int) -> TileLaunch:
+        most = int(tiles[:, 3].max())
+        return TileLaunch(to_device(tiles, self._device), shape, splits, most)
+
+    def attend(
+        self, queries: Tensor, cache: Tensor, plan: TilePlan, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend from all tokens of the step to the cache, which holds their keys already."""
+        heads, tokens = self._heads, len(queries)
+        out = queries.new_empty(tokens, heads.num_heads * heads.head_dim)
+        for launch in plan.launches:
+            self._attend(queries, cache, plan, launch, sinks, out)
+        return out
+
+    def _attend(
+        self,
+        queries: Tensor,
+        cache: Tensor,
+        plan: TilePlan,
+        launch: TileLaunch,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        heads, splits, num_tiles = self._heads, launch.num_splits, len(launch.tiles)
+        parts = part_sums = out
+        if splits > 1:
+            shape = num_tiles, launch.max_tokens, heads.num_heads, splits
+            parts = out.new_empty(*shape, heads.head_dim, dtype=torch.float32)
+            part_sums = out.new_empty(shape, dtype=torch.float32)
+        self._kernels.attend_tiles[num_tiles, heads.num_kv_heads, splits](
+            queries,
+            cache,
+            out if sinks is None else sinks,
+            out,
+            parts,
+            part_sums,
+            launch.tiles,
+            plan.tables,
+            plan.tables.shape[1],
+            splits,
+            plan.window or 0,
+            launch.max_tokens,
+            queries.stride(0),
+            self._scale,
+            heads.softcap or 1.0,
+            GROUP=self._group,
+            KV_HEADS=heads.num_kv_heads,
+            DIM=heads.head_dim,
+            WIDTH=self._width,
+            BLOCK_SIZE=cache.shape[1],
+            QUERIES=launch.shape.queries,
+            KEYS=launch.shape.keys,
+            HAS_SINKS=sinks is not None,
+            HAS_CAP=heads.softcap is not None,
+            HAS_WINDOW=plan.window is not None,
+            IS_SPLIT=splits > 1,
+            num_warps=launch.shape.num_warps,
+            num_stages=launch.shape.num_stages,
+        )
+        if splits > 1:
+            self._kernels.merge_splits[num_tiles * launch.max_tokens, heads.num_heads](
+                parts,
+                part_sums,
+                launch.tiles,
+                out,
+                splits,
+                launch.max_tokens,
+                HEADS=heads.num_heads,
+                DIM=heads.head_dim,
+                WIDTH=self._width,
+                SPLITS=MAX_SPLITS,
+            )
+
+
+class CudaAttention:
+    """The kernel where it works for a block size, else the stock operators."""
+
+    def __init__(
+        self,
+        stock: PagedAttention,
+        heads: Heads,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        windows: tuple[int | None, ...] = (None,),
+        has_sinks: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Attend with such heads; the kernel has to be used if `batch_invariant`.
+
+        Args:
+            windows: of the model's layers; each is tried.
+        """
+        self._stock = stock
+        self._heads = heads
+        self._dtype = dtype
+        self._device = device
+        self._windows = windows
+        self._has_sinks = has_sinks
+        self._batch_invariant = batch_invariant
+        self._chosen: dict[int, Attention] = {}
+
+    def for_blocks(self, block_size: int) -> Attention:
+        """Return what attends to blocks of this size.
+
+        Raises:
+            UnsupportedModel: the kernel does not work, and nothing else is batch-invariant.
+        """
+        if block_size not in self._chosen:
+            self._chosen[block_size] = self._choose(block_size)
+        return self._chosen[block_size]
+
+    def plan(self, rows: AttentionRows, window: int | None) -> Any:
+        """Prepare the rows of a step."""
+        return self.for_blocks(rows.block_size).plan(rows, window)
+
+    def attend(
+        self, queries: Tensor, cache: Tensor, plan: Any, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend from all tokens of the step to the cache, which holds their keys already."""
+        return self.for_blocks(cache.shape[1]).attend(queries, cache, plan, sinks)
+
+    def _choose(self, block_size: int) -> Attention:
+        try:
+            return self._tried(block_size)
+        except KernelUnusable as error:
+            if self._batch_invariant:
+                raise UnsupportedModel(f"--batch-invariant: {error}") from error
+            logger.warning("attention by stock operators, and no recorded steps: %s", error)
+            return self._stock
+
+    def _tried(self, block_size: int) -> KernelAttention:
+        if self._dtype.itemsize != 2:
+            raise KernelUnusable(f"the kernel takes 16 bits, not {self._dtype}")
+        # Of few multiprocessors and of many, so that all is compiled that steps will need.
+        few, many, kernel = (
+            KernelAttention(
+                self._heads,
+                self._device,
+                batch_invariant=self._batch_invariant,
+                multiprocessors=count,
+            )
+            for count in (1, 1 << 20, None)
+        )
+        try:
+            difference = max(
+                self._difference(each, block_size, window)
+                for each in (few, many)
+                for window in self._windows
+            )
+        except Exception as error:  # Triton's compiler raises what it likes
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise KernelUnusable(f"the kernel fails: {reason}") from error
+        if not difference <= _MAX_DIFFERENCE:
+            raise KernelUnusable(f"the kernel's results differ by {difference:.3f}")
+        return kernel
+
+    def _difference(self, kernel: KernelAttention, block_size: int, window: int | None) -> float:
+        """Return the largest difference over a prompt, a chunk, a draft and decodes.
+
+        The last decode sees so many keys that they are split, unless none are.
+        """
+        counts = np.array([37, 40, 3, 1, 1])
+        starts = np.array([0, block_size + 2, 2 * block_size - 1, 3, 600])
+        width = -(-700 // block_size)
+        rows = AttentionRows(
+            starts=starts,
+            counts=counts,
+            first_token=np.cumsum(counts) - counts,
+            block_tables=np.random.default_rng(0)
+            .permutation(len(counts) * width)
+            .reshape(len(counts), width)
+            .astype(np.int32),
+            block_size=block_size,
+        )
+        generator = torch.Generator(self._device).manual_seed(0)
+        options: Any = {"device": self._device, "dtype": self._dtype, "generator": generator}
+        heads, kv_heads, head_dim, *_ = self._heads
+        cache = torch.randn(len(counts) * width, block_size, 2, kv_heads, head_dim, **options)
+        queries = torch.randn(int(counts.sum()), heads, head_dim, **options)
+        sinks = torch.linspace(-1, 1, heads, device=self._device) if self._has_sinks else None
+        ways: tuple[Attention, Attention] = (kernel, self._stock)
+        one, other = (
+            way.attend(queries, cache, way.plan(rows, window), sinks).float() for way in ways
+        )
+        return float((one - other).abs().max())

@@ -1,0 +1,54 @@
+"""Which models can be computed so that no row of a step depends on the others."""
+
+import torch
+
+from engine.models.settings import ComputeTypes
+from engine.models.spec import ModelSpec, UnsupportedModel
+
+
+def require_batch_invariance(
+    spec: ModelSpec,
+    types: ComputeTypes,
+    device: torch.device,
+    *,
+    is_whole: bool,
+    is_quantized: bool,
+    has_adapters: bool,
+) -> None:
+    """Check that --batch-invariant can be kept.
+
+    Args:
+        is_whole: whether one process has all of each layer.
+
+    Raises:
+        UnsupportedModel: it cannot.
+    """
+    if not is_whole:
+        raise UnsupportedModel(
+            "--batch-invariant: only engines that hold the whole model compute rows "
+            "independently of each other"
+        )
+    if device.type == "cpu":
+        if spec.attention_softcap is not None:
+            raise UnsupportedModel(
+                f"--batch-invariant: {spec.architecture} caps attention scores, and no operator "
+                "does that for each token by itself"
+            )
+        return
+    if device.type != "cuda":
+        raise UnsupportedModel(f"--batch-invariant: there are no kernels for {device.type}")
+    lacking = {
+        "computes in 32 bits (--dtype bfloat16)": types.activations.itemsize != 2,
+        "has an 8-bit KV cache (--kv-cache-dtype auto)": types.kept != "auto",
+        "is quantized": is_quantized,
+        "has adapters": has_adapters,
+        "has experts": spec.moe is not None,
+        "has latent attention": spec.latent is not None,
+        "attends in chunks": spec.has_chunks,
+        "makes vectors": spec.num_outputs is not None,
+    }
+    found = [reason for reason, is_there in lacking.items() if is_there]
+    if found:
+        raise UnsupportedModel(
+            f"--batch-invariant: on CUDA there are no kernels for a model that {found[0]}"
+        )

@@ -1,0 +1,138 @@
+"""Products on CUDA devices that compute each row alike, whatever their number."""
+
+import logging
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.models.products.dense import Summand
+from engine.models.spec import UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+
+class ProductTiles(NamedTuple):
+    """How much of a product a program computes, and how it is run."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    """That are multiplied at once; they do not change the order in which they are added up."""
+    num_warps: int
+    num_stages: int
+
+
+SHAPES = (
+    (64, ProductTiles(64, 32, 128, 4, 4)),
+    (512, ProductTiles(64, 128, 64, 4, 4)),
+    (sys.maxsize, ProductTiles(128, 256, 64, 8, 3)),
+)
+"""Tiles for up to so many rows. Of few rows many programs read weights as fast as memory gives
+them; of many, large tiles are read less often."""
+Shapes = tuple[tuple[int, ProductTiles], ...]
+_PROBED_ROWS = 200
+_TOLERANCE = 0.01
+"""Of the norm of a product: how much 16 bits may differ from 32."""
+
+
+class InvariantLinear(Summand):
+    """Weights as stored, [out, in], of 16 bits."""
+
+    __slots__ = ("_bias", "_multiply", "_shapes", "_weight")
+
+    is_by_rows = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Take the weights; more rows have larger tiles if these give the same bits.
+
+        Raises:
+            UnsupportedModel: the kernel cannot be compiled here, or computes something else.
+        """
+        try:
+            from engine.models.kernels.cuda.product import multiply
+        except ImportError as error:
+            raise UnsupportedModel(f"--batch-invariant: Triton is needed: {error}") from error
+        self._multiply = multiply
+        self._weight = weight
+        self._bias = bias
+        key = (weight.device, weight.dtype, *weight.shape, bias is None)
+        if key not in _agreeing:
+            _agreeing[key] = self._find_agreeing()
+        self._shapes = _agreeing[key]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [rows, in] to [rows, out]."""
+        return self._computed(x, None, self._tiles(len(x)))
+
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add the product to sums, in place, before it is rounded."""
+        return self._computed(x, sums, self._tiles(len(x)))
+
+    def _tiles(self, rows: int) -> ProductTiles:
+        return next(tiles for most, tiles in self._shapes if rows <= most)
+
+    def _computed(
+        self,
+        x: Tensor,
+        sums: Tensor | None,
+        tiles: ProductTiles,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        x = x.contiguous()
+        rows, (outputs, inputs) = len(x), self._weight.shape
+        out = x.new_empty(rows, outputs, dtype=dtype) if sums is None else sums
+        if not rows:
+            return out
+        programs = -(-rows // tiles.rows) * -(-outputs // tiles.outputs)
+        self._multiply[programs,](
+            x,
+            self._weight,
+            out if self._bias is None else self._bias,
+            out,
+            out,
+            rows,
+            NUM_OUTPUTS=outputs,
+            NUM_INPUTS=inputs,
+            HAS_BIAS=self._bias is not None,
+            HAS_SUMS=sums is not None,
+            ROWS=tiles.rows,
+            OUTPUTS=tiles.outputs,
+            INPUTS=tiles.inputs,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+        return out
+
+    def _find_agreeing(self) -> Shapes:
+        """Return the tiles that give the same bits as the first; compiles all."""
+        device, inputs = self._weight.device, self._weight.shape[1]
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(_PROBED_ROWS, inputs, generator=generator, device=device)
+        x = x.to(self._weight.dtype)
+        plain = x.float() @ self._weight.float().T
+        if self._bias is not None:
+            plain += self._bias.float()
+        agreeing: list[tuple[int, ProductTiles]] = []
+        results: list[Tensor] = []
+        for most, tiles in SHAPES:
+            # Rounded to 16 bits, most of what differs would be hidden.
+            product = self._computed(x, None, tiles, torch.float32)
+            added = self._computed(x, plain.clone(), tiles)
+            rounded = self._computed(x, None, tiles)
+            for one, other in ((product, plain), (added, 2 * plain), (rounded, plain)):
+                if not float((one.float() - other).norm()) <= _TOLERANCE * float(other.norm()):
+                    raise UnsupportedModel("--batch-invariant: a kernel computes wrong products")
+            results = results or [product, added]
+            if all(map(torch.equal, results, (product, added))):
+                agreeing.append((most, tiles))
+            else:
+                logger.info(
+                    "products of %s: tiles of %s give other bits", self._weight.shape, tiles
+                )
+        return (*agreeing[:-1], (sys.maxsize, agreeing[-1][1]))
+
+
+_agreeing: dict[tuple[object, ...], Shapes] = {}
+"""Tiles that agree, by device, type and shape of weights."""

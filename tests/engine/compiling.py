@@ -1,0 +1,93 @@
+"""Compiles the kernels of CUDA devices for some that there are not; run as a program.
+
+Not in the tests' own process, where kernels are interpreted (`tests.engine.triton_device`).
+"""
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.models.attention.tiles import TileShape, tile_shapes
+from engine.models.kernels.cuda import attention, product, rows
+from engine.models.products.invariant import SHAPES
+
+LARGEST_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that a program may have, by compute capability."""
+POINTERS = {
+    "sinks": "*fp32", "parts": "*fp32", "part_sums": "*fp32", "tiles": "*i32", "tables": "*i32",
+    "slots": "*i64",
+}  # fmt: skip
+INTEGERS = ("table_width", "num_splits", "window", "max_tokens", "token_stride", "rows")
+FLOATS = ("scale", "softcap", "eps")
+
+
+def compile_kernel(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> None:
+    """Compile one variant; raises where it cannot be, or takes more memory than there is."""
+    kinds = dict.fromkeys(INTEGERS, "i32") | dict.fromkeys(FLOATS, "fp32") | POINTERS
+    signature = {
+        name: "constexpr" if name in constants else kinds.get(name, "*bf16")
+        for name in kernel.arg_names
+    }
+    pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(
+        kernel,
+        signature=signature,
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert made.metadata.shared <= LARGEST_SHARED[capability], kernel
+
+
+def compile_attention(capability: int, shape: TileShape, dim: int, **flags: bool) -> None:
+    """Compile it for tiles of a shape, with heads of a size."""
+    constants = {
+        "GROUP": 4, "KV_HEADS": 8, "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(),
+        "BLOCK_SIZE": 16, "QUERIES": shape.queries, "KEYS": shape.keys,
+        **dict.fromkeys(("HAS_SINKS", "HAS_CAP", "HAS_WINDOW", "IS_SPLIT"), False), **flags,
+    }  # fmt: skip
+    compile_kernel(
+        attention.attend_tiles,
+        capability,
+        constants,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+
+
+def compile_all(capability: int) -> None:
+    """Compile what a device of this compute capability is given."""
+    for dim in (64, 80, 128, 256):
+        for invariant in (False, True):
+            decodes, prompts = tile_shapes(
+                4, dim, LARGEST_SHARED[capability], batch_invariant=invariant
+            )
+            compile_attention(capability, decodes, dim, IS_SPLIT=not invariant)
+            compile_attention(capability, prompts, dim, HAS_SINKS=True, HAS_WINDOW=True)
+    compile_attention(capability, decodes, 128, HAS_CAP=True)
+    compile_kernel(
+        attention.merge_splits, capability, {"HEADS": 32, "DIM": 80, "WIDTH": 128, "SPLITS": 32}
+    )
+    for _, tiles in SHAPES:
+        for flag in (False, True):
+            compile_kernel(
+                product.multiply,
+                capability,
+                {
+                    "NUM_OUTPUTS": 4096, "NUM_INPUTS": 4096, "HAS_BIAS": flag, "HAS_SUMS": flag,
+                    "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "INPUTS": tiles.inputs,
+                },
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+            )  # fmt: skip
+    compile_kernel(rows.norm_rows, capability, {"COUNT": 4096, "WIDTH": 4096})
+    compile_kernel(rows.gate_rows, capability, {"COUNT": 14336, "AT_ONCE": 1024})
+    heads = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 64}
+    compile_kernel(rows.rotate_and_store, capability, heads)
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]))
