@@ -60,29 +60,27 @@ def compile_attention(capability: int, shape: TileShape, dim: int, **flags: bool
 
 def compile_all(capability: int) -> None:
     """Compile what a device of this compute capability is given."""
-    for dim in (64, 80, 128, 256):
-        for invariant in (False, True):
-            decodes, prompts = tile_shapes(
-                4, dim, LARGEST_SHARED[capability], batch_invariant=invariant
-            )
-            compile_attention(capability, decodes, dim, IS_SPLIT=not invariant)
-            compile_attention(capability, prompts, dim, HAS_SINKS=True, HAS_WINDOW=True)
-    compile_attention(capability, decodes, 128, HAS_CAP=True)
+    shared = LARGEST_SHARED[capability]
+    for dim in (80, 128, 256):
+        decodes, prompts = tile_shapes(4, dim, shared, batch_invariant=False)
+        compile_attention(capability, decodes, dim, IS_SPLIT=True)
+        compile_attention(capability, prompts, dim, HAS_SINKS=True, HAS_WINDOW=True)
+    invariant, _ = tile_shapes(4, 128, shared, batch_invariant=True)
+    compile_attention(capability, invariant, 128, HAS_CAP=True)
     compile_kernel(
         attention.merge_splits, capability, {"HEADS": 32, "DIM": 80, "WIDTH": 128, "SPLITS": 32}
     )
     for _, tiles in SHAPES:
-        for flag in (False, True):
-            compile_kernel(
-                product.multiply,
-                capability,
-                {
-                    "NUM_OUTPUTS": 4096, "NUM_INPUTS": 4096, "HAS_BIAS": flag, "HAS_SUMS": flag,
-                    "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "INPUTS": tiles.inputs,
-                },
-                num_warps=tiles.num_warps,
-                num_stages=tiles.num_stages,
-            )  # fmt: skip
+        compile_kernel(
+            product.multiply,
+            capability,
+            {
+                "NUM_OUTPUTS": 4096, "NUM_INPUTS": 4096, "HAS_BIAS": True, "HAS_SUMS": True,
+                "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "INPUTS": tiles.inputs,
+            },
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )  # fmt: skip
     compile_kernel(rows.norm_rows, capability, {"COUNT": 4096, "WIDTH": 4096})
     compile_kernel(rows.gate_rows, capability, {"COUNT": 14336, "AT_ONCE": 1024})
     heads = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 64}

@@ -8,10 +8,10 @@ from typing import Any
 from numba import carray
 
 from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.models.kernels.results import part_of, store_results
 from engine.models.kernels.tiles import (
     PATCH_BYTES,
     TILE_ROWS,
-    add_values,
     clear_patch,
     configure,
     keep_configuration,
@@ -20,7 +20,6 @@ from engine.models.kernels.tiles import (
     multiply_wide,
     prefetch_patch,
     prefetch_weights,
-    round_values,
     scratch,
     store_tall,
     store_wide,
@@ -36,31 +35,6 @@ _AHEAD = 2 * _STEP_BYTES
 """How far ahead weights are read: memory takes as long as some multiplications."""
 _PREFETCHED = 8
 """Multiplications before the end of a chunk from which on its patch is read."""
-
-
-@compiled
-def _part(whole: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where one of even parts begins and ends."""
-    return whole * part // parts, whole * (part + 1) // parts
-
-
-@compiled
-def _finish(own: Any, sums: int, stride: int, row: int, rows: int, block: int) -> None:
-    """Add bias and addends, if there are any, to a block's sums; store them rounded.
-
-    Args:
-        sums: address, `stride` bytes from row to row
-        row: the first of the rows
-    """
-    bias, addends, target, outputs = own[2], own[3], own[4], own[8]
-    for i in range(rows):
-        for j in range(0, BLOCK, 16):
-            here, at = sums + i * stride + 4 * j, 2 * ((row + i) * outputs + block * BLOCK + j)
-            if bias:
-                add_values(here, bias + 2 * (block * BLOCK + j))
-            if addends:
-                add_values(here, addends + at)
-            round_values(here, target + at)
 
 
 @compiled
@@ -91,8 +65,10 @@ def _tall(own: Any, patches: int, block: int, last: int, top: int, is_ahead: boo
             store_tall(patch)
     for each in range(block, last + 1):
         patch = patches + (each - block) * PATCH_BYTES
-        _finish(own, patch, 4 * BLOCK, top, TILE_ROWS, each)
-        _finish(own, patch + PATCH_BYTES // 2, 4 * BLOCK, lower, TILE_ROWS, each)
+        store_results(own, patch, 4 * BLOCK, top, TILE_ROWS, each * BLOCK, BLOCK)
+        store_results(
+            own, patch + PATCH_BYTES // 2, 4 * BLOCK, lower, TILE_ROWS, each * BLOCK, BLOCK
+        )
 
 
 @compiled
@@ -112,7 +88,7 @@ def _wide(own: Any, patches: int, block: int, last: int, is_ahead: bool) -> None
     store_wide(patches)
     for each in range(block, last + 1):
         sums = patches + 4 * BLOCK * (each - block)
-        _finish(own, sums, 8 * BLOCK, top, count, each)
+        store_results(own, sums, 8 * BLOCK, top, count, each * BLOCK, BLOCK)
 
 
 def _product(pointer: Any) -> None:
@@ -125,8 +101,8 @@ def _product(pointer: Any) -> None:
     keep_configuration(kept)
     configure(palette)
     for share in range(thread, num_shares, threads):
-        begin, end = _part(outputs // BLOCK, share % column_parts, column_parts)
-        group, end_group = _part((rows + GROUP - 1) // GROUP, share // column_parts, row_parts)
+        begin, end = part_of(outputs // BLOCK, share % column_parts, column_parts)
+        group, end_group = part_of((rows + GROUP - 1) // GROUP, share // column_parts, row_parts)
         for block in range(begin, end, 2):
             last = min(block + 1, end - 1)
             for top in range(group * GROUP, min(end_group * GROUP, rows), GROUP):
@@ -139,7 +115,4 @@ def _product(pointer: Any) -> None:
 
 
 product = Kernel(_product)
-"""Of bfloat16: rows [rows, inputs], weights [outputs / BLOCK, inputs / 2, BLOCK, 2], bias [outputs]
-or 0, addends [rows, outputs] or 0, target [rows, outputs], a palette of tiles for the rows, up to
-16; rows, inputs, outputs, in how many parts columns and groups of rows are divided, and inputs that
-are added up at once."""
+"""See `engine.models.products.compiled`; weights are [outputs / BLOCK, inputs / 2, BLOCK, 2]."""

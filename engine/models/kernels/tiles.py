@@ -8,7 +8,6 @@ of a patch gets does not depend on the others.
 The instructions are in Intel's Architecture Instruction Set Extensions Programming Reference.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,37 +19,26 @@ from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.models.kernels.vectors import (
+    I8,
+    I64,
+    LINE,
+    VOID,
+    call,
+    instructions,
+    pointer_to,
+    prefetch,
+)
+
 TILE_ROWS, TILE_BYTES = 16, 64
 PATCH_BYTES = 4 * TILE_ROWS * TILE_BYTES
 """Memory of a patch, behind which there is room for a palette."""
-LINE = 64
-"""Bytes of a cache line."""
 _FEATURES = ("amx-tile", "amx-bf16", "avx512bf16")
 
 _LEFT, _RIGHT = (4, 5), (6, 7)
 """Tiles for parts of the two matrices; those before are the patch."""
 _PLACES = {"tall": (128, (0, 64, 2048, 2112)), "wide": (256, (0, 64, 128, 192))}
 """Of each shape of a patch in memory the bytes between rows, and where its tiles begin."""
-
-_I8, _I32, _I64, _VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
-_FLOATS = ir.VectorType(ir.FloatType(), 16)
-_BYTES = _I8.as_pointer()
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's type for bfloat16, which llvmlite does not know."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BFLOATS = ir.VectorType(_BFloat(), 16)
 
 
 @cache
@@ -73,42 +61,18 @@ def palette(rows: int) -> npt.NDArray[np.uint8]:
     return made
 
 
-def _instructions(count: int, emit: Callable[..., None]) -> tuple[Any, Any]:
-    """Return what an intrinsic does with so many integers, for Numba."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        emit(builder, *arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * count), generate
-
-
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """Call one of LLVM's intrinsics."""
-    module = builder.module
-    function = module.globals.get(name)
-    if function is None:
-        kind = ir.FunctionType(result, [each.type for each in arguments])
-        function = ir.Function(module, kind, name)
-    return builder.call(function, arguments)
-
-
-def _at(builder: Any, address: Any, offset: int = 0, kind: Any = _BYTES) -> Any:
-    return builder.inttoptr(builder.add(address, _I64(offset)), kind)
-
-
 def _load(builder: Any, tile: int, pointer: Any, stride: Any) -> None:
-    _call(builder, "llvm.x86.tileloadd64", _VOID, _I8(tile), pointer, stride)
+    call(builder, "llvm.x86.tileloadd64", VOID, I8(tile), pointer, stride)
 
 
 def _multiply(builder: Any, target: int, left: int, right: int) -> None:
-    _call(builder, "llvm.x86.tdpbf16ps", _VOID, _I8(target), _I8(left), _I8(right))
+    call(builder, "llvm.x86.tdpbf16ps", VOID, I8(target), I8(left), I8(right))
 
 
 def _load_right(builder: Any, weights: Any) -> None:
     """Load 32 columns."""
     for tile, offset in zip(_RIGHT, (0, 64), strict=True):
-        _load(builder, tile, _at(builder, weights, offset), _I64(128))
+        _load(builder, tile, pointer_to(builder, weights, offset), I64(128))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -116,9 +80,9 @@ def scratch(_typing: Any) -> Any:
     """Return the address of memory on the stack for two patches and a palette."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        memory = cgutils.alloca_once(builder, ir.ArrayType(_I8, 2 * PATCH_BYTES + 64))
+        memory = cgutils.alloca_once(builder, ir.ArrayType(I8, 2 * PATCH_BYTES + 64))
         memory.align = LINE
-        return builder.ptrtoint(memory, _I64)
+        return builder.ptrtoint(memory, I64)
 
     return types.int64(), generate
 
@@ -128,9 +92,9 @@ def configure(_typing: Any, _address: Any) -> Any:
     """Take a palette; all tiles become zero."""
 
     def emit(builder: Any, address: Any) -> None:
-        _call(builder, "llvm.x86.ldtilecfg", _VOID, _at(builder, address))
+        call(builder, "llvm.x86.ldtilecfg", VOID, pointer_to(builder, address))
 
-    return _instructions(1, emit)
+    return instructions(1, emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -138,9 +102,9 @@ def keep_configuration(_typing: Any, _address: Any) -> Any:
     """Store the palette that is in use, or the one of no tiles."""
 
     def emit(builder: Any, address: Any) -> None:
-        _call(builder, "llvm.x86.sttilecfg", _VOID, _at(builder, address))
+        call(builder, "llvm.x86.sttilecfg", VOID, pointer_to(builder, address))
 
-    return _instructions(1, emit)
+    return instructions(1, emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -149,9 +113,9 @@ def clear_patch(_typing: Any) -> Any:
 
     def emit(builder: Any) -> None:
         for tile in range(4):
-            _call(builder, "llvm.x86.tilezero", _VOID, _I8(tile))
+            call(builder, "llvm.x86.tilezero", VOID, I8(tile))
 
-    return _instructions(0, emit)
+    return instructions(0, emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -165,12 +129,12 @@ def multiply_tall(_typing: Any, _upper: Any, _lower: Any, _stride: Any, _weights
 
     def emit(builder: Any, upper: Any, lower: Any, stride: Any, weights: Any) -> None:
         for tile, rows in zip(_LEFT, (upper, lower), strict=True):
-            _load(builder, tile, _at(builder, rows), stride)
+            _load(builder, tile, pointer_to(builder, rows), stride)
         _load_right(builder, weights)
         for tile in range(4):
             _multiply(builder, tile, _LEFT[tile // 2], _RIGHT[tile % 2])
 
-    return _instructions(4, emit)
+    return instructions(4, emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -183,13 +147,13 @@ def multiply_wide(_typing: Any, _rows: Any, _stride: Any, _weights: Any, _more: 
     """
 
     def emit(builder: Any, rows: Any, stride: Any, weights: Any, more: Any) -> None:
-        _load(builder, _LEFT[0], _at(builder, rows), stride)
+        _load(builder, _LEFT[0], pointer_to(builder, rows), stride)
         for first, columns in ((0, weights), (2, more)):
             _load_right(builder, columns)
             for i in (0, 1):
                 _multiply(builder, first + i, _LEFT[0], _RIGHT[i])
 
-    return _instructions(4, emit)
+    return instructions(4, emit)
 
 
 def _move(instruction: str, shape: str, address: Any) -> Any:
@@ -197,10 +161,10 @@ def _move(instruction: str, shape: str, address: Any) -> Any:
 
     def emit(builder: Any, address: Any) -> None:
         for tile, offset in enumerate(offsets):
-            pointer = _at(builder, address, offset)
-            _call(builder, f"llvm.x86.{instruction}", _VOID, _I8(tile), pointer, _I64(stride))
+            pointer = pointer_to(builder, address, offset)
+            call(builder, f"llvm.x86.{instruction}", VOID, I8(tile), pointer, I64(stride))
 
-    return _instructions(1, emit)
+    return instructions(1, emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -223,12 +187,10 @@ def store_wide(_typing: Any, address: Any) -> Any:
 
 def _prefetch(count: int, *, is_write: bool) -> Any:
     def emit(builder: Any, address: Any) -> None:
-        hints = _I32(int(is_write)), _I32(3), _I32(1)
         for line in range(count):
-            pointer = _at(builder, address, line * LINE)
-            _call(builder, "llvm.prefetch.p0", _VOID, pointer, *hints)
+            prefetch(builder, address, line * LINE, is_write=is_write)
 
-    return _instructions(1, emit)
+    return instructions(1, emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -241,31 +203,3 @@ def prefetch_weights(_typing: Any, _address: Any) -> Any:
 def prefetch_patch(_typing: Any, _address: Any) -> Any:
     """Have an eighth of a patch read into the caches, as it gets written."""
     return _prefetch(PATCH_BYTES // 8 // LINE, is_write=True)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def add_values(_typing: Any, _sums: Any, _values: Any) -> Any:
-    """Add 16 values of bfloat16 to 16 of float32; addresses are given."""
-
-    def emit(builder: Any, sums: Any, values: Any) -> None:
-        place = _at(builder, sums, kind=_FLOATS.as_pointer())
-        bits = _at(builder, values, kind=ir.VectorType(ir.IntType(16), 16).as_pointer())
-        words = ir.VectorType(_I32, 16)
-        wide = builder.zext(builder.load(bits, align=2), words)
-        shifted = builder.shl(wide, ir.Constant(words, [16] * 16))
-        added = builder.fadd(builder.load(place, align=64), builder.bitcast(shifted, _FLOATS))
-        builder.store(added, place, align=64)
-
-    return _instructions(2, emit)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def round_values(_typing: Any, _sums: Any, _target: Any) -> Any:
-    """Store 16 values of float32 as bfloat16; addresses are given."""
-
-    def emit(builder: Any, sums: Any, target: Any) -> None:
-        values = builder.load(_at(builder, sums, kind=_FLOATS.as_pointer()), align=64)
-        rounded = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _BFLOATS, values)
-        builder.store(rounded, _at(builder, target, kind=_BFLOATS.as_pointer()), align=2)
-
-    return _instructions(2, emit)

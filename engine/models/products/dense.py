@@ -24,8 +24,6 @@ _CONVERTED_ROWS = 192
 """Rows whose product is worth converting 16-bit weights, where float32 is faster."""
 _MAX_CONVERTED = 1 << 26
 """Maximum weights that are converted at once, which bounds the memory for it (256 MB)."""
-_TILED_ROWS = 32
-"""Rows up to which our own kernel is faster than oneDNN, as it reads weights faster."""
 _UNPACKED_WEIGHTS = 1 << 18
 """Weights up to which float32 products are faster from the plain layout."""
 _ADDING_WEIGHTS = 1 << 19
@@ -96,12 +94,12 @@ class PackedLinear(Summand):
     __slots__ = (
         "_adds",
         "_bias",
+        "_compiled",
+        "_compiled_rows",
         "_float32_rows",
         "_num_weights",
         "_product",
         "_product_and_sum",
-        "_tiled",
-        "_tiled_rows",
         "_weight",
         "is_by_rows",
         "kernel",
@@ -118,8 +116,8 @@ class PackedLinear(Summand):
             RuntimeError: this processor cannot pack this type.
         """
         self.is_by_rows = False
-        self._tiled: AddingProduct | None = None
-        self._tiled_rows = 0
+        self._compiled: AddingProduct | None = None
+        self._compiled_rows = 0
         self.kernel = _kernel("packed", weight, bias)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         self._num_weights = weight.numel()
@@ -131,21 +129,25 @@ class PackedLinear(Summand):
             weight.dtype.itemsize == 2 and weight.numel() >= _ADDING_WEIGHTS and has_matrix_unit()
         )
 
-    def use_tiles(self, weight: Tensor, *, by_rows: bool) -> None:
-        """Have a kernel of our own compute few rows, or all if each is to be computed by itself.
+    def use_kernel(self, weight: Tensor, *, by_rows: bool) -> None:
+        """Have a kernel of our own compute as many rows as it is faster for.
+
+        It computes any number if each row is to be computed by itself.
 
         Takes the weight as it was before. Where the kernel cannot be compiled or its results
         differ, nothing changes, and the log says so.
         """
-        from engine.models.products.tiled import tiled_product  # imports Numba
+        from engine.models.products.compiled import compiled_product  # imports Numba
 
-        self._tiled = tiled_product(self._weight, weight, self._bias)
-        self.is_by_rows = by_rows and self._tiled is not None
-        self._tiled_rows = sys.maxsize if by_rows else _TILED_ROWS
+        self._compiled = compiled_product(self._weight, weight, self._bias)
+        if self._compiled is not None:
+            most = None if by_rows else self._compiled.faster_rows
+            self.is_by_rows = most is None
+            self._compiled_rows = sys.maxsize if most is None else most
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._tiled is not None and len(x) <= self._tiled_rows:
-            return self._tiled(x)
+        if self._compiled is not None and len(x) <= self._compiled_rows:
+            return self._compiled(x)
         if len(x) >= self._float32_rows:
             return self._in_float32(x)
         rows = pad_rows(x, self._num_weights)
@@ -155,8 +157,8 @@ class PackedLinear(Summand):
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add the product before it is rounded, where that is one operation."""
         rows = len(x)
-        if self._tiled is not None and rows <= self._tiled_rows:
-            return self._tiled(x, sums)
+        if self._compiled is not None and rows <= self._compiled_rows:
+            return self._compiled(x, sums)
         if not self._adds or rows >= self._float32_rows:
             return sums.add_(self(x))
         x, sums = pad_rows(x, self._num_weights), pad_rows(sums, self._num_weights)
@@ -241,7 +243,7 @@ def prepare_linear(
     if not _packable[key]:
         return _unpacked(weight, bias, by_rows)
     if by_kernels:
-        packed.use_tiles(weight, by_rows=by_rows)
+        packed.use_kernel(weight, by_rows=by_rows)
     return packed
 
 

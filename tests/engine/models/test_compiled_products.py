@@ -1,4 +1,4 @@
-"""Products by tiles where the processor has them, and the same of other products elsewhere."""
+"""Products by kernels of our own where the processor has some, and others elsewhere."""
 
 import logging
 
@@ -6,16 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.models.kernels import tile_product
 from engine.models.kernels.tiles import has_tiles
-from engine.models.products import tiled
+from engine.models.products import compiled
+from engine.models.products.compiled import (
+    CompiledProduct,
+    ProductKernel,
+    compiled_product,
+    product_kernel,
+)
 from engine.models.products.dense import Linear, PackedLinear, add_to, prepare_linear
-from engine.models.products.processor import has_matrix_unit
+from engine.models.products.processor import float32_is_faster, has_matrix_unit
 from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
-from engine.models.products.tiled import TiledProduct, tiled_product
 
 pytestmark = pytest.mark.usefixtures("inference")
 
-SHAPES = [(1152, 896), (96, 320), (32, 32), (64, 4864), (48, 40)]
+SHAPES = [(1152, 896), (128, 320), (32, 32), (64, 4864), (64, 34), (48, 40)]
 """Outputs and inputs; the last are no whole blocks."""
 ROWS = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 100]
 
@@ -37,8 +43,8 @@ def by_rows(weight: Tensor, bias: Tensor | None) -> Linear:
     return RowBlocks(product, probe_rows(weight.shape[1], torch.bfloat16))
 
 
-def with_tiles(product: Linear) -> bool:
-    return isinstance(product, PackedLinear) and product._tiled is not None
+def by_kernel(product: Linear) -> bool:
+    return isinstance(product, PackedLinear) and product._compiled is not None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -79,7 +85,7 @@ def test_a_row_has_the_same_bits_among_any_number(shape: tuple[int, int], thread
 
 def test_threads_do_not_change_a_bit() -> None:
     before = torch.get_num_threads()
-    product = by_rows(weight_of(96, 320), None)
+    product = by_rows(weight_of(128, 320), None)
     x = normal(80, 320)
     try:
         results = []
@@ -95,7 +101,7 @@ def test_threads_do_not_change_a_bit() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_in_its_row(value: float) -> None:
-    product = by_rows(weight_of(96, 320), None)
+    product = by_rows(weight_of(128, 320), None)
     x = normal(40, 320)
     broken = x.clone()
     broken[20, 100] = value
@@ -106,16 +112,16 @@ def test_what_is_no_number_stays_in_its_row(value: float) -> None:
 
 
 def test_rows_may_lie_anywhere() -> None:
-    product = prepare_linear(weight_of(96, 320), None, by_kernels=True)
+    product = prepare_linear(weight_of(128, 320), None, by_kernels=True)
     x = normal(10, 640)
     assert torch.equal(product(x[:, 320:]), product(x[:, 320:].clone()))
     assert torch.equal(product(x[::2, :320]), product(x[::2, :320].clone()))
-    assert product(x[:0, :320]).shape == (0, 96)
+    assert product(x[:0, :320]).shape == (0, 128)
 
 
 def test_products_of_onednn_are_as_before_beside_tiles() -> None:
     """Both configure the tiles of a thread."""
-    weight, x = weight_of(96, 320), normal(200, 320)
+    weight, x = weight_of(128, 320), normal(200, 320)
     plain = prepare_linear(weight.clone())
     before = plain(x)
     product = prepare_linear(weight, by_kernels=True)
@@ -127,7 +133,7 @@ def test_products_of_onednn_are_as_before_beside_tiles() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize(("blocks", "groups"), [(1, 1), (28, 1), (28, 16), (304, 2), (3, 100)])
 def test_work_is_divided_evenly(blocks: int, groups: int, threads: int) -> None:
-    columns, parts = tiled._divided(blocks, groups, threads)
+    columns, parts = compiled._divided(blocks, groups, threads)
     assert 1 <= columns <= blocks
     assert 1 <= parts <= groups
     assert columns * parts <= threads
@@ -135,35 +141,38 @@ def test_work_is_divided_evenly(blocks: int, groups: int, threads: int) -> None:
     assert largest <= max(1, 2 * blocks * groups / threads)
 
 
-def test_tiles_are_used_where_the_processor_has_them() -> None:
+def test_a_kernel_is_used_where_the_processor_has_what_it_takes() -> None:
     assert has_tiles() == has_matrix_unit()
-    product = prepare_linear(weight_of(96, 320), by_kernels=True)
-    assert with_tiles(product) == has_tiles()
-    assert not with_tiles(prepare_linear(weight_of(96, 320)))
-    assert not with_tiles(prepare_linear(weight_of(96, 320).float(), by_kernels=True))
+    adds_pairs = torch.cpu._is_avx512_bf16_supported() and not float32_is_faster()
+    assert (product_kernel() is not None) == (has_tiles() or adds_pairs)
+    product = prepare_linear(weight_of(128, 320), by_kernels=True)
+    assert by_kernel(product) == (product_kernel() is not None)
+    assert not by_kernel(prepare_linear(weight_of(128, 320)))
+    assert not by_kernel(prepare_linear(weight_of(128, 320).float(), by_kernels=True))
 
 
-def test_without_tiles_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "has_tiles", lambda: False)
-    product = prepare_linear(weight_of(96, 320), by_kernels=True)
-    assert not with_tiles(product)
-    assert product(normal(3, 320)).shape == (3, 96)
+def test_where_there_is_no_kernel_products_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "product_kernel", lambda: None)
+    product = prepare_linear(weight_of(128, 320), by_kernels=True)
+    assert not by_kernel(product)
+    assert product(normal(3, 320)).shape == (3, 128)
 
 
 def test_a_kernel_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(_product: TiledProduct, x: Tensor, _addends: Tensor | None = None) -> Tensor:
+    def wrong(_product: CompiledProduct, x: Tensor, _addends: Tensor | None = None) -> Tensor:
         return torch.zeros(len(x), 128, dtype=x.dtype)
 
-    monkeypatch.setattr(tiled, "_agreed", {})
-    monkeypatch.setattr(tiled, "has_tiles", lambda: True)
-    monkeypatch.setattr(TiledProduct, "__call__", wrong)
+    other = ProductKernel(tile_product.product, 32, 32, 32, lambda _: 0, faster_rows=None)
+    monkeypatch.setattr(compiled, "_agreed", {})
+    monkeypatch.setattr(compiled, "product_kernel", lambda: other)
+    monkeypatch.setattr(CompiledProduct, "__call__", wrong)
     weight = weight_of(128, 64)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
     with caplog.at_level(logging.WARNING):
-        assert tiled_product(packed, weight, None) is None
+        assert compiled_product(packed, weight, None) is None
     assert "products with [128, 64] are torch's own: " in caplog.text
     caplog.clear()
-    assert tiled_product(packed, weight, None) is None
+    assert compiled_product(packed, weight, None) is None
     assert not caplog.text, "it is said once"

@@ -1,38 +1,99 @@
-"""Products of weights in oneDNN's blocks by a kernel of our own, on a matrix unit.
+"""Products of weights in oneDNN's blocks by kernels of our own.
 
 A row gets the same bits among any number of rows. Weights are read as fast as memory gives them,
 which few rows wait for.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.models.kernels import pair_product, tile_product
 from engine.models.kernels.choice import is_close, trusted
-from engine.models.kernels.tile_product import BLOCK, GROUP, product
+from engine.models.kernels.compiling import Kernel
+from engine.models.kernels.pair_product import has_pairs
 from engine.models.kernels.tiles import TILE_ROWS, has_tiles, palette
+from engine.models.products.processor import float32_is_faster
 
 _CHUNK = 256
-"""Inputs for which rows, weights and sums of two patches stay in a cache of the first level. Few
-rows have no use for that, and read weights in the order of memory."""
+"""Inputs for which rows, weights and sums of two patches of tiles stay in a cache of the first
+level. Few rows have no use for that, and read weights in the order of memory."""
 
 _agreed: dict[tuple[int, int, bool], bool] = {}
 """Whether the kernel computes the same, by outputs, inputs, and whether there is no bias."""
 
 
-class TiledProduct:
+class ProductKernel(NamedTuple):
+    """A kernel, and what it asks of a product.
+
+    Its arguments are rows [rows, inputs], packed weights, bias [outputs] or 0, addends
+    [rows, outputs] or 0, target [rows, outputs], a palette of tiles; rows, inputs, outputs, in how
+    many parts columns and groups of rows are divided, and inputs that are added up at once. All
+    values are bfloat16.
+    """
+
+    compute: Kernel
+    block: int
+    """Outputs whose weights lie together."""
+    input_block: int
+    """Inputs are a multiple of it."""
+    group: int
+    """Rows that are computed together."""
+    palette_of: Callable[[int], int]
+    """Returns the address of the palette for so many rows, 0 without tiles."""
+    faster_rows: int | None
+    """Rows up to which it is faster than oneDNN's; None: always."""
+
+
+@cache
+def product_kernel() -> ProductKernel | None:
+    """Return the kernel for this processor, if there is one."""
+    if has_tiles():
+        return ProductKernel(
+            tile_product.product,
+            tile_product.BLOCK,
+            tile_product.BLOCK,
+            tile_product.GROUP,
+            lambda rows: palette(min(rows, TILE_ROWS)).ctypes.data,
+            faster_rows=32,
+        )
+    if has_pairs() and not float32_is_faster():
+        return ProductKernel(
+            pair_product.product,
+            pair_product.BLOCK,
+            2,
+            pair_product.GROUP,
+            lambda _: 0,
+            faster_rows=None,
+        )
+    return None
+
+
+class CompiledProduct:
     """A product with packed weights of bfloat16."""
 
-    def __init__(self, packed: Tensor, outputs: int, inputs: int, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        kernel: ProductKernel,
+        packed: Tensor,
+        outputs: int,
+        inputs: int,
+        bias: Tensor | None,
+    ) -> None:
         """Take what `_reorder_linear_weight` makes of [outputs, inputs].
 
         Raises:
             RuntimeError: it has not the layout that the kernel reads.
         """
         size = torch.ops.mkldnn._nbytes(packed)
-        if outputs % BLOCK or inputs % BLOCK or size != 2 * outputs * inputs:
+        is_whole = outputs % kernel.block == 0 and inputs % kernel.input_block == 0
+        if not is_whole or size != 2 * outputs * inputs:
             raise RuntimeError(f"weights [{outputs}, {inputs}] are packed in other blocks")
+        self.faster_rows = kernel.faster_rows
+        self._kernel = kernel
         self._held = packed, bias
         self._weights = torch.ops.mkldnn.data_ptr(packed)
         self._bias = 0 if bias is None else bias.data_ptr()
@@ -40,44 +101,45 @@ class TiledProduct:
 
     def __call__(self, x: Tensor, addends: Tensor | None = None) -> Tensor:
         """Map [rows, inputs] to [rows, outputs], plus addends of that shape, rounded once."""
-        x, rows = x.contiguous(), len(x)
+        x, rows, kernel = x.contiguous(), len(x), self._kernel
         addends = None if addends is None else addends.contiguous()
         out = torch.empty(rows, self._outputs, dtype=x.dtype)
         if not rows:
             return out
-        blocks, groups = self._outputs // BLOCK, -(-rows // GROUP)
+        blocks, groups = self._outputs // kernel.block, -(-rows // kernel.group)
         columns, parts = _divided(blocks, groups, torch.get_num_threads())
-        product(
+        kernel.compute(
             columns * parts,
             x.data_ptr(),
             self._weights,
             self._bias,
             0 if addends is None else addends.data_ptr(),
             out.data_ptr(),
-            palette(min(rows, TILE_ROWS)).ctypes.data,
+            kernel.palette_of(rows),
             rows,
             self._inputs,
             self._outputs,
             columns,
             parts,
-            self._inputs if rows <= GROUP else _CHUNK,
+            self._inputs if rows <= kernel.group else _CHUNK,
         )
         return out
 
 
-def tiled_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> TiledProduct | None:
+def compiled_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> CompiledProduct | None:
     """Return a product with what oneDNN packed [outputs, inputs] into, if there is a kernel for it.
 
     Each shape is compared once with oneDNN's own product.
     """
-    if weight.dtype != torch.bfloat16 or not has_tiles():
+    kernel = product_kernel()
+    if weight.dtype != torch.bfloat16 or kernel is None:
         return None
     outputs, inputs = weight.shape
     key = outputs, inputs, bias is None
     if _agreed.get(key) is False:
         return None
     made = trusted(
-        lambda: TiledProduct(packed, outputs, inputs, bias),
+        lambda: CompiledProduct(kernel, packed, outputs, inputs, bias),
         lambda product: key in _agreed or _agrees(product, packed, weight, bias),
         f"products with [{outputs}, {inputs}]",
     )
@@ -85,11 +147,11 @@ def tiled_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> TiledP
     return made
 
 
-def _agrees(product: TiledProduct, packed: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _agrees(product: CompiledProduct, packed: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Compare a product of few rows, and of more with addends."""
     generator = torch.Generator().manual_seed(0)
     x, addends = (
-        torch.randn(GROUP + 1, size, generator=generator).bfloat16() for size in weight.shape[::-1]
+        torch.randn(33, size, generator=generator).bfloat16() for size in weight.shape[::-1]
     )
     operator = torch.ops.mkldnn._linear_pointwise
     few = operator.default(x[:3], packed, bias, "none", [], "")
