@@ -13,6 +13,7 @@ from tests.support import quick, strict
 from tests.support.forking import ForkExec, forking
 from tests.support.groups import pytest_xdist_make_scheduler
 from tests.support.heap import pytest_collection
+from tests.support.interpreter import interpret_without_device
 from tests.support.leaks import no_process_outlives_the_tests
 from tests.support.process_logs import pytest_runtest_makereport, pytest_runtest_setup
 from tests.support.quick import pytest_ignore_collect
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 faulthandler.enable()
+interpret_without_device()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

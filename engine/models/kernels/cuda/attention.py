@@ -18,6 +18,51 @@ _UNSPECIALIZED = ["table_width", "num_splits", "window", "max_tokens", "token_st
 """Arguments whose values do not make another kernel of it, so that none is compiled in service."""
 
 
+@triton.jit
+def _own_keys(
+    first_position: tl.tensor,
+    count: tl.tensor,
+    split: tl.tensor,
+    num_splits: tl.tensor,
+    window: tl.tensor,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return where the keys of a split of a tile begin and end."""
+    first = 0
+    end = first_position + count
+    if HAS_WINDOW:
+        # Places of keys within a step do not depend on where the tile begins.
+        first = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+    if IS_SPLIT:
+        span = tl.cdiv(tl.cdiv(end - first, num_splits), KEYS) * KEYS
+        first = first + split * span
+        end = tl.minimum(end, first + span)
+    return first, end
+
+
+@triton.jit
+def _seen_scores(
+    scores: tl.tensor,
+    keys: tl.tensor,
+    end: tl.tensor,
+    positions: tl.tensor,
+    window: tl.tensor,
+    softcap: tl.tensor,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+) -> tl.tensor:
+    """Return scores [queries, keys] to base two, of which those that are not seen are nothing."""
+    if HAS_CAP:
+        raised = tl.exp2(tl.minimum(scores * (2.0 * _LOG2_E / softcap), _LARGEST_POWER))
+        scores = softcap * _LOG2_E * (1.0 - 2.0 / (raised + 1.0))
+    is_seen = (keys < end)[None, :] & (keys[None, :] <= positions[:, None])
+    if HAS_WINDOW:
+        is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
+    return tl.where(is_seen, scores, _NO_SCORE)
+
+
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def attend_tiles(
     queries: tl.tensor,
@@ -82,17 +127,9 @@ def attend_tiles(
     own = queries + (first_token + token) * token_stride + (head * GROUP + member) * DIM
     q = tl.load(own[:, None] + dims[None, :], mask=is_query[:, None] & in_head[None, :], other=0.0)
 
-    num_keys = first_position + count
-    first = 0
-    if HAS_WINDOW:
-        # Places of keys within a step do not depend on where the tile begins.
-        first = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
-    end = num_keys
-    if IS_SPLIT:
-        span = tl.cdiv(tl.cdiv(num_keys - first, num_splits), KEYS) * KEYS
-        first = first + split * span
-        end = tl.minimum(num_keys, first + span)
-
+    first, end = _own_keys(
+        first_position, count, split, num_splits, window, KEYS, HAS_WINDOW, IS_SPLIT
+    )
     largest = tl.full([QUERIES], _NO_SCORE, tl.float32)
     sums = tl.zeros([QUERIES], tl.float32)
     if HAS_SINKS:
@@ -110,14 +147,9 @@ def attend_tiles(
         k = tl.load(
             held[None, :] + dims[:, None], mask=is_key[None, :] & in_head[:, None], other=0.0
         )
-        scores = tl.dot(q, k) * scale
-        if HAS_CAP:
-            raised = tl.exp2(tl.minimum(scores * (2.0 * _LOG2_E / softcap), _LARGEST_POWER))
-            scores = softcap * _LOG2_E * (1.0 - 2.0 / (raised + 1.0))
-        is_seen = is_key[None, :] & (keys[None, :] <= positions[:, None])
-        if HAS_WINDOW:
-            is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
-        scores = tl.where(is_seen, scores, _NO_SCORE)
+        scores = _seen_scores(
+            tl.dot(q, k) * scale, keys, end, positions, window, softcap, HAS_CAP, HAS_WINDOW
+        )
         larger = tl.maximum(largest, tl.max(scores, 1))
         shift = tl.where(larger == _NO_SCORE, 0.0, larger)
         weights = tl.exp2(scores - shift[:, None])
