@@ -33,6 +33,7 @@ from benchmarks.gpu_decode_bench import (
     decode_seconds,
     synchronize,
 )
+from benchmarks.gpu_report import page
 from benchmarks.running_stack import RunningStack
 from engine.core.engine_core import EngineCore
 from engine.executor.in_process import InProcessExecutor
@@ -67,13 +68,6 @@ SERVED_FIGURES = (
     "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms",
 )  # fmt: skip
 """What is kept of the result of `swell bench`."""
-PAGE_HEAD = """# GPU check
-
-`python -m benchmarks.gpu_check` runs what needs a GPU in one command of less than eight minutes:
-the CUDA tests, comparisons of tokens, decode steps against the bandwidth of a copy, prefills
-against the rate of a matrix product, the start of a stack, a served load, and vLLM's own figures
-where it is installed. `--device cpu --small` runs all parts in miniature.
-"""
 
 
 class Setup(NamedTuple):
@@ -273,7 +267,7 @@ def _prefilled(setup: Setup, core: EngineCore) -> dict[str, Any]:
 
 
 def invariant(setup: Setup) -> dict[str, Any]:
-    """Measure both with --batch-invariant, on a device; request numbers go on from the first."""
+    """Measure prefills and decode steps with --batch-invariant; on a CPU without."""
     core = setup.core(invariant=True)
     return {"prefill": _prefilled(setup, core), "decode": _decoded(setup, core)}
 
@@ -397,27 +391,6 @@ def machine(device: str) -> dict[str, str]:
         "triton": version("triton") if find_spec("triton") else "none",
         "python": platform.python_version(),
     }
-
-
-def page(report: dict[str, Any]) -> str:
-    """Return the page of the documentation for a report."""
-    lines = [PAGE_HEAD, "| part | what | result |", "|---|---|---|"]
-    for part, found in report.items():
-        lines += [f"| {part} | {what} | {value} |" for what, value in _flat(found)]
-    return "\n".join(lines) + "\n"
-
-
-def _flat(found: Any, name: str = "") -> list[tuple[str, str]]:
-    if isinstance(found, dict):
-        return [
-            row
-            for key, value in found.items()
-            for row in _flat(value, f"{name} {key}".strip().replace("_", " "))
-        ]
-    if isinstance(found, list):
-        return []
-    text = f"{found:.4g}" if isinstance(found, float) else " ".join(str(found).split())
-    return [(name, text.replace("|", "/"))]
 
 
 def main() -> int:

@@ -13,3 +13,8 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def refill(target: Tensor, array: np.ndarray[Any, Any]) -> None:
+    """Write an array over a tensor of its shape, which recorded steps read, without waiting."""
+    target.copy_(to_device(array, target.device), non_blocking=True)

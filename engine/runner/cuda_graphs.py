@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.models.attention.cuda import CudaAttention, KernelAttention, TilePlan
 from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import Decoder, StepTokens
-from engine.models.device_copies import to_device
+from engine.models.device_copies import refill, to_device
 from engine.runner.inputs import BatchRows
 from engine.runner.padded_decode import PaddedDecode, graph_sizes, pad_decode, padded_size
 
@@ -115,11 +115,7 @@ class DecodeGraphs:
         return step, plan
 
     def _fill(self, graph: _Graph, padded: PaddedDecode) -> None:
-        device = self._model.device
-        for target, array in (
-            (graph.step.token_ids, padded.token_ids),
-            (graph.step.positions, padded.positions),
-            (graph.step.slots, padded.cache_slots),
-        ):
-            target.copy_(to_device(array, device), non_blocking=True)
+        refill(graph.step.token_ids, padded.token_ids)
+        refill(graph.step.positions, padded.positions)
+        refill(graph.step.slots, padded.cache_slots)
         self._attention.replan(graph.plan, padded.num_keys, padded.block_tables)

@@ -51,9 +51,8 @@ def attention_of(
         return stock
     if device.type != "cuda":
         # Prompts would get other bits from stock operators.
-        if kernels is None or token_by_token or spec.attention_sinks:
-            return stock
-        if spec.attention_softcap is not None:
+        bends_scores = spec.attention_sinks or spec.attention_softcap is not None
+        if kernels is None or token_by_token or bends_scores:
             return stock
         return _fused(stock, spec, kv_format.dtype) or stock
     return CudaAttention(

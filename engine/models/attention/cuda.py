@@ -22,11 +22,12 @@ from engine.models.attention.tiles import (
     Tiles,
     TileShape,
     decode_tiles,
+    next_power_of_two,
     num_splits,
     tile_shapes,
     tiles_of,
 )
-from engine.models.device_copies import to_device
+from engine.models.device_copies import refill, to_device
 from engine.models.spec import UnsupportedModel
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class KernelAttention:
         )
         scale = heads.scale or heads.head_dim**-0.5
         self._scale = scale if heads.softcap is not None else scale * _LOG2_E
-        self._width = 1 << (heads.head_dim - 1).bit_length()
+        self._width = next_power_of_two(heads.head_dim)
 
     def plan(self, rows: AttentionRows, window: int | None) -> TilePlan:
         """Cut the rows of a step into tiles."""
@@ -151,11 +152,8 @@ class KernelAttention:
         self, plan: TilePlan, num_keys: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]
     ) -> None:
         """Write other rows into the tensors of a plan from `plan_decodes`."""
-        for target, array in (
-            (plan.launches[0].tiles, decode_tiles(num_keys)),
-            (plan.tables, tables),
-        ):
-            target.copy_(to_device(array, self._device), non_blocking=True)
+        refill(plan.launches[0].tiles, decode_tiles(num_keys))
+        refill(plan.tables, tables)
 
     def _num_splits(self, num_tiles: int, max_keys: int) -> int:
         if self._shapes.are_alike:  # what others there are is not to matter
@@ -308,20 +306,23 @@ class CudaAttention:
             for count in (1, 1 << 20, None)
         )
         try:
-            difference = max(
-                self._difference(each, block_size, window)
-                for each in (few, many)
+            differences = [
+                each
                 for window in self._windows
-            )
+                for each in self._differences((few, many), block_size, window)
+            ]
         except Exception as error:  # Triton's compiler raises what it likes
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise KernelUnusable(f"the kernel fails: {reason}") from error
-        if not difference <= _MAX_DIFFERENCE:
-            raise KernelUnusable(f"the kernel's results differ by {difference:.3f}")
+        for difference in differences:
+            if not difference <= _MAX_DIFFERENCE:  # or it is no number
+                raise KernelUnusable(f"the kernel's results differ by {difference:.3f}")
         return kernel
 
-    def _difference(self, kernel: KernelAttention, block_size: int, window: int | None) -> float:
-        """Return the largest difference over a prompt, a chunk, a draft and decodes.
+    def _differences(
+        self, kernels: tuple[KernelAttention, ...], block_size: int, window: int | None
+    ) -> list[float]:
+        """Return each kernel's largest difference over a prompt, a chunk, a draft and decodes.
 
         The last decode sees so many keys that they are split, unless none are.
         """
@@ -344,8 +345,8 @@ class CudaAttention:
         cache = torch.randn(len(counts) * width, block_size, 2, kv_heads, head_dim, **options)
         queries = torch.randn(int(counts.sum()), heads, head_dim, **options)
         sinks = torch.linspace(-1, 1, heads, device=self._device) if self._has_sinks else None
-        ways: tuple[Attention, Attention] = (kernel, self._stock)
-        one, other = (
+        ways: tuple[Attention, ...] = (self._stock, *kernels)
+        plain, *results = (
             way.attend(queries, cache, way.plan(rows, window), sinks).float() for way in ways
         )
-        return float((one - other).abs().max())
+        return [float((result - plain).abs().max()) for result in results]

@@ -43,6 +43,11 @@ class TileShapes(NamedTuple):
         return self.decodes == self.prompts
 
 
+def next_power_of_two(number: int) -> int:
+    """Return the least power of two that is no less: sizes within a kernel are such."""
+    return 1 << (number - 1).bit_length()
+
+
 def tile_shapes(
     group: int, head_dim: int, shared_memory: int, *, batch_invariant: bool
 ) -> TileShapes:
@@ -53,7 +58,7 @@ def tile_shapes(
         shared_memory: bytes that a program may have.
         batch_invariant: whether each token is to get the same bits in a decode as in a prompt.
     """
-    least = max(_FEWEST_QUERIES, 1 << (group - 1).bit_length())
+    least = max(_FEWEST_QUERIES, next_power_of_two(group))
     is_wide = head_dim > 128
     keys = 32 if is_wide else 64
     stages = 3 if shared_memory >= 160 * 1024 and not is_wide else 2

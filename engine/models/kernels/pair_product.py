@@ -9,16 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from llvmlite import binding, ir
-from numba import carray, config, types
-from numba.core import cgutils
+from llvmlite import ir
+from numba import carray
 from numba.extending import intrinsic
 
 from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
 from engine.models.kernels.results import part_of, store_results
 from engine.models.kernels.vectors import (
     FLOATS,
-    I8,
     I32,
     I64,
     LANES,
@@ -26,9 +24,11 @@ from engine.models.kernels.vectors import (
     PAIRS,
     WORDS,
     call,
+    compiles_for,
     instructions,
     pointer_to,
     prefetch,
+    stack_memory,
 )
 
 BLOCK = 64
@@ -47,9 +47,7 @@ _AHEAD = 8 * _PAIR_BYTES
 @cache
 def has_pairs() -> bool:
     """Whether the processor, and LLVM, add pairs of bfloat16."""
-    if config.CPU_NAME or config.CPU_FEATURES or not torch.cpu._is_avx512_bf16_supported():
-        return False
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+    return torch.cpu._is_avx512_bf16_supported() and compiles_for("avx512bf16")
 
 
 def _emit_sums(builder: Any, rows: int, arguments: Any) -> None:
@@ -121,16 +119,7 @@ def _sums_of(rows: int) -> Any:
 _one, _two, _three, _four, _five, _six = (_sums_of(rows) for rows in range(1, GROUP + 1))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _scratch(_typing: Any) -> Any:
-    """Return the address of memory on the stack for the sums of a group."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        memory = cgutils.alloca_once(builder, ir.ArrayType(I8, GROUP * _SUMS))
-        memory.align = LINE
-        return builder.ptrtoint(memory, I64)
-
-    return types.int64(), generate
+_scratch = stack_memory(GROUP * _SUMS)
 
 
 @compiled

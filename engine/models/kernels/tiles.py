@@ -14,9 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite import binding, ir
-from numba import config, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.models.kernels.vectors import (
@@ -25,9 +22,11 @@ from engine.models.kernels.vectors import (
     LINE,
     VOID,
     call,
+    compiles_for,
     instructions,
     pointer_to,
     prefetch,
+    stack_memory,
 )
 
 TILE_ROWS, TILE_BYTES = 16, 64
@@ -44,10 +43,9 @@ _PLACES = {"tall": (128, (0, 64, 2048, 2112)), "wide": (256, (0, 64, 128, 192))}
 @cache
 def has_tiles() -> bool:
     """Whether kernels may use tiles: the processor and LLVM know them and the system permits it."""
-    if config.CPU_NAME or config.CPU_FEATURES or not torch.cpu._is_amx_tile_supported():
+    if not torch.cpu._is_amx_tile_supported() or not compiles_for(*_FEATURES):
         return False
-    features = binding.get_host_cpu_features()
-    return all(features.get(each) for each in _FEATURES) and torch.cpu._init_amx()
+    return torch.cpu._init_amx()
 
 
 @cache
@@ -75,16 +73,8 @@ def _load_right(builder: Any, weights: Any) -> None:
         _load(builder, tile, pointer_to(builder, weights, offset), I64(128))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def scratch(_typing: Any) -> Any:
-    """Return the address of memory on the stack for two patches and a palette."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        memory = cgutils.alloca_once(builder, ir.ArrayType(I8, 2 * PATCH_BYTES + 64))
-        memory.align = LINE
-        return builder.ptrtoint(memory, I64)
-
-    return types.int64(), generate
+scratch = stack_memory(2 * PATCH_BYTES + 64)
+"""For two patches and a palette."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]

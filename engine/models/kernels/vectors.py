@@ -6,8 +6,9 @@ Addresses are integers; those of weights and scratch memory are multiples of a c
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-from numba import types
+from llvmlite import binding, ir
+from numba import config, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 LINE = 64
@@ -37,6 +38,29 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 BFLOATS = ir.VectorType(_BFloat(), LANES)
 PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 """Pairs of bfloat16 side by side."""
+
+
+def compiles_for(*features: str) -> bool:
+    """Whether kernels are compiled for this processor, and LLVM says that it has these features."""
+    if config.CPU_NAME or config.CPU_FEATURES:
+        return False
+    found = binding.get_host_cpu_features()
+    return all(found.get(each) for each in features)
+
+
+def stack_memory(num_bytes: int) -> Any:
+    """Return a function that returns the address of so much memory on the stack of its caller."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def address(_typing: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+            memory = cgutils.alloca_once(builder, ir.ArrayType(I8, num_bytes))
+            memory.align = LINE
+            return builder.ptrtoint(memory, I64)
+
+        return types.int64(), generate
+
+    return address
 
 
 def instructions(count: int, emit: Callable[..., None]) -> tuple[Any, Any]:

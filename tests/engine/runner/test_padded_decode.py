@@ -41,7 +41,7 @@ def test_batches_beyond_the_largest_recording_are_launched_one_by_one() -> None:
 def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
-    plain, padded = (driver(checkpoint("llama").directory, dtype="float16") for _ in range(2))
+    plain, padded = (driver(checkpoint("llama").directory) for _ in range(2))
     lengths = [3, 20, 9]
     for engine in (plain, padded):
         for slot, length in enumerate(lengths):
@@ -72,7 +72,7 @@ def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
     )
     with torch.inference_mode():
         hidden = runner.model.hidden_states(tokens, runner._cache)[:3]
-        assert (runner.model.logits(hidden) - expected).abs().max() < 1e-2
+        assert (runner.model.logits(hidden) - expected).abs().max() < 1e-4
     for old, layer in zip(before, runner._cache, strict=True):
         changed = np.flatnonzero((old != layer[:scratch]).flatten(1).any(1).numpy())
         assert set(changed) == set((rows.cache_slots // 8).tolist())

@@ -1,6 +1,7 @@
 """The fused kernels that a decoder calls on a CUDA device, as functions of tensors."""
 
 import torch
+import triton
 from torch import Tensor
 
 from engine.models.kernels.cuda import rows
@@ -18,7 +19,7 @@ class CudaKernels:
         x = x.contiguous()
         out = torch.empty_like(x)
         count, width = x.shape
-        wide = 1 << (width - 1).bit_length()
+        wide = triton.next_power_of_2(width)
         rows.norm_rows[count,](
             x, weight, out, eps, COUNT=width, WIDTH=wide, num_warps=max(1, min(16, wide // 512))
         )
@@ -51,6 +52,6 @@ class CudaKernels:
             HEADS=heads,
             KV_HEADS=kv_heads,
             DIM=dim,
-            WIDTH=1 << (dim // 2 - 1).bit_length(),
+            WIDTH=triton.next_power_of_2(dim // 2),
             num_warps=1,
         )
