@@ -4,6 +4,8 @@ import logging
 
 import torch
 
+from engine.models.kernels.choice import FusedKernels
+from engine.models.loading.invariance import has_invariant_kernels
 from engine.models.products.processor import is_invariance_cheap
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
@@ -13,13 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 def is_batch_invariant(
-    config: EngineConfig, spec: ModelSpec, types: ComputeTypes, device: torch.device
+    config: EngineConfig,
+    spec: ModelSpec,
+    types: ComputeTypes,
+    device: torch.device,
+    kernels: FusedKernels | None,
 ) -> bool:
     """Return what is set, else whether it costs little; in that case the log says which it is."""
     wanted = config.executor.batch_invariant
     if wanted is not None:
         return wanted
-    reason = _reason_against(config, spec, types, device)
+    reason = _reason_against(config, spec, types, device, kernels)
     if reason is None:
         logger.info("batch-invariant: tokens do not depend on what shares their step")
     else:
@@ -28,7 +34,11 @@ def is_batch_invariant(
 
 
 def _reason_against(
-    config: EngineConfig, spec: ModelSpec, types: ComputeTypes, device: torch.device
+    config: EngineConfig,
+    spec: ModelSpec,
+    types: ComputeTypes,
+    device: torch.device,
+    kernels: FusedKernels | None,
 ) -> str | None:
     """Return why it is not possible, or not known to cost little."""
     parallel = config.parallel
@@ -36,14 +46,18 @@ def _reason_against(
         return "the model is not on a CPU"
     if parallel.processes > 1 or parallel.enable_expert_parallel:
         return "several processes share the model"
-    if not is_invariance_cheap():
+    if config.model.quantization is not None:
+        return "the model is quantized"
+    by_kernels = has_invariant_kernels(spec, kernels)
+    if not by_kernels and types.activations != torch.float32:
+        return "no kernels compute its products and its attention row by row"
+    if not by_kernels and not is_invariance_cheap():
         return "that costs time on this processor"
-    if types.activations != torch.float32 or config.model.quantization is not None:
-        return "the model is not computed in float32"
     unmeasured = {
         "capped scores": spec.attention_softcap is not None,
-        "sliding windows": any(window is not None for window in spec.windows),
+        "sliding windows": not by_kernels and any(window is not None for window in spec.windows),
         "latent attention": spec.latent is not None,
+        "experts": by_kernels and spec.moe is not None,
         "adapters": config.lora.enable_lora,
         "an 8-bit KV cache": types.kept != "auto",
     }

@@ -101,7 +101,8 @@ def load_model(
     types = types._replace(kept=config.cache.kv_cache_dtype)
     if balance is None and place is not None and parallel.enable_eplb:
         balance = _new_balance(spec, parallel, place.size, device)
-    is_invariant = is_batch_invariant(config, spec, types, device)
+    kernels = _kernels(config, spec, types, device)
+    is_invariant = is_batch_invariant(config, spec, types, device, kernels)
     loader = DecoderLoader(
         spec,
         checkpoint,
@@ -115,7 +116,7 @@ def load_model(
         batch_invariant=is_invariant,
         adapters=adapter_room(config.lora),
         balance=balance,
-        kernels=_kernels(config, spec, types, device),
+        kernels=kernels,
     )
     with torch.inference_mode():
         model = loader.load()

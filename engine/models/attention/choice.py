@@ -1,5 +1,9 @@
 """Which attention a model gets on a device."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -9,6 +13,7 @@ from engine.models.attention.kv_format import Fp8Kv, KvFormat
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
 from engine.models.kernels.choice import FusedKernels, is_close, trusted
+from engine.models.products.processor import float32_is_faster
 from engine.models.spec import ModelSpec
 
 
@@ -28,15 +33,15 @@ def attention_of(
         kv_format: of the KV cache.
         device: where the model computes.
         token_by_token, first_key: see `PagedAttention`.
-        kernels: fused ones, which have decodes attend.
+        kernels: fused ones; on a CPU kernels attend beside them.
     """
-    stock = PagedAttention(
+    stock = partial(
+        PagedAttention,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=kv_format.dtype,
         device=device,
-        token_by_token=token_by_token,
         scale=spec.attention_scale,
         softcap=spec.attention_softcap,
         parts=spec.kv_shape[0],
@@ -48,15 +53,16 @@ def attention_of(
     if isinstance(kv_format, Fp8Kv):  # the kernels read 16 bits from the blocks
         by_kernel = False
     if not by_kernel:
-        return stock
+        return stock(token_by_token=token_by_token)
     if device.type != "cuda":
-        # Prompts would get other bits from stock operators.
-        bends_scores = spec.attention_sinks or spec.attention_softcap is not None
-        if kernels is None or token_by_token or bends_scores:
-            return stock
-        return _fused(stock, spec, kv_format.dtype) or stock
+        found = (
+            None
+            if kernels is None
+            else _of_cpus(stock(), spec, kv_format.dtype, token_by_token=token_by_token)
+        )
+        return found or stock(token_by_token=token_by_token)
     return CudaAttention(
-        stock,
+        stock(token_by_token=token_by_token),
         Heads(
             spec.num_heads,
             spec.num_kv_heads,
@@ -72,34 +78,70 @@ def attention_of(
     )
 
 
-def _fused(stock: PagedAttention, spec: ModelSpec, dtype: torch.dtype) -> Attention | None:
-    """Return what has decodes attend by a kernel, if that can be compiled and computes the same."""
-    from engine.models.attention.fused import FusedAttention  # imports Numba
+def attends_by_pairs(spec: ModelSpec) -> bool:
+    """Whether, on this CPU, one kernel is for all tokens of such a model, each by itself.
 
-    return trusted(
-        lambda: FusedAttention(
-            stock,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.attention_scale,
-        ),
-        lambda fused: _decodes_agree(fused, stock, spec, dtype),
-        "operators of attention",
+    Raises:
+        ImportError: there is nothing that compiles kernels.
+    """
+    from engine.models.kernels import pair_sums, patch_attention
+
+    return (
+        pair_sums.has_pairs()
+        and not float32_is_faster()
+        and patch_attention.fits(spec.head_dim)
+        and spec.latent is None
+        and not spec.has_chunks
     )
 
 
-def _decodes_agree(one: Attention, other: Attention, spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """Compare a step with a row of 4 and one of 21 keys, in blocks of 8 in some order."""
+def _of_cpus(
+    stock: PagedAttention, spec: ModelSpec, dtype: torch.dtype, *, token_by_token: bool
+) -> Attention | None:
+    """Return what attends by a kernel, if one can be compiled and computes the same."""
+    build = _kernel_of_cpus(stock, spec, token_by_token=token_by_token)
+    if build is None:
+        return None
+    return trusted(build, lambda built: _agree(built, stock, spec, dtype), "operators of attention")
+
+
+def _kernel_of_cpus(
+    stock: PagedAttention, spec: ModelSpec, *, token_by_token: bool
+) -> Callable[[], Attention] | None:
+    heads: dict[str, Any] = {
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "scale": spec.attention_scale,
+    }
+    if attends_by_pairs(spec):
+        from engine.models.attention.patches import PatchAttention  # imports Numba
+
+        return partial(PatchAttention, **heads, softcap=spec.attention_softcap)
+    # Prompts would get other bits from stock operators.
+    if token_by_token or spec.attention_sinks or spec.attention_softcap is not None:
+        return None
+    from engine.models.attention.fused import FusedAttention
+
+    return partial(FusedAttention, stock, **heads)
+
+
+def _agree(one: Attention, other: Attention, spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """Compare two decodes, with 4 and with 21 keys, and part of a prompt, in blocks of 8."""
     rows = AttentionRows(
-        starts=np.array([3, 20]),
-        counts=np.array([1, 1]),
-        first_token=np.array([0, 1]),
-        block_tables=np.array([[3, 0, 0], [2, 0, 1]], np.int32),
+        starts=np.array([3, 20, 2]),
+        counts=np.array([1, 1, 37]),
+        first_token=np.array([0, 1, 2]),
+        block_tables=np.array([[3, 0, 0, 0, 0], [2, 0, 1, 0, 0], [7, 4, 8, 6, 5]], np.int32),
         block_size=8,
     )
     generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(2, spec.num_heads, spec.head_dim, generator=generator).to(dtype)
-    cache = torch.randn(4, 8, 2, spec.num_kv_heads, spec.head_dim, generator=generator).to(dtype)
-    results = (each.attend(queries, cache, each.plan(rows, None)) for each in (one, other))
-    return is_close(*results)
+    queries = torch.randn(39, spec.num_heads, spec.head_dim, generator=generator).to(dtype)
+    cache = torch.randn(9, 8, 2, spec.num_kv_heads, spec.head_dim, generator=generator).to(dtype)
+    sinks = torch.linspace(-1, 1, spec.num_heads) if spec.attention_sinks else None
+    return all(
+        is_close(
+            *(each.attend(queries, cache, each.plan(rows, window), sinks) for each in (one, other))
+        )
+        for window in dict.fromkeys(spec.windows)
+    )

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.plan import AttentionPlan
 from engine.models.attention.rows import AttentionRows, IntArray
+from engine.models.attention.shares import shares_of
 from engine.models.kernels.compiling import bits_of
 from engine.models.kernels.decode_attention import decode_attention, padded_keys, scratch_size
 
@@ -105,7 +106,7 @@ class FusedAttention:
         if window is not None:
             first = np.maximum(positions - window + 1, 0)
         num_keys = positions + 1 - first
-        shares = self._shares(num_keys)
+        shares = shares_of(np.repeat(num_keys, self._shape[2]), _SHARED_KEYS)
         most = padded_keys(int(num_keys.max()))
         size = scratch_size(group, head_dim, most)
         scratch = np.empty((len(shares) - 1, size), np.float32)
@@ -117,17 +118,6 @@ class FusedAttention:
             sizes=(len(members), tables.shape[1], rows.block_size, size, most, self._scale),
             held=held,
         )
-
-    def _shares(self, num_keys: IntArray) -> IntArray:
-        """Divide the KV heads of all rows so that threads have about as many keys each."""
-        kv_heads = self._shape[2]
-        work = np.cumsum(np.repeat(num_keys, kv_heads))
-        threads = min(torch.get_num_threads(), len(work))
-        if int(work[-1]) < _SHARED_KEYS:
-            threads = 1
-        bounds = work[-1] * np.arange(1, threads) / threads
-        inner = np.searchsorted(work, bounds, side="left") + 1
-        return np.concatenate(([0], np.minimum(inner, len(work)), [len(work)]))
 
     def _attend_decodes(
         self, queries: Tensor, cache: Tensor, rows: DecodeRows, out: Tensor

@@ -16,7 +16,8 @@ LINE = 64
 LANES = 16
 """Values of 32 bits in a vector."""
 
-I8, I32, I64, VOID = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.VoidType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+VOID = ir.VoidType()
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(I32, LANES)
 BYTES = I8.as_pointer()
@@ -100,7 +101,7 @@ def add_values(_typing: Any, _sums: Any, _values: Any) -> Any:
 
     def emit(builder: Any, sums: Any, values: Any) -> None:
         place = pointer_to(builder, sums, kind=FLOATS.as_pointer())
-        bits = pointer_to(builder, values, kind=ir.VectorType(ir.IntType(16), LANES).as_pointer())
+        bits = pointer_to(builder, values, kind=ir.VectorType(I16, LANES).as_pointer())
         wide = builder.zext(builder.load(bits, align=2), WORDS)
         shifted = builder.shl(wide, ir.Constant(WORDS, [16] * LANES))
         added = builder.fadd(builder.load(place, align=64), builder.bitcast(shifted, FLOATS))

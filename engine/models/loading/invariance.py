@@ -1,9 +1,20 @@
-"""Which models can be computed so that no row of a step depends on the others."""
+"""Which models can be computed so that no row of a step depends on the others, and at what cost."""
 
 import torch
 
+from engine.models.attention.choice import attends_by_pairs
+from engine.models.kernels.choice import FusedKernels
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
+
+
+def has_invariant_kernels(spec: ModelSpec, kernels: FusedKernels | None) -> bool:
+    """Whether, on this CPU, kernels compute each row of products and attention by itself anyway."""
+    if kernels is None:
+        return False
+    from engine.models.products.compiled import product_kernel  # imports Numba
+
+    return product_kernel() is not None and attends_by_pairs(spec)
 
 
 def require_batch_invariance(

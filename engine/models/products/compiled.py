@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.kernels import pair_product, tile_product
+from engine.models.kernels import pair_product, pair_sums, tile_product
 from engine.models.kernels.choice import is_close, trusted
 from engine.models.kernels.compiling import Kernel
-from engine.models.kernels.pair_product import has_pairs
 from engine.models.kernels.tiles import TILE_ROWS, has_tiles, palette
 from engine.models.products.processor import float32_is_faster
 
@@ -60,12 +59,12 @@ def product_kernel() -> ProductKernel | None:
             lambda rows: palette(min(rows, TILE_ROWS)).ctypes.data,
             faster_rows=32,
         )
-    if has_pairs() and not float32_is_faster():
+    if pair_sums.has_pairs() and not float32_is_faster():
         return ProductKernel(
             pair_product.product,
             pair_product.BLOCK,
             2,
-            pair_product.GROUP,
+            pair_sums.GROUP,
             lambda _: 0,
             faster_rows=None,
         )

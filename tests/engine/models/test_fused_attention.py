@@ -1,7 +1,5 @@
 """Decodes that attend straight from the blocks, against stock operators in float32."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -120,17 +118,3 @@ def test_scores_far_apart() -> None:
     result = fused.attend(queries, cache, fused.plan(rows, None))
     expected = exact.attend(queries.float(), cache.float(), exact.plan(rows, None))
     assert (result.float() - expected).abs().max() < 0.05
-
-
-def test_work_is_shared_evenly_by_keys() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        fused, _ = attentions(14, 2, 64)
-        shares = fused._shares(np.array([1000, 100, 100, 100, 700]))
-        work = np.repeat([1000, 100, 100, 100, 700], 2)
-        parts = [int(work[a:b].sum()) for a, b in itertools.pairwise(shares)]
-        assert sum(parts) == 4000
-        assert max(parts) <= 2200
-    finally:
-        torch.set_num_threads(before)

@@ -1,0 +1,132 @@
+"""Paged attention on CPUs by one kernel for prompts and decodes, on processors that can run it.
+
+Each token gets the same bits in any step: among any rows, in any chunk of its prompt, as a decode.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.models.attention.rows import AttentionRows, IntArray
+from engine.models.attention.shares import shares_of
+from engine.models.kernels.compiling import bits_of
+from engine.models.kernels.patch_attention import (
+    KEYS,
+    NO_WINDOW,
+    patch_attention,
+    scratch_bytes,
+    tokens_of_patch,
+)
+
+_LINE = 64
+_LOG2_E = math.log2(math.e)
+_SHARED_WORK = 512
+"""Work from which on threads share it."""
+_PACKING = 3
+"""What packing a key costs, as a part of what a query costs that attends to it."""
+
+
+class PatchPlan(msgspec.Struct, frozen=True):
+    """The patches of a step, as the kernel takes them."""
+
+    shares: int
+    addresses: tuple[int, ...]
+    """Of what `held` holds, in the order of the kernel's arguments, as the sizes."""
+    sizes: tuple[int, ...]
+    held: tuple[Any, ...]
+
+
+def patches_of(rows: AttentionRows, tokens_each: int) -> IntArray:
+    """Return [patches, 4]: row, first token, its position, number of tokens."""
+    num_patches = -(-rows.counts // tokens_each)
+    row = np.repeat(np.arange(len(rows.counts)), num_patches)
+    ends = np.cumsum(num_patches)
+    offset = (np.arange(ends[-1]) - np.repeat(ends - num_patches, num_patches)) * tokens_each
+    count = np.minimum(rows.counts[row] - offset, tokens_each)
+    found = row, rows.first_token[row] + offset, rows.starts[row] + offset, count
+    return np.ascontiguousarray(np.stack(found, axis=1), dtype=np.int64)
+
+
+class PatchAttention:
+    """Attention for one shape of heads."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float | None,
+        softcap: float | None = None,
+    ) -> None:
+        """Prepare for heads of a size that fits the kernel; scores as in `PagedAttention`."""
+        self._kv_heads = num_kv_heads
+        self._group = num_heads // num_kv_heads
+        self._kernel = patch_attention(self._group, head_dim, num_kv_heads)
+        self._scratch = scratch_bytes(self._group, head_dim)
+        factor = head_dim**-0.5 if scale is None else scale
+        self._unit = factor if softcap is None else 1.0
+        """Of scores when they are weighed: those that are capped are scaled before."""
+        self._factors = (
+            bits_of(self._unit * _LOG2_E),
+            0 if softcap is None else bits_of(softcap),
+            0 if softcap is None else bits_of(2 * _LOG2_E * factor / softcap),
+        )
+        self._memory = np.empty(0, np.uint8)
+
+    def plan(self, rows: AttentionRows, window: int | None) -> PatchPlan:
+        """Cut the rows of a step into patches; `window` limits how far back a token looks."""
+        patches = patches_of(rows, tokens_of_patch(self._group))
+        shares = shares_of(np.repeat(self._work(patches, window), self._kv_heads), _SHARED_WORK)
+        tables = np.ascontiguousarray(rows.block_tables, np.int32)
+        memory, scratch = self._lines(len(shares) - 1)
+        return PatchPlan(
+            shares=len(shares) - 1,
+            addresses=(*(each.ctypes.data for each in (tables, patches, shares)), scratch),
+            sizes=(
+                tables.shape[1],
+                rows.block_size,
+                self._scratch,
+                NO_WINDOW if window is None else window,
+                *self._factors,
+            ),
+            held=(tables, patches, shares, memory),
+        )
+
+    def attend(
+        self, queries: Tensor, cache: Tensor, plan: PatchPlan, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend as `engine.models.attention.interface` says."""
+        out = torch.empty(len(queries), queries.shape[1] * queries.shape[2], dtype=queries.dtype)
+        scaled = None if sinks is None else sinks.float() / self._unit
+        self._kernel(
+            plan.shares,
+            queries.data_ptr(),
+            cache.data_ptr(),
+            out.data_ptr(),
+            0 if scaled is None else scaled.data_ptr(),
+            *plan.addresses,
+            queries.stride(0),
+            *plan.sizes,
+        )
+        return out
+
+    def _work(self, patches: IntArray, window: int | None) -> IntArray:
+        """Return about how long each patch takes, in queries that attend to a key."""
+        position, count = patches[:, 2], patches[:, 3]
+        keys = position + count
+        if window is not None:
+            keys = np.minimum(keys, count + window + KEYS)
+        return keys * (count * self._group + _PACKING)
+
+    def _lines(self, shares: int) -> tuple[Any, int]:
+        """Return scratch memory and its first address that is a multiple of a cache line."""
+        size = shares * self._scratch + _LINE
+        if len(self._memory) < size:
+            self._memory = np.empty(size, np.uint8)
+        address = self._memory.ctypes.data
+        return self._memory, -(-address // _LINE) * _LINE

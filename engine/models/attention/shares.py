@@ -1,0 +1,22 @@
+"""How threads share the tasks of a step's attention."""
+
+import numpy as np
+import torch
+
+from engine.models.attention.rows import IntArray
+
+
+def shares_of(work: IntArray, least: int) -> IntArray:
+    """Return the first task of each thread's share, and the end, so that work is about even.
+
+    Args:
+        work: of each task.
+        least: all work from which on threads share it.
+    """
+    total = np.cumsum(work)
+    threads = min(torch.get_num_threads(), len(total))
+    if int(total[-1]) < least:
+        threads = 1
+    bounds = total[-1] * np.arange(1, threads) / threads
+    inner = np.searchsorted(total, bounds, side="left") + 1
+    return np.concatenate(([0], np.minimum(inner, len(total)), [len(total)]))

@@ -1,0 +1,139 @@
+"""Products of pairs of bfloat16, added up in registers, by an instruction of AVX512_BF16.
+
+It adds to each of 16 sums the products of a pair of values. Sums are added up pair by pair in the
+order of the inputs, whatever the number of rows.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from engine.models.kernels.compiling import compiled
+from engine.models.kernels.vectors import (
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    LINE,
+    PAIRS,
+    WORDS,
+    call,
+    compiles_for,
+    instructions,
+    pointer_to,
+    prefetch,
+)
+
+WIDTH = 64
+"""Columns whose values lie together, [inputs / 2, WIDTH, 2]."""
+GROUP = 6
+"""Rows that are computed together: with the columns their sums fill the 32 vector registers."""
+PAIR_BYTES = 4 * WIDTH
+"""Of the columns of a block for one pair of inputs."""
+SUMS_BYTES = 4 * WIDTH
+"""Bytes of the sums of a row."""
+_VECTORS = WIDTH // LANES
+
+
+@cache
+def has_pairs() -> bool:
+    """Whether the processor, and LLVM, add pairs of bfloat16."""
+    return torch.cpu._is_avx512_bf16_supported() and compiles_for("avx512bf16")
+
+
+def _emit_sums(builder: Any, rows: int, ahead: int, arguments: Any) -> None:
+    """Add up some rows of a block in registers, through a loop over pairs."""
+    x, stride, columns_at, pairs, sums = arguments
+    before = builder.block
+    loop, end = (builder.append_basic_block(name) for name in ("pairs", "summed"))
+    of_rows = [builder.add(x, builder.mul(stride, I64(row))) for row in range(rows)]
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    pair = builder.phi(I64)
+    pair.add_incoming(I64(0), before)
+    held = [[builder.phi(FLOATS) for _ in range(_VECTORS)] for _ in range(rows)]
+    at = builder.add(columns_at, builder.mul(pair, I64(PAIR_BYTES)))
+    columns = []
+    for vector in range(_VECTORS):
+        if ahead:
+            prefetch(builder, at, ahead * PAIR_BYTES + LINE * vector)
+        place = pointer_to(builder, at, LINE * vector, PAIRS.as_pointer())
+        columns.append(builder.load(place, align=LINE))
+    added: list[list[Any]] = []
+    for row in of_rows:
+        place = pointer_to(
+            builder, builder.add(row, builder.mul(pair, I64(4))), 0, I32.as_pointer()
+        )
+        values = _spread(builder, builder.load(place, align=4))
+        added.append(
+            [
+                call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sum_, values, column)
+                for sum_, column in zip(held[len(added)], columns, strict=True)
+            ]
+        )
+    following = builder.add(pair, I64(1))
+    pair.add_incoming(following, loop)
+    for sums_of_row, new in zip(held, added, strict=True):
+        for phi, value in zip(sums_of_row, new, strict=True):
+            phi.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
+            phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, pairs), loop, end)
+    builder.position_at_end(end)
+    for row, new in enumerate(added):
+        for vector, value in enumerate(new):
+            offset = row * SUMS_BYTES + LINE * vector
+            builder.store(value, pointer_to(builder, sums, offset, FLOATS.as_pointer()), align=LINE)
+
+
+def _spread(builder: Any, word: Any) -> Any:
+    """Return a vector with a pair of values in all its places."""
+    nothing = ir.Constant(WORDS, ir.Undefined)
+    one = builder.insert_element(nothing, word, I32(0))
+    everywhere = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    return builder.bitcast(builder.shuffle_vector(one, nothing, everywhere), PAIRS)
+
+
+def _sums_of(rows: int, ahead: int) -> Any:
+    """Return a function that adds up so many rows of a block."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def sums_of_rows(
+        _typing: Any, _x: Any, _stride: Any, _columns: Any, _pairs: Any, _sums: Any
+    ) -> Any:
+        def emit(builder: Any, *arguments: Any) -> None:
+            _emit_sums(builder, rows, ahead, arguments)
+
+        return instructions(5, emit)
+
+    return sums_of_rows
+
+
+@cache
+def adder(ahead: int = 0) -> Any:
+    """Return a function that adds up to a group of rows of a block, for kernels to call.
+
+    Its arguments are the number of rows, addresses of the first one's inputs and, in bytes, what is
+    between rows, of the columns, how many pairs of inputs there are, and where the sums go:
+    [rows, WIDTH] float32. Columns are read so many pairs ahead, if they come from memory.
+    """
+    one, two, three, four, five, six = (_sums_of(rows, ahead) for rows in range(1, GROUP + 1))
+
+    @compiled
+    def add_up(rows: int, x: int, stride: int, columns: int, pairs: int, sums: int) -> None:
+        if rows == 1:
+            one(x, stride, columns, pairs, sums)
+        elif rows == 2:
+            two(x, stride, columns, pairs, sums)
+        elif rows == 3:
+            three(x, stride, columns, pairs, sums)
+        elif rows == 4:
+            four(x, stride, columns, pairs, sums)
+        elif rows == 5:
+            five(x, stride, columns, pairs, sums)
+        else:
+            six(x, stride, columns, pairs, sums)
+
+    return add_up
