@@ -1,21 +1,57 @@
 """A kernel of products with weights in oneDNN's blocks, on processors that add pairs of bfloat16.
 
-The weights of a block are read from memory for the first rows and from a cache for the others.
+Weights are read from memory at all times: while some rows are multiplied with a chunk of them, the
+next one is read ahead, into a cache of the second level.
 """
 
 from typing import Any
 
+import numpy as np
 from numba import carray
 
-from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, own_shares
-from engine.models.kernels.pair_sums import GROUP, SUMS_BYTES, WIDTH, adder
+from engine.models.kernels.arithmetic import as_float32
+from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.models.kernels.pair_sums import GROUP, PAIR_BYTES, SUMS_BYTES, WIDTH, adder
 from engine.models.kernels.results import part_of, store_results
-from engine.models.kernels.vectors import stack_memory
+from engine.models.kernels.vectors import LINE, stack_memory
 
 BLOCK = WIDTH
 """Outputs whose weights lie together, [inputs / 2, BLOCK, 2]."""
-_add_up = adder(ahead=8)
-_scratch = stack_memory(GROUP * SUMS_BYTES)
+_CHUNK = 512
+"""Pairs of a chunk: two of them fit a cache of the second level."""
+_ROWS = 8 * GROUP
+"""Rows that share a chunk."""
+_AHEAD = 8 * PAIR_BYTES
+"""How far ahead a single group reads."""
+_add_alone = adder(lines=PAIR_BYTES // LINE)
+_add_and_read = adder(lines=PAIR_BYTES // LINE // 2, continues=True)
+_add = adder(continues=True)
+_scratch = stack_memory(_ROWS * SUMS_BYTES)
+_ZERO = np.float32(0)
+
+
+@compiled
+def _add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int) -> None:
+    """Add up rows that share chunks; `stride` bytes are between them."""
+    groups = (rows + GROUP - 1) // GROUP
+    if groups == 1:
+        _add_alone(rows, x, stride, columns, pairs, sums, columns + _AHEAD)
+        return
+    start = carray(as_float32(sums), (rows * WIDTH,))
+    for i in range(rows * WIDTH):
+        start[i] = _ZERO
+    each = (rows + groups - 1) // groups
+    for first in range(0, pairs, _CHUNK):
+        count = min(_CHUNK, pairs - first)
+        here, half = columns + PAIR_BYTES * first, PAIR_BYTES * count // 2
+        for top in range(0, rows, each):
+            some = min(each, rows - top)
+            inputs, of_rows = x + top * stride + 4 * first, sums + top * SUMS_BYTES
+            if top <= each:  # each of the first two groups reads half of the next chunk
+                ahead = here + 2 * half + half * (top // each)
+                _add_and_read(some, inputs, stride, here, count, of_rows, ahead)
+            else:
+                _add(some, inputs, stride, here, count, of_rows, 0)
 
 
 def _product(pointer: Any) -> None:
@@ -28,11 +64,12 @@ def _product(pointer: Any) -> None:
     for share in range(thread, num_shares, threads):
         begin, end = part_of(outputs // BLOCK, share % column_parts, column_parts)
         group, end_group = part_of((rows + GROUP - 1) // GROUP, share // column_parts, row_parts)
+        end_row = min(end_group * GROUP, rows)
         for block in range(begin, end):
             of_block = weights + 2 * BLOCK * block * inputs
-            for top in range(group * GROUP, min(end_group * GROUP, rows), GROUP):
-                count = min(GROUP, rows - top)
-                _add_up(count, x + 2 * top * inputs, 2 * inputs, of_block, inputs // 2, sums)
+            for top in range(group * GROUP, end_row, _ROWS):
+                count = min(_ROWS, end_row - top)
+                _add_rows(x + 2 * top * inputs, 2 * inputs, of_block, inputs // 2, sums, count)
                 store_results(own, sums, SUMS_BYTES, top, count, block * BLOCK, BLOCK)
 
 

@@ -44,22 +44,31 @@ def has_pairs() -> bool:
     return torch.cpu._is_avx512_bf16_supported() and compiles_for("avx512bf16")
 
 
-def _emit_sums(builder: Any, rows: int, ahead: int, arguments: Any) -> None:
+def _emit_sums(builder: Any, rows: int, lines: int, continues: bool, arguments: Any) -> None:
     """Add up some rows of a block in registers, through a loop over pairs."""
-    x, stride, columns_at, pairs, sums = arguments
+    x, stride, columns_at, pairs, sums, ahead = arguments
     before = builder.block
     loop, end = (builder.append_basic_block(name) for name in ("pairs", "summed"))
     of_rows = [builder.add(x, builder.mul(stride, I64(row))) for row in range(rows)]
+    places = [
+        [_place(builder, sums, row, vector) for vector in range(_VECTORS)] for row in range(rows)
+    ]
+    zeros = ir.Constant(FLOATS, [0.0] * LANES)
+    begins = [
+        [builder.load(place, align=LINE) if continues else zeros for place in of_row]
+        for of_row in places
+    ]
     builder.branch(loop)
     builder.position_at_end(loop)
     pair = builder.phi(I64)
     pair.add_incoming(I64(0), before)
     held = [[builder.phi(FLOATS) for _ in range(_VECTORS)] for _ in range(rows)]
+    for line in range(lines):
+        following = builder.add(ahead, builder.mul(pair, I64(lines * LINE)))
+        prefetch(builder, following, line * LINE, level=2)
     at = builder.add(columns_at, builder.mul(pair, I64(PAIR_BYTES)))
     columns = []
     for vector in range(_VECTORS):
-        if ahead:
-            prefetch(builder, at, ahead * PAIR_BYTES + LINE * vector)
         place = pointer_to(builder, at, LINE * vector, PAIRS.as_pointer())
         columns.append(builder.load(place, align=LINE))
     added: list[list[Any]] = []
@@ -76,16 +85,20 @@ def _emit_sums(builder: Any, rows: int, ahead: int, arguments: Any) -> None:
         )
     following = builder.add(pair, I64(1))
     pair.add_incoming(following, loop)
-    for sums_of_row, new in zip(held, added, strict=True):
-        for phi, value in zip(sums_of_row, new, strict=True):
-            phi.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
+    for sums_of_row, first, new in zip(held, begins, added, strict=True):
+        for phi, begin, value in zip(sums_of_row, first, new, strict=True):
+            phi.add_incoming(begin, before)
             phi.add_incoming(value, loop)
     builder.cbranch(builder.icmp_signed("<", following, pairs), loop, end)
     builder.position_at_end(end)
-    for row, new in enumerate(added):
-        for vector, value in enumerate(new):
-            offset = row * SUMS_BYTES + LINE * vector
-            builder.store(value, pointer_to(builder, sums, offset, FLOATS.as_pointer()), align=LINE)
+    for of_row, new in zip(places, added, strict=True):
+        for place, value in zip(of_row, new, strict=True):
+            builder.store(value, place, align=LINE)
+
+
+def _place(builder: Any, sums: Any, row: int, vector: int) -> Any:
+    offset = row * SUMS_BYTES + LINE * vector
+    return pointer_to(builder, sums, offset, FLOATS.as_pointer())
 
 
 def _spread(builder: Any, word: Any) -> Any:
@@ -96,44 +109,52 @@ def _spread(builder: Any, word: Any) -> Any:
     return builder.bitcast(builder.shuffle_vector(one, nothing, everywhere), PAIRS)
 
 
-def _sums_of(rows: int, ahead: int) -> Any:
+def _sums_of(rows: int, lines: int, *, continues: bool) -> Any:
     """Return a function that adds up so many rows of a block."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def sums_of_rows(
-        _typing: Any, _x: Any, _stride: Any, _columns: Any, _pairs: Any, _sums: Any
+        _typing: Any, _x: Any, _stride: Any, _columns: Any, _pairs: Any, _sums: Any, _ahead: Any
     ) -> Any:
         def emit(builder: Any, *arguments: Any) -> None:
-            _emit_sums(builder, rows, ahead, arguments)
+            _emit_sums(builder, rows, lines, continues, arguments)
 
-        return instructions(5, emit)
+        return instructions(6, emit)
 
     return sums_of_rows
 
 
 @cache
-def adder(ahead: int = 0) -> Any:
+def adder(*, lines: int = 0, continues: bool = False) -> Any:
     """Return a function that adds up to a group of rows of a block, for kernels to call.
 
-    Its arguments are the number of rows, addresses of the first one's inputs and, in bytes, what is
-    between rows, of the columns, how many pairs of inputs there are, and where the sums go:
-    [rows, WIDTH] float32. Columns are read so many pairs ahead, if they come from memory.
+    It takes the number of rows, the address of the first one's inputs, bytes between rows, the
+    address of columns, how many pairs of inputs there are, the address of the sums, [rows, WIDTH]
+    float32, and what is read ahead.
+
+    Args:
+        lines: of a cache that are read ahead with each pair, one behind the other.
+        continues: whether to go on with what the sums are.
     """
-    one, two, three, four, five, six = (_sums_of(rows, ahead) for rows in range(1, GROUP + 1))
+    one, two, three, four, five, six = (
+        _sums_of(rows, lines, continues=continues) for rows in range(1, GROUP + 1)
+    )
 
     @compiled
-    def add_up(rows: int, x: int, stride: int, columns: int, pairs: int, sums: int) -> None:
+    def add_up(
+        rows: int, x: int, stride: int, columns: int, pairs: int, sums: int, ahead: int
+    ) -> None:
         if rows == 1:
-            one(x, stride, columns, pairs, sums)
+            one(x, stride, columns, pairs, sums, ahead)
         elif rows == 2:
-            two(x, stride, columns, pairs, sums)
+            two(x, stride, columns, pairs, sums, ahead)
         elif rows == 3:
-            three(x, stride, columns, pairs, sums)
+            three(x, stride, columns, pairs, sums, ahead)
         elif rows == 4:
-            four(x, stride, columns, pairs, sums)
+            four(x, stride, columns, pairs, sums, ahead)
         elif rows == 5:
-            five(x, stride, columns, pairs, sums)
+            five(x, stride, columns, pairs, sums, ahead)
         else:
-            six(x, stride, columns, pairs, sums)
+            six(x, stride, columns, pairs, sums, ahead)
 
     return add_up

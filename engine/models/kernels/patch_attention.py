@@ -35,6 +35,8 @@ NO_WINDOW = 1 << 40
 _ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(LOWEST)
 _SCORES_BYTES = GROUP * SUMS_BYTES
 """Of a group of queries with a block of columns."""
+
+
 _add_up = adder()
 
 
@@ -173,7 +175,7 @@ def _attend_group(
     for here in range(0, seen, WIDTH):
         columns = at.keys + 2 * here * shape.head_dim
         scores = at.scores + here // WIDTH * _SCORES_BYTES
-        _add_up(count, queries, 2 * shape.head_dim, columns, shape.head_dim // 2, scores)
+        _add_up(count, queries, 2 * shape.head_dim, columns, shape.head_dim // 2, scores, 0)
         if score.cap:
             for slot in range(count):
                 cap_scores(scores + SUMS_BYTES * slot, score.cap, score.power)
@@ -187,7 +189,7 @@ def _attend_group(
     for chunk in range(shape.padded // WIDTH):
         columns = at.values + 2 * chunk * KEYS * WIDTH
         parts = at.parts + chunk * _SCORES_BYTES
-        _add_up(count, at.weights, 2 * KEYS, columns, (seen + 1) // 2, parts)
+        _add_up(count, at.weights, 2 * KEYS, columns, (seen + 1) // 2, parts, 0)
         for slot in range(count):
             results = at.results + 4 * ((top + slot) * shape.padded + chunk * WIDTH)
             add_scaled(results, at.factors + LINE * slot, parts + SUMS_BYTES * slot)

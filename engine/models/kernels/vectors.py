@@ -89,9 +89,11 @@ def pointer_to(builder: Any, address: Any, offset: int = 0, kind: Any = BYTES) -
     return builder.inttoptr(builder.add(address, I64(offset)), kind)
 
 
-def prefetch(builder: Any, address: Any, offset: int = 0, *, is_write: bool = False) -> None:
-    """Have a cache line read; its address may be any."""
-    hints = I32(int(is_write)), I32(3), I32(1)
+def prefetch(
+    builder: Any, address: Any, offset: int = 0, *, level: int = 1, is_write: bool = False
+) -> None:
+    """Have a line read into a cache of this level; its address may be any."""
+    hints = I32(int(is_write)), I32(4 - level), I32(1)
     call(builder, "llvm.prefetch.p0", VOID, pointer_to(builder, address, offset), *hints)
 
 
