@@ -54,7 +54,7 @@ def _reason_against(
     if not by_kernels and not is_invariance_cheap():
         return "that costs time on this processor"
     unmeasured = {
-        "capped scores": spec.attention_softcap is not None,
+        "capped scores": not by_kernels and spec.attention_softcap is not None,
         "sliding windows": not by_kernels and any(window is not None for window in spec.windows),
         "latent attention": spec.latent is not None,
         "experts": by_kernels and spec.moe is not None,

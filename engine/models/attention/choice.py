@@ -14,7 +14,7 @@ from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
 from engine.models.kernels.choice import FusedKernels, is_close, trusted
 from engine.models.products.processor import float32_is_faster
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelSpec, UnsupportedModel
 
 
 def attention_of(
@@ -34,6 +34,9 @@ def attention_of(
         device: where the model computes.
         token_by_token, first_key: see `PagedAttention`.
         kernels: fused ones; on a CPU kernels attend beside them.
+
+    Raises:
+        UnsupportedModel: nothing attends token by token.
     """
     stock = partial(
         PagedAttention,
@@ -60,6 +63,8 @@ def attention_of(
             if kernels is None
             else _of_cpus(stock(), spec, kv_format.dtype, token_by_token=token_by_token)
         )
+        if found is None and token_by_token and spec.attention_softcap is not None:
+            raise scores_are_capped(spec)
         return found or stock(token_by_token=token_by_token)
     return CudaAttention(
         stock(token_by_token=token_by_token),
@@ -75,6 +80,14 @@ def attention_of(
         windows=tuple(dict.fromkeys(spec.windows)),
         has_sinks=spec.attention_sinks,
         batch_invariant=token_by_token,
+    )
+
+
+def scores_are_capped(spec: ModelSpec) -> UnsupportedModel:
+    """Return why a CPU without a kernel for it cannot compute such a model token by token."""
+    return UnsupportedModel(
+        f"--batch-invariant: {spec.architecture} caps attention scores, and no operator does that "
+        "for each token by itself"
     )
 
 

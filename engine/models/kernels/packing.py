@@ -26,9 +26,9 @@ from engine.models.kernels.vectors import (
 
 STRIP = LANES
 """Keys that are transposed together."""
-CHUNK = 32
-"""Dimensions of a head that are read together; they are whole chunks."""
-_HALVES = ir.VectorType(I16, 2 * LANES)
+CHUNK = LANES
+"""Values of a head that are interleaved together; its dimensions are whole chunks."""
+_HALVES = ir.VectorType(I16, LANES)
 
 
 def _shuffled(builder: Any, one: Any, other: Any, lanes: list[int], width: int = LANES) -> Any:
@@ -51,19 +51,33 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
+def _emit_transposition(builder: Any, pairs: int, addresses: Any, offset: Any, target: Any) -> None:
+    rows = []
+    for key in range(STRIP):
+        place = pointer_to(builder, addresses, 8 * key, I64.as_pointer())
+        at = builder.add(builder.load(place, align=8), offset)
+        rows.append(builder.load(pointer_to(builder, at, kind=WORDS.as_pointer()), align=2))
+    for pair, words in enumerate(_transposed(builder, rows)[:pairs]):
+        place = pointer_to(builder, target, PAIR_BYTES * pair, WORDS.as_pointer())
+        builder.store(words, place, align=LINE)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def _transpose(_typing: Any, _addresses: Any, _offset: Any, _target: Any) -> Any:
-    """Store a chunk of 16 keys as words of pairs [pairs, 16], a pair's columns apart."""
+    """Store 32 dimensions of 16 keys as words of pairs [16 pairs, 16], a pair's columns apart."""
 
     def emit(builder: Any, addresses: Any, offset: Any, target: Any) -> None:
-        rows = []
-        for key in range(STRIP):
-            place = pointer_to(builder, addresses, 8 * key, I64.as_pointer())
-            at = builder.add(builder.load(place, align=8), offset)
-            rows.append(builder.load(pointer_to(builder, at, kind=WORDS.as_pointer()), align=2))
-        for pair, words in enumerate(_transposed(builder, rows)):
-            place = pointer_to(builder, target, PAIR_BYTES * pair, WORDS.as_pointer())
-            builder.store(words, place, align=LINE)
+        _emit_transposition(builder, LANES, addresses, offset, target)
+
+    return instructions(3, emit)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _transpose_half(_typing: Any, _addresses: Any, _offset: Any, _target: Any) -> Any:
+    """Store half as many dimensions; what is read behind them belongs to the same token."""
+
+    def emit(builder: Any, addresses: Any, offset: Any, target: Any) -> None:
+        _emit_transposition(builder, LANES // 2, addresses, offset, target)
 
     return instructions(3, emit)
 
@@ -77,11 +91,9 @@ def _interleave(_typing: Any, _one: Any, _other: Any, _target: Any) -> Any:
             builder.load(pointer_to(builder, each, kind=_HALVES.as_pointer()), align=2)
             for each in (one, other)
         )
-        for half in range(2):
-            lanes = [half * LANES + i // 2 + i % 2 * 2 * LANES for i in range(2 * LANES)]
-            words = _shuffled(builder, first, second, lanes, 2 * LANES)
-            place = pointer_to(builder, target, LINE * half, _HALVES.as_pointer())
-            builder.store(words, place, align=LINE)
+        lanes = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
+        words = builder.bitcast(_shuffled(builder, first, second, lanes, 2 * LANES), WORDS)
+        builder.store(words, pointer_to(builder, target, kind=WORDS.as_pointer()), align=LINE)
 
     return instructions(3, emit)
 
@@ -126,9 +138,11 @@ def pack_keys(addresses: int, count: int, head_dim: int, packed: int) -> None:
     for strip in range((count + STRIP - 1) // STRIP):
         block, column = strip * STRIP // WIDTH, strip * STRIP % WIDTH
         target = packed + 2 * block * WIDTH * head_dim + 4 * column
-        for chunk in range(head_dim // CHUNK):
-            pairs = PAIR_BYTES * chunk * CHUNK // 2
-            _transpose(addresses + 8 * strip * STRIP, 2 * chunk * CHUNK, target + pairs)
+        keys, whole = addresses + 8 * strip * STRIP, head_dim // 32 * 32
+        for first in range(0, whole, 32):
+            _transpose(keys, 2 * first, target + PAIR_BYTES * first // 2)
+        if whole < head_dim:
+            _transpose_half(keys, 2 * whole, target + PAIR_BYTES * whole // 2)
 
 
 @compiled

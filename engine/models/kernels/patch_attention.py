@@ -105,7 +105,7 @@ def _sizes(shape: _Shape) -> _Memory:
         found=8 * (KEYS + STRIP),
         keys=2 * KEYS * shape.head_dim,
         values=2 * KEYS * shape.padded,
-        queries=2 * queries * shape.head_dim,
+        queries=-(-2 * queries * shape.head_dim // LINE) * LINE,
         results=4 * queries * shape.padded,
         sums=LINE * queries,
         maximums=LINE * queries,

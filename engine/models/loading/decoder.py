@@ -111,6 +111,7 @@ class DecoderLoader:
                 is_whole=place is None and shard is None,
                 is_quantized=quantization is not None,
                 has_adapters=adapters is not None,
+                kernels=kernels,
             )
         if adapters is not None and spec.latent is not None:
             raise UnsupportedModel(

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.models.attention.choice import attends_by_pairs
+from engine.models.attention.choice import attends_by_pairs, scores_are_capped
 from engine.models.kernels.choice import FusedKernels
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
@@ -25,6 +25,7 @@ def require_batch_invariance(
     is_whole: bool,
     is_quantized: bool,
     has_adapters: bool,
+    kernels: FusedKernels | None,
 ) -> None:
     """Check that --batch-invariant can be kept.
 
@@ -40,11 +41,9 @@ def require_batch_invariance(
             "independently of each other"
         )
     if device.type == "cpu":
-        if spec.attention_softcap is not None:
-            raise UnsupportedModel(
-                f"--batch-invariant: {spec.architecture} caps attention scores, and no operator "
-                "does that for each token by itself"
-            )
+        by_kernel = kernels is not None and types.kept == "auto" and attends_by_pairs(spec)
+        if spec.attention_softcap is not None and not by_kernel:
+            raise scores_are_capped(spec)
         return
     if device.type != "cuda":
         raise UnsupportedModel(f"--batch-invariant: there are no kernels for {device.type}")

@@ -10,6 +10,9 @@ import torch
 from engine.executor import batch_invariance
 from engine.executor.batch_invariance import is_batch_invariant
 from engine.models.hf_config import read_spec
+from engine.models.loading import invariance
+from engine.models.loading.invariance import has_invariant_kernels
+from engine.models.products import compiled
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 from engine.shared.config import (
@@ -24,6 +27,14 @@ from engine.shared.group_config import group_config
 
 CPU = torch.device("cpu")
 FLOAT32 = ComputeTypes(torch.float32, torch.bfloat16)
+BFLOAT16 = ComputeTypes(torch.bfloat16, torch.bfloat16)
+MORE_COSTLY = [
+    EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
+    EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=2)),
+    EngineConfig(parallel=ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)),
+    EngineConfig(lora=LoraConfig(enable_lora=True)),
+    EngineConfig(model=ModelConfig(quantization="int8")),
+]
 
 
 def chosen(
@@ -34,7 +45,7 @@ def chosen(
     device: torch.device = CPU,
 ) -> bool:
     plain = read_spec(BUNDLED_MODEL)
-    return is_batch_invariant(config or EngineConfig(), spec or plain, types, device)
+    return is_batch_invariant(config or EngineConfig(), spec or plain, types, device, None)
 
 
 @pytest.fixture(params=[True, False], autouse=True)
@@ -58,16 +69,7 @@ def test_a_setting_decides_without_a_word(value: bool, caplog: pytest.LogCapture
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
-        EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=2)),
-        EngineConfig(parallel=ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)),
-        EngineConfig(lora=LoraConfig(enable_lora=True)),
-        EngineConfig(model=ModelConfig(quantization="int8")),
-    ],
-)
+@pytest.mark.parametrize("config", MORE_COSTLY)
 def test_what_costs_more_or_is_impossible_stays_without(config: EngineConfig) -> None:
     assert chosen(config) is False
 
@@ -77,9 +79,37 @@ def test_a_model_that_costs_more_stays_without(caplog: pytest.LogCaptureFixture)
     sliding = msgspec.structs.replace(spec, windows=(16,) * len(spec.windows))
     assert chosen(spec=sliding) is False
     assert chosen(spec=msgspec.structs.replace(spec, attention_softcap=50.0)) is False
-    assert chosen(types=ComputeTypes(torch.bfloat16, torch.bfloat16)) is False
+    assert chosen(types=BFLOAT16) is False
     assert chosen(types=FLOAT32._replace(kept="fp8")) is False
     assert chosen(device=torch.device("cuda")) is False
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_kernels_that_compute_row_by_row_make_it_the_default(
+    by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, which the decision does not ask the processor for."""
+    monkeypatch.setattr(batch_invariance, "has_invariant_kernels", lambda _spec, _: by_kernels)
+    replace = msgspec.structs.replace
+    with_experts = read_spec(BUNDLED_MODEL)
+    plain = replace(with_experts, moe=None)
+    assert chosen(types=BFLOAT16, spec=plain) is by_kernels
+    assert chosen(types=BFLOAT16, spec=replace(plain, windows=(16,))) is by_kernels
+    assert chosen(types=BFLOAT16, spec=replace(plain, attention_softcap=50.0)) is by_kernels
+    assert chosen(types=BFLOAT16, spec=with_experts) is False
+    assert chosen(types=BFLOAT16._replace(kept="fp8"), spec=plain) is False
+    assert not any(chosen(config, types=BFLOAT16, spec=plain) for config in MORE_COSTLY)
+
+
+@pytest.mark.parametrize("lacks", ["kernels", "products", "attention", "nothing"])
+def test_kernels_for_products_and_attention_are_asked_for(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: Any = object()
+    monkeypatch.setattr(compiled, "product_kernel", lambda: None if lacks == "products" else there)
+    monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: lacks != "attention")
+    kernels = None if lacks == "kernels" else there
+    assert has_invariant_kernels(read_spec(BUNDLED_MODEL), kernels) is (lacks == "nothing")
 
 
 def test_engines_compare_what_is_set() -> None:

@@ -1,27 +1,46 @@
 """Models with fused kernels: as close to themselves in float32 as with stock operators."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from engine.models.attention import fused
+from engine.models.attention import choice, fused, patches
 from engine.models.attention.fused import FusedAttention
 from engine.models.attention.paged import PagedAttention
+from engine.models.attention.patches import PatchAttention
 from engine.models.kernels.compiling import Kernel
 from engine.models.kernels.fused import CompiledKernels
+from engine.models.kernels.pair_sums import has_pairs
+from engine.models.loading import invariance
+from engine.models.spec import UnsupportedModel
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 LENGTH = 90
 _LLAMAS = {"llama", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen3-moe"}
 USED = {
-    "rms_norm": {*_LLAMAS, "gemma3", "deepseek2", "llama4", "gpt-oss"},
+    "rms_norm": {*_LLAMAS, "gemma2", "gemma3", "deepseek2", "llama4", "gpt-oss"},
     "swiglu": {*_LLAMAS, "deepseek2", "llama4", "cohere"},
-    "rotate_and_store": {*_LLAMAS, "gemma3", "llama4", "gpt-oss", "cohere"},
+    "rotate_and_store": {*_LLAMAS, "gemma2", "gemma3", "llama4", "gpt-oss", "cohere"},
     "attend": {*_LLAMAS, "gemma3", "cohere"},
 }
 """By what is called in which families."""
+BENT = {"gemma2", "gpt-oss"}
+"""Whose scores only the kernel for all tokens knows how to bend."""
 FAMILIES = sorted(set[str]().union(*USED.values()))
+BY_PAIRS = [False, True] if has_pairs() else [False]
+
+
+@pytest.fixture(params=BY_PAIRS, ids=lambda by_pairs: "by pairs" if by_pairs else "decodes alone")
+def by_pairs(request: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Return whether one kernel attends from all tokens."""
+    result: bool = request.param
+    if not result:
+        monkeypatch.setattr(choice, "attends_by_pairs", lambda _spec: False)
+    return result
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -31,6 +50,7 @@ def test_logits_are_as_exact_as_without(
     driver: LoadDriver,
     prompt: MakePrompt,
     monkeypatch: pytest.MonkeyPatch,
+    by_pairs: bool,
 ) -> None:
     called = _count_calls(monkeypatch)
     directory, tokens = checkpoint(name).directory, prompt(LENGTH)
@@ -48,7 +68,8 @@ def test_logits_are_as_exact_as_without(
     stock = logits(dtype="bfloat16")
     assert not called
     with_kernels = logits(dtype="bfloat16", fused=True)
-    assert called == {kernel for kernel, names in USED.items() if name in names}
+    expected = {kernel for kernel, names in USED.items() if name in names}
+    assert called == expected | ({"attend"} if by_pairs and name in BENT else set())
     # The median: where two experts are nearly tied, a rounding chooses another one.
     rounding = (stock - exact).abs().median()
     assert (with_kernels - exact).abs().median() < 1.2 * rounding
@@ -69,25 +90,43 @@ def test_a_cache_in_8_bits_is_left_to_stock_operators(
 
 
 def test_prompts_and_decodes_attend_alike_where_a_batch_must_not_matter(
-    checkpoint: SaveModel, driver: LoadDriver
+    checkpoint: SaveModel, driver: LoadDriver, by_pairs: bool
 ) -> None:
     directory = checkpoint("llama").directory
     invariant = driver(directory, dtype="bfloat16", fused=True, batch_invariant=True)
-    assert isinstance(invariant.runner.model.attention, PagedAttention)
     plain = driver(directory, dtype="bfloat16", fused=True)
-    assert isinstance(plain.runner.model.attention, FusedAttention)
+    kinds = [type(each.runner.model.attention) for each in (invariant, plain)]
+    assert kinds == [PatchAttention] * 2 if by_pairs else [PagedAttention, FusedAttention]
 
 
-def test_decodes_that_attend_otherwise_are_left_to_stock_operators(
+def test_capped_scores_are_exact_by_a_kernel_or_refused(
+    checkpoint: SaveModel, driver: LoadDriver, by_pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: by_pairs)
+    directory = checkpoint("gemma2").directory
+    load = partial(driver, directory, dtype="bfloat16", batch_invariant=True)
+    refused = pytest.raises(UnsupportedModel, match="caps attention scores")
+    with nullcontext() if by_pairs else refused:
+        assert isinstance(load(fused=True).runner.model.attention, PatchAttention)
+    with refused:
+        load()
+    monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: True)
+    monkeypatch.setattr(choice, "_agree", lambda *_: False)
+    with refused:
+        load(fused=True)
+
+
+def test_tokens_that_attend_otherwise_are_left_to_stock_operators(
     checkpoint: SaveModel,
     driver: LoadDriver,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    by_pairs: bool,
 ) -> None:
-    def wrong(_attention: FusedAttention, *tensors: Any) -> None:
-        tensors[-1].zero_()
+    def wrong(_attention: Any, queries: Tensor, *_: Any) -> Tensor:
+        return torch.zeros(len(queries), queries.shape[1] * queries.shape[2])
 
-    monkeypatch.setattr(FusedAttention, "_attend_decodes", wrong)
+    monkeypatch.setattr(PatchAttention if by_pairs else FusedAttention, "attend", wrong)
     engine = driver(checkpoint("llama").directory, dtype="bfloat16", fused=True)
     assert isinstance(engine.runner.model.attention, PagedAttention)
     assert "operators of attention are torch's own: fused kernels differ" in caplog.text
@@ -98,11 +137,13 @@ def test_attention_that_cannot_be_compiled_is_left_to_stock_operators(
     driver: LoadDriver,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    by_pairs: bool,
 ) -> None:
     def of_no_type(pointer: Any) -> None:
         pointer.attend()
 
-    monkeypatch.setattr(fused, "decode_attention", lambda *_shape: Kernel(of_no_type))
+    replaced = (patches, "patch_attention") if by_pairs else (fused, "decode_attention")
+    monkeypatch.setattr(*replaced, lambda *_shape: Kernel(of_no_type))
     engine = driver(checkpoint("llama").directory, dtype="bfloat16", fused=True)
     assert isinstance(engine.runner.model.attention, PagedAttention)
     assert "operators of attention are torch's own" in caplog.text
@@ -126,4 +167,5 @@ def _count_calls(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     for name in ("rms_norm", "swiglu", "rotate_and_store"):
         watch(CompiledKernels, name, name)
     watch(FusedAttention, "_attend_decodes", "attend")
+    watch(PatchAttention, "attend", "attend")
     return called
