@@ -128,7 +128,7 @@ def _kernels(
     config: EngineConfig, spec: ModelSpec, types: ComputeTypes, device: torch.device
 ) -> FusedKernels | None:
     """Return what fuses the operators between products, unless a small model is to start fast."""
-    if device.type == "cpu" and (config.executor.enforce_eager or fits_caches(spec)):
+    if device.type == "cpu" and (config.executor.enforce_eager):
         return None
     return fused_kernels(types.activations, device)
 

@@ -39,7 +39,7 @@ _OPTIONS: dict[str, Any] = {
 
 def compiled(function: _Function) -> _Function:
     """Mark a function that kernels call; it is compiled into each of them."""
-    result: _Function = numba.njit(forceinline=True, **_OPTIONS)(function)
+    result: _Function = numba.njit(inline="always", **_OPTIONS)(function)
     return result
 
 

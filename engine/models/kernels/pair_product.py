@@ -44,7 +44,8 @@ def _add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: in
     for first in range(0, pairs, _CHUNK):
         count = min(_CHUNK, pairs - first)
         here, half = columns + PAIR_BYTES * first, PAIR_BYTES * count // 2
-        for top in range(0, rows, each):
+        top = 0
+        while top < rows:
             some = min(each, rows - top)
             inputs, of_rows = x + top * stride + 4 * first, sums + top * SUMS_BYTES
             if top <= each:  # each of the first two groups reads half of the next chunk
@@ -52,6 +53,7 @@ def _add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: in
                 _add_and_read(some, inputs, stride, here, count, of_rows, ahead)
             else:
                 _add(some, inputs, stride, here, count, of_rows, 0)
+            top += some
 
 
 def _product(pointer: Any) -> None:

@@ -22,6 +22,7 @@ from engine.models.kernels.vectors import (
     WORDS,
     call,
     compiles_for,
+    in_function,
     instructions,
     pointer_to,
     prefetch,
@@ -112,14 +113,16 @@ def _spread(builder: Any, word: Any) -> Any:
 def _sums_of(rows: int, lines: int, *, continues: bool) -> Any:
     """Return a function that adds up so many rows of a block."""
 
+    def emit(builder: Any, *arguments: Any) -> None:
+        _emit_sums(builder, rows, lines, continues, arguments)
+
+    name = f"sums_of_{rows}_rows_{lines}_lines" + "_more" * continues
+
     @intrinsic  # type: ignore[untyped-decorator]
     def sums_of_rows(
         _typing: Any, _x: Any, _stride: Any, _columns: Any, _pairs: Any, _sums: Any, _ahead: Any
     ) -> Any:
-        def emit(builder: Any, *arguments: Any) -> None:
-            _emit_sums(builder, rows, lines, continues, arguments)
-
-        return instructions(6, emit)
+        return instructions(6, in_function(name, emit))
 
     return sums_of_rows
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from llvmlite import binding, ir
 from numba import config, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 LINE = 64
@@ -55,7 +54,9 @@ def stack_memory(num_bytes: int) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
     def address(_typing: Any) -> Any:
         def generate(_context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-            memory = cgutils.alloca_once(builder, ir.ArrayType(I8, num_bytes))
+            # Numba's own function for it clears the memory, byte by byte for LLVM.
+            with builder.goto_entry_block():
+                memory = builder.alloca(ir.ArrayType(I8, num_bytes))
             memory.align = LINE
             return builder.ptrtoint(memory, I64)
 
@@ -72,6 +73,27 @@ def instructions(count: int, emit: Callable[..., None]) -> tuple[Any, Any]:
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * count), generate
+
+
+def in_function(name: str, emit: Callable[..., None]) -> Callable[..., None]:
+    """Return what calls a function of the kernel's own, which has these instructions.
+
+    LLVM takes much longer to optimize one large function than some small ones.
+    """
+
+    def emit_call(builder: Any, *arguments: Any) -> None:
+        function = builder.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(VOID, [each.type for each in arguments])
+            function = ir.Function(builder.module, kind, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inside = ir.IRBuilder(function.append_basic_block())
+            emit(inside, *function.args)
+            inside.ret_void()
+        builder.call(function, arguments)
+
+    return emit_call
 
 
 def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
