@@ -57,7 +57,6 @@ def _reason_against(
         "capped scores": not by_kernels and spec.attention_softcap is not None,
         "sliding windows": not by_kernels and any(window is not None for window in spec.windows),
         "latent attention": spec.latent is not None,
-        "experts": by_kernels and spec.moe is not None,
         "adapters": config.lora.enable_lora,
         "an 8-bit KV cache": types.kept != "auto",
     }

@@ -131,6 +131,28 @@ class GroupedExperts:
         return _expert_by_expert(x, chosen, weights, self._experts, self._adapters)
 
 
+class AllExperts:
+    """Two products with all experts, for any number of tokens.
+
+    Those that a token has not chosen count with weight zero. A token is computed by itself if both
+    products do so.
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear, num_experts: int, gated: Rows) -> None:
+        """Take products [hidden] to [experts * 2 * inner] and [experts * inner] to [hidden]."""
+        self._gate_up = gate_up
+        self._down = down
+        self._num_experts = num_experts
+        self._gated = gated
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, as `Experts` does."""
+        shares = x.new_zeros(len(x), self._num_experts).scatter_(1, chosen, weights.to(x.dtype))
+        gate_up = self._gate_up(x).view(len(x), self._num_experts, -1)
+        inner = self._gated(gate_up).mul_(shares.unsqueeze(-1))
+        return self._down(inner.view(len(x), -1))
+
+
 class StackedExperts:
     """Small experts in two matrices, so that few tokens are computed in two products.
 
@@ -140,9 +162,12 @@ class StackedExperts:
 
     def __init__(self, gate_up: Tensor, down: Tensor, gated: Rows = swiglu) -> None:
         """Take gate_up [experts, 2 * inner, hidden] and down [experts, inner, hidden]."""
-        self._gated = gated
-        self._all_gate_up = DenseLinear(gate_up.flatten(0, 1), None)
-        self._all_down = DenseLinear(down.flatten(0, 1).T, None)
+        self._together = AllExperts(
+            DenseLinear(gate_up.flatten(0, 1), None),
+            DenseLinear(down.flatten(0, 1).T, None),
+            len(gate_up),
+            gated,
+        )
         self._experts = [
             Expert(DenseLinear(up, None), DenseLinear(back.T, None), gated)
             for up, back in zip(gate_up, down, strict=True)
@@ -156,11 +181,7 @@ class StackedExperts:
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if len(x) > _FEW_TOKENS:
             return _expert_by_expert(x, chosen, weights, self._experts)
-        num_experts = len(self._experts)
-        shares = x.new_zeros(len(x), num_experts).scatter_(1, chosen, weights.to(x.dtype))
-        gate_up = self._all_gate_up(x)
-        inner = self._gated(gate_up.view(len(x), num_experts, -1)).mul_(shares.unsqueeze(-1))
-        return self._all_down(inner.view(len(x), -1))
+        return self._together(x, chosen, weights)
 
 
 def _expert_by_expert(

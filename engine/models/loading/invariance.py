@@ -4,17 +4,14 @@ import torch
 
 from engine.models.attention.choice import attends_by_pairs, scores_are_capped
 from engine.models.kernels.choice import FusedKernels
+from engine.models.products.dense import has_product_kernel
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
 
 
 def has_invariant_kernels(spec: ModelSpec, kernels: FusedKernels | None) -> bool:
     """Whether, on this CPU, kernels compute each row of products and attention by itself anyway."""
-    if kernels is None:
-        return False
-    from engine.models.products.compiled import product_kernel  # imports Numba
-
-    return product_kernel() is not None and attends_by_pairs(spec)
+    return kernels is not None and has_product_kernel() and attends_by_pairs(spec)
 
 
 def require_batch_invariance(

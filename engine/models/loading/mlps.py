@@ -8,6 +8,7 @@ from engine.models.kernels.choice import FusedKernels
 from engine.models.layers import Chain, Rows, gated
 from engine.models.loading.products import ProductLoader
 from engine.models.moe import (
+    AllExperts,
     Expert,
     Experts,
     GroupedExperts,
@@ -86,7 +87,7 @@ class MlpLoader:
         products = self._products
         bias = products.copy(prefix + "router.bias") if moe.bias else None
         weight = products.copy(prefix + "router.weight")
-        score = prepare_linear(weight, bias, by_rows=products.is_by_rows)
+        score = products.plain(weight, bias)
         if products.bank is not None:
             names, hidden = [prefix + "router"], self._spec.hidden_size
             score = products.adapted(score, names, [moe.num_experts], hidden)
@@ -135,5 +136,10 @@ class MlpLoader:
         each = [f"{prefix}experts.{i}." for i in range(moe.num_experts)]
         gate_up = [products.fused([f"{p}gate_proj.weight", f"{p}up_proj.weight"]) for p in each]
         down = [products.copy(f"{p}down_proj.weight").T for p in each]
+        if products.by_kernels:
+            first = products.by_rows(products.prepare(torch.cat(gate_up), None), hidden)
+            second = products.prepare(torch.cat(down).T.contiguous(), None)
+            second = products.by_rows(second, moe.num_experts * inner)
+            return AllExperts(first, second, moe.num_experts, self._gated)
         kind = RowwiseExperts if products.splits_experts else StackedExperts
         return kind(torch.stack(gate_up), torch.stack(down), self._gated)

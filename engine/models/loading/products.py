@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.models.adapters import AdapterBank
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.parallel.tensors import CutCheckpoint
-from engine.models.products.dense import Linear, prepare_linear
+from engine.models.products.dense import Linear, has_product_kernel, prepare_linear
 from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, joined, quantized
 from engine.models.products.int8 import prepare_int8
 from engine.models.products.invariant import InvariantLinear
@@ -76,11 +76,21 @@ class ProductLoader:
         return RowBlocks(function, probe_rows(width, self.dtype))
 
     @property
+    def is_plain(self) -> bool:
+        """Whether products are neither rounded nor adapted."""
+        return self._quantization is None and self.bank is None
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels of our own compute plain products, each row by itself if so wished."""
+        return self.is_plain and self._by_kernels and has_product_kernel()
+
+    @property
     def splits_experts(self) -> bool:
         """Whether experts and their router compute rows by themselves each, rather than a layer's
-        whole block of them: in float32 they take almost any number of rows as they come."""
-        plain = self._quantization is None and self.bank is None
-        return self.is_by_rows and plain and self.dtype == torch.float32
+        whole block of them: kernels do, and in float32 they take almost any number of rows."""
+        in_parts = self.by_kernels or (self.is_plain and self.dtype == torch.float32)
+        return self.is_by_rows and in_parts
 
     def linear(self, *names: str, bias: list[str] | None = None) -> Linear:
         """Return the product with some weights one below the other, plus their biases."""
@@ -120,6 +130,10 @@ class ProductLoader:
             return prepare_int8(weight, bias)
         if self.is_by_rows and weight.device.type == "cuda":
             return InvariantLinear(weight, bias)
+        return self.plain(weight, bias)
+
+    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return the product with a weight that is never rounded."""
         return prepare_linear(weight, bias, by_rows=self.is_by_rows, by_kernels=self._by_kernels)
 
     def fused(self, names: list[str]) -> Tensor:

@@ -87,9 +87,7 @@ class CompiledProduct:
         Raises:
             RuntimeError: it has not the layout that the kernel reads.
         """
-        size = torch.ops.mkldnn._nbytes(packed)
-        is_whole = outputs % kernel.block == 0 and inputs % kernel.input_block == 0
-        if not is_whole or size != 2 * outputs * inputs:
+        if torch.ops.mkldnn._nbytes(packed) != 2 * outputs * inputs:
             raise RuntimeError(f"weights [{outputs}, {inputs}] are packed in other blocks")
         self.faster_rows = kernel.faster_rows
         self._kernel = kernel
@@ -128,12 +126,14 @@ class CompiledProduct:
 def compiled_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> CompiledProduct | None:
     """Return a product with what oneDNN packed [outputs, inputs] into, if there is a kernel for it.
 
-    Each shape is compared once with oneDNN's own product.
+    It takes whole blocks. Each shape is compared once with oneDNN's own product.
     """
     kernel = product_kernel()
     if weight.dtype != torch.bfloat16 or kernel is None:
         return None
     outputs, inputs = weight.shape
+    if outputs % kernel.block or inputs % kernel.input_block:
+        return None
     key = outputs, inputs, bias is None
     if _agreed.get(key) is False:
         return None

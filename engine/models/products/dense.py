@@ -214,6 +214,17 @@ def _gelu_of(x: Tensor, product: Any, weight: Tensor, bias: Tensor) -> Tensor:
 _packable: dict[tuple[torch.dtype, int, int], bool] = {}
 
 
+def has_product_kernel() -> bool:
+    """Whether a kernel of our own computes products of bfloat16 on this processor.
+
+    Raises:
+        ImportError: there is nothing that compiles kernels.
+    """
+    from engine.models.products.compiled import product_kernel  # imports Numba
+
+    return product_kernel() is not None
+
+
 def prepare_linear(
     weight: Tensor, bias: Tensor | None = None, *, by_rows: bool = False, by_kernels: bool = False
 ) -> Linear:

@@ -12,7 +12,6 @@ from engine.executor.batch_invariance import is_batch_invariant
 from engine.models.hf_config import read_spec
 from engine.models.loading import invariance
 from engine.models.loading.invariance import has_invariant_kernels
-from engine.models.products import compiled
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 from engine.shared.config import (
@@ -96,7 +95,7 @@ def test_kernels_that_compute_row_by_row_make_it_the_default(
     assert chosen(types=BFLOAT16, spec=plain) is by_kernels
     assert chosen(types=BFLOAT16, spec=replace(plain, windows=(16,))) is by_kernels
     assert chosen(types=BFLOAT16, spec=replace(plain, attention_softcap=50.0)) is by_kernels
-    assert chosen(types=BFLOAT16, spec=with_experts) is False
+    assert chosen(types=BFLOAT16, spec=with_experts) is by_kernels
     assert chosen(types=BFLOAT16._replace(kept="fp8"), spec=plain) is False
     assert not any(chosen(config, types=BFLOAT16, spec=plain) for config in MORE_COSTLY)
 
@@ -106,7 +105,7 @@ def test_kernels_for_products_and_attention_are_asked_for(
     lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: Any = object()
-    monkeypatch.setattr(compiled, "product_kernel", lambda: None if lacks == "products" else there)
+    monkeypatch.setattr(invariance, "has_product_kernel", lambda: lacks != "products")
     monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: lacks != "attention")
     kernels = None if lacks == "kernels" else there
     assert has_invariant_kernels(read_spec(BUNDLED_MODEL), kernels) is (lacks == "nothing")
