@@ -93,7 +93,7 @@ class MlpLoader:
             score = products.adapted(score, names, [moe.num_experts], hidden)
         elif moe.in_float32:  # adapters compute in the model's type
             exact = prepare_linear(products.copy(prefix + "router.weight").float())
-            score = Chain(torch.Tensor.float, self._scores(exact))
+            score = Chain(torch.Tensor.float, self._scores(exact, torch.float32))
         else:
             score = self._scores(score)
         if moe.scoring == "softmax" and not moe.in_float32:
@@ -104,10 +104,10 @@ class MlpLoader:
             correction = correction.to(products.device, torch.float32, copy=True)
         return GroupRouter(score, correction, moe)
 
-    def _scores(self, product: Linear) -> Linear:
+    def _scores(self, product: Linear, dtype: torch.dtype | None = None) -> Linear:
         products = self._products
         by_rows = products.splits_experts and self._group is None
-        return products.by_rows(product, self._spec.hidden_size) if by_rows else product
+        return products.by_rows(product, self._spec.hidden_size, dtype) if by_rows else product
 
     def _expert(self, prefix: str, number: int) -> Linear:
         spec, products, gate = self._spec, self._products, self._gated

@@ -66,14 +66,15 @@ class ProductLoader:
             return product
         return self.bank.linear(product, names, widths, inputs)
 
-    def by_rows(self, function: Linear, width: int) -> Linear:
+    def by_rows(self, function: Linear, width: int, dtype: torch.dtype | None = None) -> Linear:
         """Return a function of rows [rows, width] that computes each by itself, if so wished.
 
-        On CUDA the products do, and what lies between them treats each value or row alike.
+        Rows have the type of activations, or another one. On CUDA the products do, and what lies
+        between them treats each value or row alike.
         """
         if not self.is_by_rows or self.device.type == "cuda" or is_by_rows(function):
             return function
-        return RowBlocks(function, probe_rows(width, self.dtype))
+        return RowBlocks(function, probe_rows(width, dtype or self.dtype))
 
     @property
     def is_plain(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.rows import AttentionRows
+from engine.models.kernels.pair_sums import has_pairs
 from engine.models.products.dense import prepare_linear
 from engine.models.products.row_blocks import SIZES, RowBlocks, probe_rows
 from engine.models.spec import UnsupportedModel
@@ -46,6 +47,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-moe", {"dtype": "bfloat16", "fused": True}),
     ("gemma3", {"dtype": "bfloat16", "fused": True}),
     ("llama4", {"dtype": "bfloat16", "fused": True}),
+    ("llama-biased", {"dtype": "bfloat16", "fused": True}),
+    ("mistral-window", {"dtype": "bfloat16", "fused": True}),
+    ("mixtral", {"dtype": "bfloat16", "fused": True}),
+    ("qwen3-moe-many", {"dtype": "bfloat16", "fused": True}),
+    ("glm4-moe-normed", {"dtype": "bfloat16", "fused": True}),
+    ("gpt-oss", {"dtype": "bfloat16", "fused": True}),
+    ("deepseek3", {"dtype": "bfloat16", "fused": True}),
+    *([("gemma2", {"dtype": "bfloat16", "fused": True})] if has_pairs() else []),
 ]
 
 
