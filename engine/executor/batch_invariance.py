@@ -19,13 +19,21 @@ def is_batch_invariant(
     spec: ModelSpec,
     types: ComputeTypes,
     device: torch.device,
+    *,
     kernels: FusedKernels | None,
+    is_quantized: bool,
 ) -> bool:
-    """Return what is set, else whether it costs little; in that case the log says which it is."""
+    """Return what is set, else whether it costs little; in that case the log says which it is.
+
+    Args:
+        kernels: that the model is computed with.
+        is_quantized: whether its products are.
+    """
     wanted = config.executor.batch_invariant
     if wanted is not None:
         return wanted
-    reason = _reason_against(config, spec, types, device, kernels)
+    reason = "the model is quantized" if is_quantized else None
+    reason = reason or _reason_against(config, spec, types, device, kernels)
     if reason is None:
         logger.info("batch-invariant: tokens do not depend on what shares their step")
     else:
@@ -46,8 +54,6 @@ def _reason_against(
         return "the model is not on a CPU"
     if parallel.processes > 1 or parallel.enable_expert_parallel:
         return "several processes share the model"
-    if config.model.quantization is not None:
-        return "the model is quantized"
     by_kernels = has_invariant_kernels(spec, kernels)
     if not by_kernels and types.activations != torch.float32:
         return "no kernels compute its products and its attention row by row"

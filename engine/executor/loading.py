@@ -18,13 +18,12 @@ from engine.models.fallback.loading import load_fallback
 from engine.models.formats.fingerprint import computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.hf_config import read_config, read_spec
-from engine.models.kernels.choice import FusedKernels, fused_kernels
+from engine.models.kernels.choice import fused_kernels
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.stages import divide_layers
 from engine.models.settings import (
-    ComputeTypes,
     compute_types,
     fits_caches,
     model_length,
@@ -101,8 +100,12 @@ def load_model(
     types = types._replace(kept=config.cache.kv_cache_dtype)
     if balance is None and place is not None and parallel.enable_eplb:
         balance = _new_balance(spec, parallel, place.size, device)
-    kernels = _kernels(config, spec, types, device)
-    is_invariant = is_batch_invariant(config, spec, types, device, kernels)
+    is_eager = device.type == "cpu" and config.executor.enforce_eager
+    kernels = None if is_eager else fused_kernels(types.activations, device)
+    rounding = quantization(settings, types, device=device, is_alone=is_alone)
+    is_invariant = is_batch_invariant(
+        config, spec, types, device, kernels=kernels, is_quantized=rounding is not None
+    )
     loader = DecoderLoader(
         spec,
         checkpoint,
@@ -112,7 +115,7 @@ def load_model(
         place=place,
         shard=shard,
         stage=stages[stage],
-        quantization=quantization(settings, types, device=device, is_alone=is_alone),
+        quantization=rounding,
         batch_invariant=is_invariant,
         adapters=adapter_room(config.lora),
         balance=balance,
@@ -122,15 +125,6 @@ def load_model(
         model = loader.load()
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
         return LoadedModel(model, fingerprint, loader, pooling, is_invariant)
-
-
-def _kernels(
-    config: EngineConfig, spec: ModelSpec, types: ComputeTypes, device: torch.device
-) -> FusedKernels | None:
-    """Return what fuses the operators between products, unless a small model is to start fast."""
-    if device.type == "cpu" and (config.executor.enforce_eager):
-        return None
-    return fused_kernels(types.activations, device)
 
 
 def _load_with_transformers(

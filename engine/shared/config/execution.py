@@ -183,7 +183,7 @@ class ExecutorConfig(Section, frozen=True, kw_only=True):
     enforce_eager: Annotated[
         bool,
         "CUDA: launch each kernel of a decode step instead of replaying CUDA graphs. CPU: compute "
-        "large models in bfloat16 with torch's operators alone, without compiled kernels.",
+        "models in bfloat16 with torch's operators alone, without compiled kernels.",
     ] = False
     torch_profiler_dir: Annotated[
         str | None, "Directory for the traces of the start_profile and stop_profile calls."

@@ -44,7 +44,15 @@ def chosen(
     device: torch.device = CPU,
 ) -> bool:
     plain = read_spec(BUNDLED_MODEL)
-    return is_batch_invariant(config or EngineConfig(), spec or plain, types, device, None)
+    config = config or EngineConfig()
+    return is_batch_invariant(
+        config,
+        spec or plain,
+        types,
+        device,
+        kernels=None,
+        is_quantized=config.model.quantization is not None,
+    )
 
 
 @pytest.fixture(params=[True, False], autouse=True)
