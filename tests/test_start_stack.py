@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -41,6 +42,13 @@ def memory(stack: RunningStack) -> int:
 
 
 def descriptors(stack: RunningStack) -> int:
+    """Return how many the supervisor has, once it holds the files of the others."""
+
+    def holds_files() -> bool:
+        held = stack.processes()["supervisor"].open_files()
+        return any(Path(each.path).name == "responses.sqlite" for each in held)
+
+    until(holds_files, "the supervisor holds the files of the others")
     return stack.processes()["supervisor"].num_fds()
 
 
