@@ -26,6 +26,7 @@ from engine.models.kernels.vectors import (
     instructions,
     pointer_to,
     prefetch,
+    spread,
 )
 
 WIDTH = 64
@@ -77,7 +78,7 @@ def _emit_sums(builder: Any, rows: int, lines: int, continues: bool, arguments: 
         place = pointer_to(
             builder, builder.add(row, builder.mul(pair, I64(4))), 0, I32.as_pointer()
         )
-        values = _spread(builder, builder.load(place, align=4))
+        values = builder.bitcast(spread(builder, builder.load(place, align=4), WORDS), PAIRS)
         added.append(
             [
                 call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sum_, values, column)
@@ -100,14 +101,6 @@ def _emit_sums(builder: Any, rows: int, lines: int, continues: bool, arguments: 
 def _place(builder: Any, sums: Any, row: int, vector: int) -> Any:
     offset = row * SUMS_BYTES + LINE * vector
     return pointer_to(builder, sums, offset, FLOATS.as_pointer())
-
-
-def _spread(builder: Any, word: Any) -> Any:
-    """Return a vector with a pair of values in all its places."""
-    nothing = ir.Constant(WORDS, ir.Undefined)
-    one = builder.insert_element(nothing, word, I32(0))
-    everywhere = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
-    return builder.bitcast(builder.shuffle_vector(one, nothing, everywhere), PAIRS)
 
 
 def _sums_of(rows: int, lines: int, *, continues: bool) -> Any:

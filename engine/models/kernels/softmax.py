@@ -22,6 +22,7 @@ from engine.models.kernels.vectors import (
     call,
     instructions,
     pointer_to,
+    spread,
 )
 
 LOWEST = -3e38
@@ -57,18 +58,10 @@ def _larger(builder: Any, one: Any, other: Any) -> Any:
 def _seen(builder: Any, first: Any, end: Any, vector: int) -> Any:
     """Return which lanes are of keys between two, counted from the first lane of a block."""
     lanes = ir.Constant(WORDS, [vector * LANES + lane for lane in range(LANES)])
-    not_before, before = (
-        _spread(builder, builder.trunc(each, I32), WORDS) for each in (first, end)
-    )
+    not_before, before = (spread(builder, builder.trunc(each, I32), WORDS) for each in (first, end))
     return builder.and_(
         builder.icmp_signed(">=", lanes, not_before), builder.icmp_signed("<", lanes, before)
     )
-
-
-def _spread(builder: Any, value: Any, kind: Any) -> Any:
-    nothing = ir.Constant(kind, ir.Undefined)
-    one = builder.insert_element(nothing, value, I32(0))
-    return builder.shuffle_vector(one, nothing, ir.Constant(WORDS, [0] * LANES))
 
 
 def _over_lanes(builder: Any, vector: Any, combine: Any) -> Any:
@@ -152,7 +145,7 @@ def settle_maximum(
 
 def _float_of(builder: Any, bits: Any) -> Any:
     one = builder.bitcast(builder.trunc(bits, I32), ir.FloatType())
-    return _spread(builder, one, FLOATS)
+    return spread(builder, one, FLOATS)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

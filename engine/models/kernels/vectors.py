@@ -111,6 +111,13 @@ def pointer_to(builder: Any, address: Any, offset: int = 0, kind: Any = BYTES) -
     return builder.inttoptr(builder.add(address, I64(offset)), kind)
 
 
+def spread(builder: Any, value: Any, kind: Any) -> Any:
+    """Return a vector of this kind with a value in all its lanes."""
+    nothing = ir.Constant(kind, ir.Undefined)
+    one = builder.insert_element(nothing, value, I32(0))
+    return builder.shuffle_vector(one, nothing, ir.Constant(WORDS, [0] * LANES))
+
+
 def prefetch(
     builder: Any, address: Any, offset: int = 0, *, level: int = 1, is_write: bool = False
 ) -> None:
