@@ -84,7 +84,8 @@ class ProductLoader:
     @property
     def by_kernels(self) -> bool:
         """Whether kernels of our own compute plain products, each row by itself if so wished."""
-        return self.is_plain and self._by_kernels and has_product_kernel()
+        is_asked = self.device.type == "cpu" and self.is_plain and self._by_kernels
+        return is_asked and has_product_kernel()
 
     @property
     def splits_experts(self) -> bool:

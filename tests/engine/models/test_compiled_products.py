@@ -1,6 +1,7 @@
 """Products by kernels of our own where the processor has some, and others elsewhere."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from engine.models.kernels import tile_product
 from engine.models.kernels.tiles import has_tiles
+from engine.models.loading.products import ProductLoader
 from engine.models.products import compiled
 from engine.models.products.compiled import (
     CompiledProduct,
@@ -149,6 +151,21 @@ def test_a_kernel_is_used_where_the_processor_has_what_it_takes() -> None:
     assert by_kernel(product) == (product_kernel() is not None)
     assert not by_kernel(prepare_linear(weight_of(128, 320)))
     assert not by_kernel(prepare_linear(weight_of(128, 320).float(), by_kernels=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_products_of_a_device_are_not_computed_by_kernels_of_its_cpu(device: str) -> None:
+    no_checkpoint: Any = None
+    products = ProductLoader(
+        no_checkpoint,
+        torch.bfloat16,
+        torch.device(device),
+        quantization=None,
+        is_by_rows=False,
+        bank=None,
+        by_kernels=True,
+    )
+    assert products.by_kernels == (device == "cpu" and product_kernel() is not None)
 
 
 def test_where_there_is_no_kernel_products_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
