@@ -32,8 +32,9 @@ def is_batch_invariant(
     wanted = config.executor.batch_invariant
     if wanted is not None:
         return wanted
-    reason = "the model is quantized" if is_quantized else None
-    reason = reason or _reason_against(config, spec, types, device, kernels)
+    reason: str | None = "the model is quantized"
+    if not is_quantized:
+        reason = _reason_against(config, spec, types, device, kernels)
     if reason is None:
         logger.info("batch-invariant: tokens do not depend on what shares their step")
     else:

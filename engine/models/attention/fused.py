@@ -4,8 +4,6 @@ The kernel reads keys and values where they lie, so that nothing is gathered, an
 Other rows attend through stock operators.
 """
 
-from typing import Any
-
 import msgspec
 import numpy as np
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from engine.models.attention.paged import PagedAttention
 from engine.models.attention.plan import AttentionPlan
 from engine.models.attention.rows import AttentionRows, IntArray
-from engine.models.attention.shares import shares_of
+from engine.models.attention.shares import SharedTasks, shares_of
 from engine.models.kernels.compiling import bits_of
 from engine.models.kernels.decode_attention import decode_attention, padded_keys, scratch_size
 
@@ -22,20 +20,10 @@ _SHARED_KEYS = 64
 """Keys of KV heads, over all rows, from which on threads share them."""
 
 
-class DecodeRows(msgspec.Struct, frozen=True):
-    """Rows with one new token, as the kernel takes them."""
-
-    shares: int
-    addresses: tuple[int, ...]
-    """Of what `held` holds, in the order of the kernel's arguments, as the sizes."""
-    sizes: tuple[int, ...]
-    held: tuple[Any, ...]
-
-
 class FusedPlan(msgspec.Struct, frozen=True):
     """How the rows of a step attend."""
 
-    decodes: DecodeRows | None
+    decodes: SharedTasks | None
     others: AttentionPlan | None
     """Of stock operators; None if all rows are decodes."""
     other_tokens: Tensor | None
@@ -99,7 +87,7 @@ class FusedAttention:
             out.index_copy_(0, plan.other_tokens, self._stock.attend(some, cache, plan.others))
         return out
 
-    def _decodes(self, rows: AttentionRows, members: IntArray, window: int | None) -> DecodeRows:
+    def _decodes(self, rows: AttentionRows, members: IntArray, window: int | None) -> SharedTasks:
         group, head_dim, _ = self._shape
         positions = rows.starts[members]
         first = np.zeros_like(positions)
@@ -112,7 +100,7 @@ class FusedAttention:
         scratch = np.empty((len(shares) - 1, size), np.float32)
         tables = np.ascontiguousarray(rows.block_tables[members], np.int32)
         held = tables, first, positions + 1, rows.first_token[members], shares, scratch
-        return DecodeRows(
+        return SharedTasks(
             shares=len(shares) - 1,
             addresses=tuple(each.ctypes.data for each in held),
             sizes=(len(members), tables.shape[1], rows.block_size, size, most, self._scale),
@@ -120,7 +108,7 @@ class FusedAttention:
         )
 
     def _attend_decodes(
-        self, queries: Tensor, cache: Tensor, rows: DecodeRows, out: Tensor
+        self, queries: Tensor, cache: Tensor, rows: SharedTasks, out: Tensor
     ) -> None:
         self._kernel(
             rows.shares,

@@ -6,13 +6,12 @@ Each token gets the same bits in any step: among any rows, in any chunk of its p
 import math
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.attention.rows import AttentionRows, IntArray
-from engine.models.attention.shares import shares_of
+from engine.models.attention.rows import AttentionRows, IntArray, parts_of
+from engine.models.attention.shares import SharedTasks, shares_of
 from engine.models.kernels.compiling import bits_of
 from engine.models.kernels.patch_attention import (
     KEYS,
@@ -28,27 +27,6 @@ _SHARED_WORK = 512
 """Work from which on threads share it."""
 _PACKING = 3
 """What packing a key costs, as a part of what a query costs that attends to it."""
-
-
-class PatchPlan(msgspec.Struct, frozen=True):
-    """The patches of a step, as the kernel takes them."""
-
-    shares: int
-    addresses: tuple[int, ...]
-    """Of what `held` holds, in the order of the kernel's arguments, as the sizes."""
-    sizes: tuple[int, ...]
-    held: tuple[Any, ...]
-
-
-def patches_of(rows: AttentionRows, tokens_each: int) -> IntArray:
-    """Return [patches, 4]: row, first token, its position, number of tokens."""
-    num_patches = -(-rows.counts // tokens_each)
-    row = np.repeat(np.arange(len(rows.counts)), num_patches)
-    ends = np.cumsum(num_patches)
-    offset = (np.arange(ends[-1]) - np.repeat(ends - num_patches, num_patches)) * tokens_each
-    count = np.minimum(rows.counts[row] - offset, tokens_each)
-    found = row, rows.first_token[row] + offset, rows.starts[row] + offset, count
-    return np.ascontiguousarray(np.stack(found, axis=1), dtype=np.int64)
 
 
 class PatchAttention:
@@ -78,13 +56,14 @@ class PatchAttention:
         )
         self._memory = np.empty(0, np.uint8)
 
-    def plan(self, rows: AttentionRows, window: int | None) -> PatchPlan:
+    def plan(self, rows: AttentionRows, window: int | None) -> SharedTasks:
         """Cut the rows of a step into patches; `window` limits how far back a token looks."""
-        patches = patches_of(rows, tokens_of_patch(self._group))
+        every = np.arange(len(rows.counts))
+        patches = np.ascontiguousarray(parts_of(rows, every, tokens_of_patch(self._group)))
         shares = shares_of(np.repeat(self._work(patches, window), self._kv_heads), _SHARED_WORK)
         tables = np.ascontiguousarray(rows.block_tables, np.int32)
         memory, scratch = self._lines(len(shares) - 1)
-        return PatchPlan(
+        return SharedTasks(
             shares=len(shares) - 1,
             addresses=(*(each.ctypes.data for each in (tables, patches, shares)), scratch),
             sizes=(
@@ -98,7 +77,7 @@ class PatchAttention:
         )
 
     def attend(
-        self, queries: Tensor, cache: Tensor, plan: PatchPlan, sinks: Tensor | None = None
+        self, queries: Tensor, cache: Tensor, plan: SharedTasks, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend as `engine.models.attention.interface` says."""
         out = torch.empty(len(queries), queries.shape[1] * queries.shape[2], dtype=queries.dtype)

@@ -40,6 +40,21 @@ class AttentionRows(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, block_tables=tables, other_tables=())
 
 
+def parts_of(rows: AttentionRows, chosen: IntArray, tokens_each: int) -> IntArray:
+    """Cut some rows into parts of up to so many tokens, in their order.
+
+    Returns:
+        [parts, 4]: row, first token, its position, number of tokens.
+    """
+    counts = rows.counts[chosen]
+    num_parts = -(-counts // tokens_each)
+    ends = np.cumsum(num_parts)
+    row = np.repeat(chosen, num_parts)
+    offset = (np.arange(ends[-1]) - np.repeat(ends - num_parts, num_parts)) * tokens_each
+    count = np.minimum(rows.counts[row] - offset, tokens_each)
+    return np.stack([row, rows.first_token[row] + offset, rows.starts[row] + offset, count], axis=1)
+
+
 def groups(rows: AttentionRows, num_blocks: IntArray, heads_per_kv: int) -> Iterator[IntArray]:
     """Yield the rows (ascending) of each group: decodes by length, short rows by shape, others."""
     counts = rows.counts

@@ -1,9 +1,22 @@
-"""How threads share the tasks of a step's attention."""
+"""The tasks of a step's attention, and how threads share them."""
 
+from typing import Any
+
+import msgspec
 import numpy as np
 import torch
 
 from engine.models.attention.rows import IntArray
+
+
+class SharedTasks(msgspec.Struct, frozen=True):
+    """The tasks of a step, as a kernel takes them."""
+
+    shares: int
+    addresses: tuple[int, ...]
+    """Of what `held` holds, in the order of the kernel's arguments, as the sizes."""
+    sizes: tuple[int, ...]
+    held: tuple[Any, ...]
 
 
 def shares_of(work: IntArray, least: int) -> IntArray:

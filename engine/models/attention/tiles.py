@@ -3,12 +3,12 @@
 `engine.models.kernels.cuda.attention` says what a tile is. Plain arithmetic: no device is needed.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.models.attention.rows import AttentionRows, IntArray
+from engine.models.attention.rows import AttentionRows, IntArray, parts_of
 
 Tiles = npt.NDArray[np.int32]
 """[tiles, 4]: row, first token, its position, number of tokens."""
@@ -71,15 +71,8 @@ def tile_shapes(
 
 def tiles_of(rows: AttentionRows, chosen: IntArray, tokens_each: int) -> Tiles:
     """Return the tiles of some rows, those with most keys first, as they take longest."""
-    counts = rows.counts[chosen]
-    num_tiles = -(-counts // tokens_each)
-    ends = np.cumsum(num_tiles)
-    row = np.repeat(chosen, num_tiles)
-    offset = (np.arange(ends[-1]) - np.repeat(ends - num_tiles, num_tiles)) * tokens_each
-    position = rows.starts[row] + offset
-    count = np.minimum(rows.counts[row] - offset, tokens_each)
-    tiles: Any = np.stack([row, rows.first_token[row] + offset, position, count], axis=1)
-    return np.ascontiguousarray(tiles[np.argsort(-position, kind="stable")], dtype=np.int32)
+    parts = parts_of(rows, chosen, tokens_each)
+    return np.ascontiguousarray(parts[np.argsort(-parts[:, 2], kind="stable")], dtype=np.int32)
 
 
 def decode_tiles(num_keys: npt.NDArray[np.int32]) -> Tiles:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.models.attention.interface import Attention
 from engine.models.attention.paged import PagedAttention
-from engine.models.attention.patches import PatchAttention, patches_of
-from engine.models.attention.rows import AttentionRows
+from engine.models.attention.patches import PatchAttention
+from engine.models.attention.rows import AttentionRows, parts_of
 from engine.models.attention.shares import shares_of
 from engine.models.kernels.pair_sums import has_pairs
 from engine.models.kernels.patch_attention import fits
@@ -194,7 +194,7 @@ def test_what_is_no_number_stays_in_its_row(value: float) -> None:
 
 def test_prompts_are_cut_into_patches() -> None:
     rows = rows_of([1, 30, 13], [5, 0, 100])
-    assert patches_of(rows, 13).tolist() == [
+    assert parts_of(rows, np.arange(3), 13).tolist() == [
         [0, 0, 5, 1],
         [1, 1, 0, 13],
         [1, 14, 13, 13],
