@@ -6,6 +6,7 @@ does not depend on its neighbours.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,21 @@ _CACHED_BYTES = 1 << 20
 _SAFE = 32.0
 """Rows whose largest logit over temperature is no further from zero are exponentiated as they are:
 their sums do not overflow, and every weight that a draw can meet is a normal number."""
+
+
+class DrawFromLogits(Protocol):
+    """See `draw_from_logits`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        temperature: FloatArray,
+        uniforms: FloatArray,
+        *,
+        consume: bool = False,
+    ) -> Tensor:
+        """Draw a token of each row."""
+        ...
 
 
 def draw_from_logits(
@@ -70,7 +86,7 @@ def draw_from_logits(
         inner = logits.gather(1, columns.clamp(max=vocab - 1)).float()
         return _exponentiate(inner, shift, scale).masked_fill_(columns >= vocab, 0.0)
 
-    return _search(mass, weights_of, uniforms)
+    return _search(mass, weights_of, uniforms).clamp_(max=vocab - 1)
 
 
 def _exponentiate(logits: Tensor, shift: Tensor, scale: Tensor | None) -> Tensor:
@@ -92,11 +108,13 @@ def draw_from_weights(weights: Tensor, uniforms: FloatArray) -> Tensor:
     Returns:
         [rows] token ids
     """
-    if weights.shape[1] % _CHUNK:
-        weights = F.pad(weights, (0, _CHUNK - weights.shape[1] % _CHUNK))
+    vocab = weights.shape[1]
+    if vocab % _CHUNK:
+        weights = F.pad(weights, (0, _CHUNK - vocab % _CHUNK))
     chunks = weights.view(len(weights), -1, _CHUNK)
     rows = torch.arange(len(weights), device=weights.device)
-    return _search(chunks.sum(dim=-1), lambda chunk: chunks[rows, chunk[:, 0]], uniforms)
+    found = _search(chunks.sum(dim=-1), lambda chunk: chunks[rows, chunk[:, 0]], uniforms)
+    return found.clamp_(max=vocab - 1)
 
 
 def _search(mass: Tensor, weights_of: Callable[[Tensor], Tensor], uniforms: FloatArray) -> Tensor:
@@ -112,7 +130,8 @@ def _search(mass: Tensor, weights_of: Callable[[Tensor], Tensor], uniforms: Floa
 def _first_above(upto: Tensor, target: Tensor) -> Tensor:
     """Return [rows, 1]: the first index whose sum is above, else the last that adds anything.
 
-    A row of which nothing may be drawn has no sums; any index is as good there.
+    A row of which nothing may be drawn has no sums, or such as are no numbers; any index is as good
+    there, but those of padding are outside of the vocabulary.
     """
     last = torch.searchsorted(upto, upto[:, -1:].contiguous()).clamp_(max=upto.shape[1] - 1)
     return torch.minimum(torch.searchsorted(upto, target, right=True), last)

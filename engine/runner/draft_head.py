@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.models.decoder import Taps
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
+from engine.runner.compiled_draws import drawing
 from engine.runner.host_memory import untouched_zeros
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
@@ -39,6 +40,7 @@ class HeadDrafts:
         self._head = head
         self._table = table
         block, spec = head.block, head.spec
+        self._draw = drawing(block.dtype, block.device)
         self._cache = allocate_cache(
             spec, num_kv_blocks, table.block_size, block.kv_format, block.device
         )
@@ -97,7 +99,7 @@ class HeadDrafts:
             out = self._run(slots, positions, ones, states, wants_draws=True)
             logits, states = self._head.predict(out)
             positions = positions + 1
-            tokens = draft(logits, self._table, slots, positions)
+            tokens = draft(logits, self._table, slots, positions, draw=self._draw)
             self._table.token_ids[slots, positions] = tokens
             for row, token_id in zip(rows.tolist(), tokens.tolist(), strict=True):
                 drafted[row].append(token_id)

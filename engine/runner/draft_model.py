@@ -6,6 +6,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from engine.models.decoder import Decoder
+from engine.runner.compiled_draws import drawing
 from engine.runner.inputs import attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.sampler import draft
@@ -37,6 +38,7 @@ class DraftModel:
         """Allocate its KV cache; `table` is that of the model that is served."""
         self._model = model
         self._table = table
+        self._draw = drawing(model.dtype, model.device)
         self._cache = allocate_cache(
             model.spec, num_kv_blocks, table.block_size, model.kv_format, model.device
         )
@@ -152,7 +154,7 @@ class DraftModel:
         if not len(draws.tokens):
             return np.zeros(0, np.int64)
         logits = self._model.logits(hidden)
-        return draft(logits, self._table, draws.slots, draws.positions)
+        return draft(logits, self._table, draws.slots, draws.positions, draw=self._draw)
 
 
 def _drafts_of(plan: BatchPlan) -> IntArray:

@@ -14,6 +14,8 @@ from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import NO_TAPS, Decoder
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
+from engine.runner.categorical import draw_from_logits
+from engine.runner.compiled_draws import drawing
 from engine.runner.cuda_graphs import DecodeGraphs, recordable_attention
 from engine.runner.draft_head import HeadDrafts
 from engine.runner.draft_model import DraftModel
@@ -102,6 +104,7 @@ class ModelRunner:
         to it.
         """
         self.model = model
+        self._draw = draw_from_logits if pooler else drawing(model.dtype, model.device)
         self._pooler = pooler
         self._params: dict[int, PoolingParams] = {}
         self._max_head_threads = max_head_threads
@@ -202,7 +205,9 @@ class ModelRunner:
             if grammars is not None:
                 proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
                 masks = grammars.masks(draws.slots.tolist(), proposed)
-            sampled = sample(logits, self._table, draws.slots, draws.positions, masks)
+            sampled = sample(
+                logits, self._table, draws.slots, draws.positions, masks, draw=self._draw
+            )
         self._table.token_ids[draws.slots, draws.positions] = sampled.token_ids
         if plan.proposed:
             return verified(plan, draws, sampled, prompt_logprobs, grammars)

@@ -6,6 +6,7 @@ place in the batch.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.grammar.masks import TokenMasks
-from engine.runner.categorical import draw_from_logits, draw_from_weights
+from engine.runner.categorical import DrawFromLogits, draw_from_logits, draw_from_weights
 from engine.runner.draws import uniform
 from engine.runner.logprobs import token_logprobs
 from engine.runner.penalties import adjust, adjusted_rows, forbid_others
@@ -47,6 +48,8 @@ def sample(
     slots: IntArray,
     positions: IntArray,
     masks: TokenMasks | None = None,
+    *,
+    draw: DrawFromLogits = draw_from_logits,
 ) -> Sampled:
     """Draw one token per row.
 
@@ -55,6 +58,7 @@ def sample(
         slots: [rows] whose parameters apply
         positions: [rows] position in its sequence of the token to draw
         masks: the tokens that rows with a grammar may draw
+        draw: draws where nothing is filtered
     """
     params = table.sampling
     if masks is None and bool(params.plain_greedy[slots].all()):
@@ -63,11 +67,18 @@ def sample(
     reported = np.flatnonzero(params.logprobs[slots] != NO_LOGPROBS)
     if adjusted is logits and len(reported):
         adjusted = logits.clone()
-    token_ids = _choose(adjusted, params, slots, positions)
+    token_ids = _choose(adjusted, params, slots, positions, draw)
     return Sampled(token_ids, _logprobs(logits, params, slots, token_ids, reported))
 
 
-def draft(logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray) -> IntArray:
+def draft(
+    logits: Tensor,
+    table: SlotTable,
+    slots: IntArray,
+    positions: IntArray,
+    *,
+    draw: DrawFromLogits = draw_from_logits,
+) -> IntArray:
     """Draw one token per row as `sample` does, without grammars, and report nothing of it.
 
     With the same number from (seed, position) as the draw that it predicts, it comes to the same
@@ -76,7 +87,7 @@ def draft(logits: Tensor, table: SlotTable, slots: IntArray, positions: IntArray
     if bool(table.sampling.plain_greedy[slots].all()):
         return most_likely(logits)
     adjusted = _adjusted(logits, table, slots, positions, None)
-    return _choose(adjusted, table.sampling, slots, positions)
+    return _choose(adjusted, table.sampling, slots, positions, draw)
 
 
 def _adjusted(
@@ -117,13 +128,17 @@ def most_likely(logits: Tensor) -> IntArray:
 
 
 def _choose(
-    logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray
+    logits: Tensor,
+    params: SamplingTable,
+    slots: IntArray,
+    positions: IntArray,
+    draw: DrawFromLogits,
 ) -> IntArray:
     """Draw each row in the cheapest way that its parameters allow."""
     drawn, filtered = params.temperature[slots] > 0, params.filtered[slots]
     ways: tuple[tuple[npt.NDArray[np.bool_], _Way], ...] = (
         (~drawn, lambda some, *_: most_likely(some)),
-        (drawn & ~filtered, _draw),
+        (drawn & ~filtered, partial(_draw, draw)),
         (drawn & filtered, _draw_filtered),
     )
     token_ids = np.empty(len(slots), np.int64)
@@ -137,9 +152,15 @@ def _choose(
     return token_ids
 
 
-def _draw(logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
+def _draw(
+    draw: DrawFromLogits,
+    logits: Tensor,
+    params: SamplingTable,
+    slots: IntArray,
+    positions: IntArray,
+) -> IntArray:
     uniforms = uniform(params.seed[slots], positions)
-    return _on_host(draw_from_logits(logits, _temperature(params, slots), uniforms, consume=True))
+    return _on_host(draw(logits, _temperature(params, slots), uniforms, consume=True))
 
 
 def _draw_filtered(

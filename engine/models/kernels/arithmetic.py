@@ -59,6 +59,7 @@ _bits_of = _cast(types.float32, types.uint32, ir.IntType(32))
 as_uint16 = _pointer(types.uint16, ir.IntType(16))
 """Pointer to bfloat16, as its bits, at an address; the next are for the other types."""
 as_float32 = _pointer(types.float32, ir.FloatType())
+as_float64 = _pointer(types.float64, ir.DoubleType())
 as_int32 = _pointer(types.int32, ir.IntType(32))
 as_int64 = _pointer(types.int64, ir.IntType(64))
 

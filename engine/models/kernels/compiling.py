@@ -63,6 +63,13 @@ def own_shares(arguments: Any) -> tuple[int, int, int]:
     return arguments[0], _ask(arguments[1]), _ask(arguments[2])
 
 
+@compiled
+def own_rows(arguments: Any, rows: int) -> tuple[int, int]:
+    """Return the first of this thread's rows and the one behind its last."""
+    _, thread, threads = own_shares(arguments)
+    return rows * thread // threads, rows * (thread + 1) // threads
+
+
 class _OpenMp(NamedTuple):
     """Functions of the runtime that torch computes with."""
 

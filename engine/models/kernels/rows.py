@@ -14,16 +14,9 @@ from engine.models.kernels.arithmetic import (
     narrow,
     widen,
 )
-from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_rows
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-
-
-@compiled
-def _own_rows(arguments: Any, rows: int) -> tuple[int, int]:
-    """Return the first of this thread's rows and the one behind its last."""
-    _, thread, threads = own_shares(arguments)
-    return rows * thread // threads, rows * (thread + 1) // threads
 
 
 @compiled
@@ -37,7 +30,7 @@ def _rms_norm(pointer: Any) -> None:
     own = arguments[FIRST:]
     source, weights, target, rows, width, eps = own[0], own[1], own[2], own[3], own[4], own[5]
     weight = carray(as_float32(weights), (width,))
-    first, end = _own_rows(arguments, rows)
+    first, end = own_rows(arguments, rows)
     for row in range(first, end):
         x, out = _bfloat16(source, row, width), _bfloat16(target, row, width)
         squares = _ZERO
@@ -54,7 +47,7 @@ def _swiglu(pointer: Any) -> None:
     arguments = carray(pointer, (MAX_ARGUMENTS,))
     own = arguments[FIRST:]
     source, target, rows, inner = own[0], own[1], own[2], own[3]
-    first, end = _own_rows(arguments, rows)
+    first, end = own_rows(arguments, rows)
     for row in range(first, end):
         gate, up = _bfloat16(source, 2 * row, inner), _bfloat16(source, 2 * row + 1, inner)
         out = _bfloat16(target, row, inner)
@@ -70,7 +63,7 @@ def _rotate_and_store(pointer: Any) -> None:
     tokens, heads, kv_heads, dim = own[5], own[6], own[7], own[8]
     half, first_kept, kept = dim // 2, heads * dim, 2 * kv_heads * dim
     slot = carray(as_int64(slots), (tokens,))
-    first, end = _own_rows(arguments, tokens)
+    first, end = own_rows(arguments, tokens)
     for token in range(first, end):
         qkv = _bfloat16(source, token, first_kept + kept)
         cos, sin = _bfloat16(cosines, token, dim), _bfloat16(sines, token, dim)

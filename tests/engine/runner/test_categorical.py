@@ -5,8 +5,18 @@ import pytest
 import torch
 
 from engine.runner import categorical
-from engine.runner.categorical import draw_from_logits, draw_from_weights
+from engine.runner.categorical import DrawFromLogits, draw_from_logits, draw_from_weights
+from engine.runner.compiled_draws import drawing
 from engine.runner.slots import FloatArray
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def draw(request: pytest.FixtureRequest) -> DrawFromLogits:
+    if request.param == "torch":
+        return draw_from_logits
+    kernel = drawing(torch.bfloat16, torch.device("cpu"))
+    assert kernel is not draw_from_logits
+    return kernel
 
 
 def random_rows(
@@ -21,48 +31,77 @@ def random_rows(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000, 32_000])
-def test_logits_and_their_probabilities_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
+def test_logits_and_their_probabilities_draw_the_same(
+    vocab: int, dtype: torch.dtype, draw: DrawFromLogits
+) -> None:
     logits, temperature, uniforms = random_rows(40, vocab, dtype)
     scaled = logits.double() / torch.from_numpy(temperature).unsqueeze(1)
     expected = draw_from_weights(torch.softmax(scaled, dim=-1).float(), uniforms)
-    drawn = draw_from_logits(logits, temperature, uniforms)
+    drawn = draw(logits, temperature, uniforms)
     # A draw may fall on the rounded boundary between two tokens.
     assert (drawn == expected).sum() >= 39
 
 
 @pytest.mark.parametrize("cached_bytes", [1, 3 * 4 * 1000, 1 << 20])
+@pytest.mark.parametrize("vocab", [1000, 32_000])
 def test_a_rows_token_does_not_depend_on_the_rows_beside_it(
-    cached_bytes: int, monkeypatch: pytest.MonkeyPatch
+    cached_bytes: int, vocab: int, draw: DrawFromLogits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logits, temperature, uniforms = random_rows(10, 1000)
+    logits, temperature, uniforms = random_rows(10, vocab)
     monkeypatch.setattr(categorical, "_CACHED_BYTES", cached_bytes)
-    together = draw_from_logits(logits, temperature, uniforms).tolist()
+    together = draw(logits, temperature, uniforms).tolist()
     alone = [
-        draw_from_logits(logits[i : i + 1], temperature[i : i + 1], uniforms[i : i + 1]).item()
+        draw(logits[i : i + 1], temperature[i : i + 1], uniforms[i : i + 1]).item()
         for i in range(10)
     ]
     assert together == alone
 
 
-def test_forbidden_tokens_are_never_drawn() -> None:
+def test_logits_of_16_bits_and_their_copies_draw_the_same(draw: DrawFromLogits) -> None:
+    logits, temperature, uniforms = random_rows(500, 1000, torch.bfloat16)
+    copied = draw(logits.float(), temperature, uniforms)
+    assert torch.equal(draw(logits, temperature, uniforms), copied)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely(draw: DrawFromLogits) -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(1)) * 2
+    uniforms = (np.arange(100_000) + 0.5) / 100_000
+    drawn = draw(logits.expand(len(uniforms), -1), np.full(len(uniforms), 0.8), uniforms)
+    often = torch.bincount(drawn, minlength=300) / len(uniforms)
+    assert torch.allclose(often, torch.softmax(logits[0] / 0.8, 0), atol=2e-5)
+
+
+def test_rows_of_which_nothing_may_be_drawn_get_a_token_of_the_vocabulary(
+    draw: DrawFromLogits,
+) -> None:
+    logits = torch.full((3, 300), float("-inf"))
+    logits[1, 200], logits[2] = float("nan"), float("nan")
+    drawn = draw(logits, np.ones(3), np.array([0.0, 0.5, np.nextafter(1, 0)]))
+    assert drawn.min() >= 0
+    assert drawn.max() < 300
+
+
+def test_forbidden_tokens_are_never_drawn(draw: DrawFromLogits) -> None:
     logits = torch.full((200, 300), float("-inf"))
     logits[:, [17, 131, 299]] = torch.tensor([0.0, 1.0, -1.0])
-    drawn = draw_from_logits(logits, np.ones(200), np.linspace(0, np.nextafter(1, 0), 200))
+    drawn = draw(logits, np.ones(200), np.linspace(0, np.nextafter(1, 0), 200))
     assert set(drawn.tolist()) == {17, 131, 299}
 
 
-def test_logits_are_left_as_they_were() -> None:
+def test_logits_are_left_as_they_were(draw: DrawFromLogits) -> None:
     logits, temperature, uniforms = random_rows(4, 300)
     before = logits.clone()
-    draw_from_logits(logits, temperature, uniforms)
+    draw(logits, temperature, uniforms)
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("offset", [-1e4, -33.0, -24.0, 24.0, 33.0, 1e4])
-def test_draws_are_the_same_however_far_from_zero_the_logits_are(offset: float) -> None:
+def test_draws_are_the_same_however_far_from_zero_the_logits_are(
+    offset: float, draw: DrawFromLogits
+) -> None:
     logits, _, uniforms = random_rows(40, 1000)
     moved = logits + offset
     ones = np.ones(40)
     expected = draw_from_weights(torch.softmax(moved.double(), dim=-1).float(), uniforms)
-    drawn = draw_from_logits(moved, ones, uniforms)
+    drawn = draw(moved, ones, uniforms)
     assert (drawn == expected).sum() >= 39
