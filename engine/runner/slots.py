@@ -1,5 +1,7 @@
 """What a runner remembers about each slot between steps, in arrays indexed by slot."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -63,29 +65,23 @@ class SamplingTable:
         self.frequency_penalty[slot] = params.frequency_penalty
         self.min_tokens[slot] = params.min_tokens
         self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        named = np.array(params.logprob_token_ids, np.int64)
-        self.named[slot] = named[self._inside(named)]
+        self.named[slot] = self._inside(params.logprob_token_ids)
         self.prompt_logprobs[slot] = (
             NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         )
         penalties = (params.presence_penalty, params.frequency_penalty)
         self.penalized[slot] = params.repetition_penalty != 1.0 or any(penalties)
-        biased = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
-        bias = np.fromiter(params.logit_bias.values(), np.float32, len(biased))
-        inside = self._inside(biased)
-        self.bias[slot] = biased[inside], bias[inside]
-        self.biased[slot] = bool(inside.any())
-        allowed = np.array(params.allowed_token_ids or (), np.int64)
-        self.allowed[slot] = allowed[self._inside(allowed)]
-        self.restricted[slot] = bool(len(self.allowed[slot]))
+        self.bias[slot] = bias = self._bias(params.logit_bias)
+        self.biased[slot] = len(bias[0]) > 0
+        self.allowed[slot] = allowed = self._inside(params.allowed_token_ids or ())
+        self.restricted[slot] = len(allowed) > 0
         self.bad_words[slot] = self._words(params.bad_words)
         self.has_bad_words[slot] = bool(self.bad_words[slot])
         self.filtered[slot] = (
             0 < params.top_k < self._vocab_size or params.top_p < 1.0 or params.min_p > 0.0
         )
         stops = params.stop_token_ids + (() if params.ignore_eos else self._eos)
-        ending = np.unique(np.array(stops, np.int64))
-        self.ending[slot] = ending[self._inside(ending)]
+        self.ending[slot] = self._inside(sorted(set(stops)))
         self.plain_greedy[slot] = params.temperature == 0.0 and not (
             self.penalized[slot]
             or self.biased[slot]
@@ -95,9 +91,20 @@ class SamplingTable:
             or params.logprobs is not None
         )
 
-    def _inside(self, token_ids: IntArray) -> npt.NDArray[np.bool_]:
-        inside: npt.NDArray[np.bool_] = (token_ids >= 0) & (token_ids < self._vocab_size)
-        return inside
+    def _inside(self, token_ids: Sequence[int]) -> IntArray:
+        """Return those of the vocabulary."""
+        if not token_ids:  # as of most requests
+            return _NO_TOKENS
+        ids = np.array(token_ids, np.int64)
+        return ids[(ids >= 0) & (ids < self._vocab_size)]
+
+    def _bias(self, bias: dict[int, float]) -> tuple[IntArray, npt.NDArray[np.float32]]:
+        if not bias:
+            return _NO_BIAS
+        token_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        added = np.fromiter(bias.values(), np.float32, len(bias))
+        inside = (token_ids >= 0) & (token_ids < self._vocab_size)
+        return token_ids[inside], added[inside]
 
     def _words(self, words: tuple[tuple[int, ...], ...]) -> BadWords:
         """Return an index of words, the one before if it is of the same: as in one request."""
