@@ -47,23 +47,27 @@ class Outlet(Protocol):
 
 
 class StatsThrottle:
-    """Decides which stats the coordinator gets: at once when work began or ended, else seldom.
+    """Decides which stats the coordinator gets: at once when work began or is over, else seldom.
 
-    The newest stats are never lost: what was held back is due after the interval.
+    Work is over when two stats in a row have none: where requests are short, most ends are followed
+    by the next beginning before anybody could make use of them. The newest stats are never lost:
+    what was held back is due after the interval.
     """
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._last_sent = float("-inf")
-        self._was_busy: bool | None = None
+        self._said_busy = False
+        self._idle_in_a_row = 0
         self._held: EngineStats | None = None
 
     def offer(self, stats: EngineStats, now: float) -> EngineStats | None:
         """Take new stats; return what to send now."""
         busy = stats.waiting + stats.running > 0
         self._held = stats
-        if busy != self._was_busy or now - self._last_sent >= self._interval:
-            self._was_busy = busy
+        self._idle_in_a_row = 0 if busy else self._idle_in_a_row + 1
+        news = not self._said_busy if busy else self._said_busy and self._idle_in_a_row > 1
+        if news or now - self._last_sent >= self._interval:
             return self.take(now)
         return None
 
@@ -72,6 +76,7 @@ class StatsThrottle:
         stats, self._held = self._held, None
         if stats is not None:
             self._last_sent = now
+            self._said_busy = stats.waiting + stats.running > 0
         return stats
 
     @property

@@ -16,6 +16,10 @@ from engine.shared.messages import FormGroup
 IDLE_STATS_INTERVAL = 2.0
 """Seconds between stats of an engine without work, so that their age tells stale from idle."""
 
+END_SECONDS = 0.005
+"""Pause after the last step before it is told again that there is no work: until then what comes
+next may have come."""
+
 ANNOUNCEMENT_SECONDS = 0.05
 """Pause before the first step of a request that runs alone because it may kill, and before the
 first of others after it: sockets write in a thread of their own, and what they have not written
@@ -102,7 +106,7 @@ class Turns:
 
     def computed(self, step: CoreStep, now: float) -> list[Action]:
         """Return what to do with a step that is over; then comes the next turn."""
-        self._tell_at = now + IDLE_STATS_INTERVAL
+        self._tell_at = now + (IDLE_STATS_INTERVAL if self._core.has_work else END_SECONDS)
         actions: list[Action] = [Say(step)]
         if step.changes_alone:
             actions.append(Settle(ANNOUNCEMENT_SECONDS))
