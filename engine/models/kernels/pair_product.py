@@ -24,7 +24,8 @@ _ROWS = 8 * GROUP
 _AHEAD = 8 * PAIR_BYTES
 """How far ahead a single group reads."""
 _add_alone = adder(lines=PAIR_BYTES // LINE)
-_add_and_read = adder(lines=PAIR_BYTES // LINE // 2, continues=True)
+_add_and_read_half = adder(lines=PAIR_BYTES // LINE // 2, continues=True)
+_add_and_read_quarter = adder(lines=PAIR_BYTES // LINE // 4, continues=True)
 _add = adder(continues=True)
 _scratch = stack_memory(_ROWS * SUMS_BYTES)
 _ZERO = np.float32(0)
@@ -43,17 +44,21 @@ def _add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: in
     each = (rows + groups - 1) // groups
     for first in range(0, pairs, _CHUNK):
         count = min(_CHUNK, pairs - first)
-        here, half = columns + PAIR_BYTES * first, PAIR_BYTES * count // 2
-        top = 0
-        while top < rows:
+        here, quarter = columns + PAIR_BYTES * first, PAIR_BYTES * count // 4
+        left = 4  # quarters of the next chunk that are still to be read
+        for group in range(groups):
+            top = each * group
             some = min(each, rows - top)
             inputs, of_rows = x + top * stride + 4 * first, sums + top * SUMS_BYTES
-            if top <= each:  # each of the first two groups reads half of the next chunk
-                ahead = here + 2 * half + half * (top // each)
-                _add_and_read(some, inputs, stride, here, count, of_rows, ahead)
+            ahead = here + (8 - left) * quarter
+            if left > groups - group:
+                _add_and_read_half(some, inputs, stride, here, count, of_rows, ahead)
+                left -= 2
+            elif left:
+                _add_and_read_quarter(some, inputs, stride, here, count, of_rows, ahead)
+                left -= 1
             else:
                 _add(some, inputs, stride, here, count, of_rows, 0)
-            top += some
 
 
 def _product(pointer: Any) -> None:
