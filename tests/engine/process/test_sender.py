@@ -149,6 +149,24 @@ def test_a_sender_stopped_when_it_finds_nothing_held_ends_its_thread(
     assert not late[0].is_alive()
 
 
+def test_work_that_begins_is_told_at_once_and_its_end_when_it_is_said_again() -> None:
+    throttle, idle, busy = StatsThrottle(1.0), stats(1, running=0), stats(2)
+    assert throttle.offer(idle, 0.0) == idle
+    assert throttle.offer(busy, 0.1) == busy
+    assert throttle.offer(idle, 0.2) is None
+    assert throttle.offer(idle, 0.3) == idle
+
+
+def test_short_work_in_a_row_is_told_now_and_then() -> None:
+    throttle, idle, busy = StatsThrottle(1.0), stats(1, running=0), stats(2)
+    offers = [busy, idle] * 50
+    told = [each for i, each in enumerate(offers) if throttle.offer(each, i / 20) is not None]
+    assert len(told) == 5
+    assert throttle.holds
+    assert throttle.take(6.0) == idle
+    assert throttle.offer(busy, 6.1) == busy, "the end was told at last"
+
+
 def test_several_threads_may_speak_at_once(sender: Sender, transport: Transport) -> None:
     pull = listen(transport, "inproc://front-end")
     sender.connect_front_end(0, "inproc://front-end")

@@ -11,6 +11,7 @@ from engine.process.ending import DRAINING_WAIT, LATE_SENDS_SECONDS
 from engine.process.events import Drain, InboxItem, Stop, Welcomed
 from engine.process.turns import (
     ANNOUNCEMENT_SECONDS,
+    END_SECONDS,
     IDLE_STATS_INTERVAL,
     Action,
     Compute,
@@ -79,7 +80,17 @@ def test_work_is_seen_to_have_begun_before_its_first_step(engine: Engine) -> Non
     assert said(engine.compute(0.2)) == [(0, 1)]
     assert engine.turn(0.2) == [Compute(1)], "it is known already"
     assert said(engine.compute(0.5)) == [(0, 0)]
-    assert engine.turn(0.5) == [Rest(IDLE_STATS_INTERVAL)]
+
+
+def test_the_end_of_work_is_told_again_if_nothing_follows(engine: Engine) -> None:
+    engine.turn(0.1, request(1))
+    engine.compute(0.5)
+    (rest,) = engine.turn(0.5)
+    assert isinstance(rest, Rest)
+    assert rest.seconds == pytest.approx(END_SECONDS)
+    stats, rest = engine.turn(0.5 + END_SECONDS)
+    assert said([stats]) == [(0, 0)]
+    assert rest == Rest(IDLE_STATS_INTERVAL)
 
 
 def test_everybody_hears_of_a_suspect_before_it_runs(engine: Engine) -> None:
