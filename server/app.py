@@ -162,6 +162,8 @@ def build_app(
         "bodies are ignored.",
         redirect_slashes=False,
         redoc_url=None,
+        # Spans and metrics are our own (`server.observe`): it need not look for others' each time.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     direct = _direct_routes(context)
     app.router.routes += [

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# As plain numbers: combining zmq's own takes longer than to look at a socket.
+_MORE, _NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+
 _LONGEST_IPC_PATH = 107  # sockaddr_un.sun_path, less its terminating zero
 
 _LONGEST_TTL_MS = 6_553_500  # ZMTP has 16 bits for tenths of a second
@@ -286,9 +290,11 @@ class Inbox:
         Raises:
             zmq.ZMQError: the peer is unknown and the socket was told to report that.
         """
-        self.socket.send_multipart(frames, zmq.NOBLOCK)
+        for frame in frames[:-1]:
+            self.socket.send(frame, _MORE)
+        self.socket.send(frames[-1], _NOBLOCK)
         # Sending may use up the descriptor's edge of a message that has just come in.
-        if self._loop is not None and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._loop is not None and int(self.socket.getsockopt(_EVENTS)) & _READABLE:
             self._loop.call_soon(self._on_readable)
 
     def close(self, linger_ms: int = 0) -> None:
