@@ -45,9 +45,7 @@ CASES = (
     Case(
         "0.4b 16/128 x16", "0.4b", BenchLoad(16, 128, 16, 16), _OUTPUT, "output tok/s", ">= 1.05x"
     ),
-    Case(
-        "0.4b 128/64 x16", "0.4b", BenchLoad(128, 64, 16, 16), _OUTPUT, "output tok/s", ">= 1.1x"
-    ),
+    Case("0.4b 128/64 x16", "0.4b", BenchLoad(128, 64, 16, 16), _OUTPUT, "output tok/s", ">= 1.1x"),
     Case("0.4b 512/8 x8", "0.4b", BenchLoad(512, 8, 8, 8), _TOTAL, "total tok/s", ">= 1.05x"),
     Case(
         "0.4b 16/128 x1",
