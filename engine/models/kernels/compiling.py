@@ -138,8 +138,13 @@ class Kernel:
 
 @cache
 def _packer(count: int) -> Callable[..., bytes]:
-    """Return what lays out so many arguments, in a third of the time of an array of ctypes."""
-    return struct.Struct(f"{FIRST + count}q").pack
+    """Return what lays out so many arguments, in a third of the time of an array of ctypes.
+
+    Raises:
+        struct.error: they are more than a kernel has.
+    """
+    unused = 8 * (MAX_ARGUMENTS - FIRST - count)
+    return struct.Struct(f"{FIRST + count}q{unused}x").pack
 
 
 @cache  # a norm asks at each of its calls

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -98,6 +99,13 @@ def test_all_rows_are_computed_by_any_number_of_threads(shares: int) -> None:
     x, out = torch.randn(5, 64).bfloat16(), torch.zeros(5, 32).bfloat16()
     swiglu(shares, x.data_ptr(), out.data_ptr(), 5, 32)
     assert torch.equal(out, CompiledKernels().swiglu(x))
+
+
+def test_more_arguments_than_a_kernel_reads_are_refused() -> None:
+    room = compiling.MAX_ARGUMENTS - compiling.FIRST
+    assert len(compiling._packer(room)(*range(compiling.MAX_ARGUMENTS))) == 8 * 24
+    with pytest.raises(struct.error):
+        swiglu(1, *range(room + 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
