@@ -22,7 +22,11 @@ def multiply_alike() -> None:
     import numpy as np
     from triton.runtime import interpreter
 
-    def create_dot(_self: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
+    interpreted = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):  # which it converts first
+            return interpreted(builder, a, b, d, *precision)
         wide = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
         sums = wide.astype(d.data.dtype) + d.data
         return interpreter.TensorHandle(sums, d.dtype.scalar)
