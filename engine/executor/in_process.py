@@ -323,7 +323,7 @@ class InProcessExecutor:
             num_kv_blocks=self.info.num_kv_blocks,
             block_size=self._config.cache.block_size,
             grammars=self._grammars,
-            record_decodes=not self._config.executor.enforce_eager,
+            enforce_eager=self._config.executor.enforce_eager,
             max_head_threads=self._max_head_threads,
             pooler=None if self._pooling is None else Pooler(self._pooling, model.classify),
             adapters=self._adapters,

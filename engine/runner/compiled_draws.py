@@ -1,13 +1,12 @@
 """Draws from the logits of a model in bfloat16 on a CPU, by a kernel."""
 
 from functools import cache
-from importlib import import_module
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.kernels.choice import trusted
+from engine.models.kernels.choice import can_compile, trusted
 from engine.runner.categorical import DrawFromLogits, FloatArray, draw_from_logits
 
 _SHARED_VALUES = 1 << 17
@@ -23,13 +22,10 @@ def drawing(dtype: torch.dtype, device: torch.device) -> DrawFromLogits:
     Whatever it returns draws from float32 in the same way, to which logits are copied before they
     are adjusted.
     """
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        try:
-            import_module("numba")
-        except ImportError:  # the log says so already, of the operators between products
-            return draw_from_logits
-        return trusted(_by_kernel, _agrees, "draws from logits") or draw_from_logits
-    return draw_from_logits
+    replaced = "draws from logits"
+    if device.type != "cpu" or not can_compile(dtype, device, replaced):
+        return draw_from_logits
+    return trusted(_by_kernel, _agrees, replaced) or draw_from_logits
 
 
 def _by_kernel() -> DrawFromLogits:
@@ -41,7 +37,8 @@ def _by_kernel() -> DrawFromLogits:
         logits = logits.contiguous()
         rows, vocab = logits.shape
         shares = min(rows, torch.get_num_threads()) if logits.numel() >= _SHARED_VALUES else 1
-        stride = -(-(draws.CHUNK - (-vocab // draws.CHUNK)) // _LINE) * _LINE
+        chunks = -(-vocab // draws.CHUNK)
+        stride = -(-(draws.CHUNK + chunks) // _LINE) * _LINE  # so that no two threads share a line
         scratch = torch.empty(rows, stride, dtype=torch.float32)
         drawn = torch.empty(rows, dtype=torch.int64)
         scales, uniforms = (1 / temperature).astype(np.float32), np.ascontiguousarray(uniforms)

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.models.decoder import Taps
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
-from engine.runner.compiled_draws import drawing
+from engine.runner.categorical import DrawFromLogits
 from engine.runner.host_memory import untouched_zeros
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
@@ -35,12 +35,14 @@ class HeadDrafts:
     token not either: so the state of each block's last token is kept with the block.
     """
 
-    def __init__(self, head: DraftHead, table: SlotTable, num_kv_blocks: int) -> None:
+    def __init__(
+        self, head: DraftHead, table: SlotTable, num_kv_blocks: int, draw: DrawFromLogits
+    ) -> None:
         """Allocate its KV cache; `table` is that of the model that is served."""
         self._head = head
         self._table = table
         block, spec = head.block, head.spec
-        self._draw = drawing(block.dtype, block.device)
+        self._draw = draw
         self._cache = allocate_cache(
             spec, num_kv_blocks, table.block_size, block.kv_format, block.device
         )

@@ -6,7 +6,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from engine.models.decoder import Decoder
-from engine.runner.compiled_draws import drawing
+from engine.runner.categorical import DrawFromLogits
 from engine.runner.inputs import attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.sampler import draft
@@ -34,11 +34,13 @@ class DraftModel:
     cached block has a position that was not, which can make a draft wrong and nothing else.
     """
 
-    def __init__(self, model: Decoder, table: SlotTable, num_kv_blocks: int) -> None:
+    def __init__(
+        self, model: Decoder, table: SlotTable, num_kv_blocks: int, draw: DrawFromLogits
+    ) -> None:
         """Allocate its KV cache; `table` is that of the model that is served."""
         self._model = model
         self._table = table
-        self._draw = drawing(model.dtype, model.device)
+        self._draw = draw
         self._cache = allocate_cache(
             model.spec, num_kv_blocks, table.block_size, model.kv_format, model.device
         )

@@ -120,7 +120,7 @@ def profiled_memory(
         max_model_len=max_model_len,
         num_kv_blocks=num_blocks,
         block_size=cache.block_size,
-        record_decodes=False,
+        enforce_eager=True,
         earlier=earlier,
     )
     if model.spec.num_outputs is None:

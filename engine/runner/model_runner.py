@@ -14,7 +14,7 @@ from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import NO_TAPS, Decoder
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
-from engine.runner.categorical import draw_from_logits
+from engine.runner.categorical import DrawFromLogits, draw_from_logits
 from engine.runner.compiled_draws import drawing
 from engine.runner.cuda_graphs import DecodeGraphs, recordable_attention
 from engine.runner.draft_head import HeadDrafts
@@ -89,14 +89,15 @@ class ModelRunner:
         num_kv_blocks: int,
         block_size: int,
         grammars: GrammarTable | None = None,
-        record_decodes: bool = True,
+        enforce_eager: bool = False,
         max_head_threads: int = 1,
         pooler: Pooler | None = None,
         adapters: Mapping[str, AdapterWeights] | None = None,
         earlier: EarlierStages | None = None,
         draft: Decoder | DraftHead | None = None,
     ) -> None:
-        """Allocate the KV cache; on CUDA, record decode steps as graphs unless told not to.
+        """Allocate the KV cache. Unless told not to, record decode steps on CUDA as graphs, draw
+        by a kernel on a CPU.
 
         `max_head_threads` is how many the LM head of a large batch may have, should that be more
         than the layers have. A `pooler` makes vectors of sequences in place of tokens. `adapters`
@@ -104,7 +105,6 @@ class ModelRunner:
         to it.
         """
         self.model = model
-        self._draw = draw_from_logits if pooler else drawing(model.dtype, model.device)
         self._pooler = pooler
         self._params: dict[int, PoolingParams] = {}
         self._max_head_threads = max_head_threads
@@ -126,15 +126,21 @@ class ModelRunner:
             eos_token_ids=model.spec.eos_token_ids,
             num_groups=len(model.spec.cache_groups.windows),
         )
+        draws_plainly = enforce_eager or pooler is not None  # a pooler's model draws nothing
+
+        def draw_for(each: Decoder) -> DrawFromLogits:
+            return draw_from_logits if draws_plainly else drawing(each.dtype, each.device)
+
+        self._draw = draw_for(model)
         self._draft: DraftModel | None = None
         self._head: HeadDrafts | None = None
         if isinstance(draft, DraftHead):
-            self._head = HeadDrafts(draft, self._table, num_kv_blocks)
+            self._head = HeadDrafts(draft, self._table, num_kv_blocks, draw_for(draft.block))
         elif draft is not None:
-            self._draft = DraftModel(draft, self._table, num_kv_blocks)
+            self._draft = DraftModel(draft, self._table, num_kv_blocks, draw_for(draft))
         self._graphs: DecodeGraphs | None = None
         # A draft head needs states that recorded steps do not give.
-        records = record_decodes and self._head is None
+        records = not enforce_eager and self._head is None
         attention = recordable_attention(model, block_size) if on_cuda and records else None
         if attention is not None:
             self._graphs = DecodeGraphs(

@@ -53,16 +53,27 @@ def fused_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels | No
     None where there are none: for other types and devices, without what compiles them (Numba, on
     CUDA Triton), or if it cannot compile them here.
     """
+    replaced = "operators between products"
+    if not can_compile(dtype, device, replaced):
+        return None
+    build = _compiled_for_cpus if device.type == "cpu" else _compiled_for_cuda
+    return trusted(build, lambda built: _agree(built, device), replaced)
+
+
+def can_compile(dtype: torch.dtype, device: torch.device, replaced: str) -> bool:
+    """Whether there may be kernels for values of this type on this device.
+
+    Where only what compiles them is missing, the log says that what would be `replaced` stays.
+    """
     compiler = {"cpu": "numba", "cuda": "triton"}.get(device.type)
     if dtype != torch.bfloat16 or compiler is None:
-        return None
+        return False
     try:
         import_module(compiler)
     except ImportError as error:  # not installed, or not made for the others' versions
-        logger.info("operators between products are torch's own, without %s: %s", compiler, error)
-        return None
-    build = _compiled_for_cpus if device.type == "cpu" else _compiled_for_cuda
-    return trusted(build, lambda built: _agree(built, device), "operators between products")
+        logger.info("%s are torch's own, without %s: %s", replaced, compiler, error)
+        return False
+    return True
 
 
 def _compiled_for_cpus() -> FusedKernels:

@@ -1,0 +1,68 @@
+"""Where draws are computed by the kernel, and where they are not."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.models.kernels import draws
+from engine.runner.categorical import draw_from_logits
+from engine.runner.compiled_draws import drawing
+from engine.shared.config import BUNDLED_MODEL
+from tests.engine.serving import SOME_TEXT, request, serve
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call of the kernel."""
+    found: list[int] = []
+    kernel: Callable[..., None] = draws.draw
+
+    def counted(*arguments: int) -> None:
+        found.append(arguments[-2])
+        kernel(*arguments)
+
+    monkeypatch.setattr(draws, "draw", counted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "is_compiled"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "bfloat16", "enforce_eager": True}, False),
+        ({"dtype": "float32"}, False),
+    ],
+)
+def test_models_in_bfloat16_are_drawn_from_by_the_kernel_unless_told_not_to(
+    options: dict[str, Any], is_compiled: bool, calls: list[int]
+) -> None:
+    (answer,), _ = serve(BUNDLED_MODEL, [request(1, SOME_TEXT[:5], max_tokens=4)], **options)
+    assert len(answer.tokens) == 4
+    assert bool(calls) == is_compiled
+
+
+def test_a_device_and_other_types_are_left_to_torch() -> None:
+    assert drawing(torch.bfloat16, torch.device("cuda")) is draw_from_logits
+    assert drawing(torch.float16, CPU) is draw_from_logits
+
+
+def test_without_numba_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert drawing.__wrapped__(torch.bfloat16, CPU) is draw_from_logits
+
+
+def test_a_kernel_that_draws_other_tokens_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_arguments: int) -> None:
+        """Leave the target as it is, but for what lies there by chance."""
+
+    monkeypatch.setattr(draws, "draw", nothing)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    made = drawing.__wrapped__(torch.bfloat16, CPU)
+    assert made is draw_from_logits
+    assert made(torch.tensor([[0.0, 9.0]]), np.ones(1), np.array([0.5])).tolist() == [1]
