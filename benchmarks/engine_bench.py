@@ -136,7 +136,15 @@ def instrumented(clock: Clock) -> Iterator[None]:
         yield
 
 
-def run_load(core: Any, clock: Clock, load: Load, greedy: bool, vocab_size: int) -> None:
+def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the parameters that all sequences share."""
+    temperature = 0.0 if options.greedy else 1.0
+    return {"temperature": temperature, "top_k": options.top_k, "top_p": options.top_p}
+
+
+def run_load(
+    core: Any, clock: Clock, load: Load, sampling: dict[str, Any], vocab_size: int
+) -> None:
     """Take all sequences through the core, and every step to the clock."""
     import random
 
@@ -144,11 +152,9 @@ def run_load(core: Any, clock: Clock, load: Load, greedy: bool, vocab_size: int)
 
     draw = random.Random(load.rows)
     for id_ in range(load.rows):
-        sampling = SamplingParams(
-            max_tokens=load.tokens, seed=id_, ignore_eos=True, temperature=0.0 if greedy else 1.0
-        )
+        params = SamplingParams(max_tokens=load.tokens, seed=id_, ignore_eos=True, **sampling)
         tokens = [draw.randrange(vocab_size) for _ in range(load.prompt)]
-        core.handle(AddRequest(id_, str(id_), 0, 0, tokens, sampling))
+        core.handle(AddRequest(id_, str(id_), 0, 0, tokens, params))
     while core.has_work:
         began = time.perf_counter()
         step = core.step()
@@ -195,7 +201,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]
         clock = Clock()
         with instrumented(clock):
             for _ in range(load.repetitions):
-                run_load(core, clock, load, options.greedy, vocab_size)
+                run_load(core, clock, load, sampling_of(options), vocab_size)
         steps = [step for step in clock.steps if step["tokens"] == load.rows][load.warm_up :]
         fastest = sorted(steps, key=lambda step: step["step"])[: max(1, len(steps) // 10)]
         results[load.name] = {
@@ -270,6 +276,8 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[512])
     parser.add_argument("--prefills", type=int, default=8, help="prompts per length")
     parser.add_argument("--greedy", action="store_true", help="temperature 0 instead of 1")
+    parser.add_argument("--top-k", type=int, default=0, help="tokens that may be drawn; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--quantization")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction)

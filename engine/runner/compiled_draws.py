@@ -1,4 +1,4 @@
-"""Draws from the logits of a model in bfloat16 on a CPU, by a kernel."""
+"""Draws from the logits of a model in bfloat16 on a CPU, by kernels."""
 
 from functools import cache
 
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from engine.models.kernels.choice import can_compile, trusted
-from engine.runner.categorical import DrawFromLogits, FloatArray, draw_from_logits
+from engine.runner.categorical import FloatArray
+from engine.runner.drawing import WITH_TORCH, Drawing
+from engine.runner.filters import Filters
 
-_SHARED_VALUES = 1 << 17
-"""Logits from which on all threads draw: one takes some 20 us for as many."""
 _LINE = 16
 """Values of float32 in a cache line."""
 
 
 @cache
-def drawing(dtype: torch.dtype, device: torch.device) -> DrawFromLogits:
+def drawing_for(dtype: torch.dtype, device: torch.device) -> Drawing:
     """Return what draws from the logits of a model of this type on this device.
 
     Whatever it returns draws from float32 in the same way, to which logits are copied before they
@@ -24,26 +24,27 @@ def drawing(dtype: torch.dtype, device: torch.device) -> DrawFromLogits:
     """
     replaced = "draws from logits"
     if device.type != "cpu" or not can_compile(dtype, device, replaced):
-        return draw_from_logits
-    return trusted(_by_kernel, _agrees, replaced) or draw_from_logits
+        return WITH_TORCH
+    return trusted(_by_kernels, _agree, replaced) or WITH_TORCH
 
 
-def _by_kernel() -> DrawFromLogits:
+def _by_kernels() -> Drawing:
     from engine.models.kernels import draws
+    from engine.models.kernels.logits import shares_of
+    from engine.runner.compiled_filters import draw_filtered_by_kernel
 
     def draw(
         logits: Tensor, temperature: FloatArray, uniforms: FloatArray, *, consume: bool = False
     ) -> Tensor:
         logits = logits.contiguous()
         rows, vocab = logits.shape
-        shares = min(rows, torch.get_num_threads()) if logits.numel() >= _SHARED_VALUES else 1
         chunks = -(-vocab // draws.CHUNK)
         stride = -(-(draws.CHUNK + chunks) // _LINE) * _LINE  # so that no two threads share a line
         scratch = torch.empty(rows, stride, dtype=torch.float32)
         drawn = torch.empty(rows, dtype=torch.int64)
         scales, uniforms = (1 / temperature).astype(np.float32), np.ascontiguousarray(uniforms)
         draws.draw(
-            shares,
+            shares_of(logits),
             logits.data_ptr(),
             int(logits.dtype == torch.float32),
             scales.ctypes.data,
@@ -56,16 +57,20 @@ def _by_kernel() -> DrawFromLogits:
         )
         return drawn
 
-    return draw
+    return Drawing(draw, draw_filtered_by_kernel)
 
 
-def _agrees(draw: DrawFromLogits) -> bool:
+def _agree(drawing: Drawing) -> bool:
     """Compare draws of both types, few enough that none falls between two tokens by rounding."""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(3, 300, generator=generator).bfloat16()
     temperature, uniforms = np.array([0.5, 1.0, 2.0]), np.array([0.2, 0.5, 0.8])
-    expected = draw_from_logits(logits.float(), temperature, uniforms)
-    return all(
-        torch.equal(draw(each, temperature, uniforms), expected)
-        for each in (logits, logits.float())
-    )
+    filters = Filters(np.array([0, 20, 0]), np.array([0.9, 0.8, 1.0]), np.array([0.0, 0.0, 0.1]))
+
+    def draws(drawing: Drawing, logits: Tensor) -> list[int]:
+        unfiltered = drawing.unfiltered(logits, temperature, uniforms)
+        filtered = drawing.filtered(logits, temperature, filters, uniforms)
+        return [*unfiltered.tolist(), *filtered.tolist()]
+
+    expected = draws(WITH_TORCH, logits.float())
+    return all(draws(drawing, each) == expected for each in (logits, logits.float()))

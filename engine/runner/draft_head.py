@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.models.decoder import Taps
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
-from engine.runner.categorical import DrawFromLogits
+from engine.runner.drawing import Drawing
 from engine.runner.host_memory import untouched_zeros
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
@@ -36,13 +36,13 @@ class HeadDrafts:
     """
 
     def __init__(
-        self, head: DraftHead, table: SlotTable, num_kv_blocks: int, draw: DrawFromLogits
+        self, head: DraftHead, table: SlotTable, num_kv_blocks: int, drawing: Drawing
     ) -> None:
         """Allocate its KV cache; `table` is that of the model that is served."""
         self._head = head
         self._table = table
         block, spec = head.block, head.spec
-        self._draw = draw
+        self._drawing = drawing
         self._cache = allocate_cache(
             spec, num_kv_blocks, table.block_size, block.kv_format, block.device
         )
@@ -101,7 +101,7 @@ class HeadDrafts:
             out = self._run(slots, positions, ones, states, wants_draws=True)
             logits, states = self._head.predict(out)
             positions = positions + 1
-            tokens = draft(logits, self._table, slots, positions, draw=self._draw)
+            tokens = draft(logits, self._table, slots, positions, drawing=self._drawing)
             self._table.token_ids[slots, positions] = tokens
             for row, token_id in zip(rows.tolist(), tokens.tolist(), strict=True):
                 drafted[row].append(token_id)

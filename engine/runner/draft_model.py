@@ -6,7 +6,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from engine.models.decoder import Decoder
-from engine.runner.categorical import DrawFromLogits
+from engine.runner.drawing import Drawing
 from engine.runner.inputs import attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
 from engine.runner.sampler import draft
@@ -35,12 +35,12 @@ class DraftModel:
     """
 
     def __init__(
-        self, model: Decoder, table: SlotTable, num_kv_blocks: int, draw: DrawFromLogits
+        self, model: Decoder, table: SlotTable, num_kv_blocks: int, drawing: Drawing
     ) -> None:
         """Allocate its KV cache; `table` is that of the model that is served."""
         self._model = model
         self._table = table
-        self._draw = draw
+        self._drawing = drawing
         self._cache = allocate_cache(
             model.spec, num_kv_blocks, table.block_size, model.kv_format, model.device
         )
@@ -156,7 +156,7 @@ class DraftModel:
         if not len(draws.tokens):
             return np.zeros(0, np.int64)
         logits = self._model.logits(hidden)
-        return draft(logits, self._table, draws.slots, draws.positions, draw=self._draw)
+        return draft(logits, self._table, draws.slots, draws.positions, drawing=self._drawing)
 
 
 def _drafts_of(plan: BatchPlan) -> IntArray:

@@ -14,11 +14,11 @@ from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import NO_TAPS, Decoder
 from engine.models.device_copies import to_device
 from engine.models.heads.head import DraftHead
-from engine.runner.categorical import DrawFromLogits, draw_from_logits
-from engine.runner.compiled_draws import drawing
+from engine.runner.compiled_draws import drawing_for
 from engine.runner.cuda_graphs import DecodeGraphs, recordable_attention
 from engine.runner.draft_head import HeadDrafts
 from engine.runner.draft_model import DraftModel
+from engine.runner.drawing import WITH_TORCH, Drawing
 from engine.runner.head_threads import head_threads
 from engine.runner.inputs import BatchRows, attention_rows, batch_rows
 from engine.runner.kv_memory import allocate_cache
@@ -128,16 +128,16 @@ class ModelRunner:
         )
         draws_plainly = enforce_eager or pooler is not None  # a pooler's model draws nothing
 
-        def draw_for(each: Decoder) -> DrawFromLogits:
-            return draw_from_logits if draws_plainly else drawing(each.dtype, each.device)
+        def drawing_of(each: Decoder) -> Drawing:
+            return WITH_TORCH if draws_plainly else drawing_for(each.dtype, each.device)
 
-        self._draw = draw_for(model)
+        self._drawing = drawing_of(model)
         self._draft: DraftModel | None = None
         self._head: HeadDrafts | None = None
         if isinstance(draft, DraftHead):
-            self._head = HeadDrafts(draft, self._table, num_kv_blocks, draw_for(draft.block))
+            self._head = HeadDrafts(draft, self._table, num_kv_blocks, drawing_of(draft.block))
         elif draft is not None:
-            self._draft = DraftModel(draft, self._table, num_kv_blocks, draw_for(draft))
+            self._draft = DraftModel(draft, self._table, num_kv_blocks, drawing_of(draft))
         self._graphs: DecodeGraphs | None = None
         # A draft head needs states that recorded steps do not give.
         records = not enforce_eager and self._head is None
@@ -212,7 +212,7 @@ class ModelRunner:
                 proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
                 masks = grammars.masks(draws.slots.tolist(), proposed)
             sampled = sample(
-                logits, self._table, draws.slots, draws.positions, masks, draw=self._draw
+                logits, self._table, draws.slots, draws.positions, masks, drawing=self._drawing
             )
         self._table.token_ids[draws.slots, draws.positions] = sampled.token_ids
         if plan.proposed:

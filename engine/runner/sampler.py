@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.grammar.masks import TokenMasks
-from engine.runner.categorical import DrawFromLogits, draw_from_logits, draw_from_weights
+from engine.runner.drawing import WITH_TORCH, Drawing
 from engine.runner.draws import uniform
+from engine.runner.filters import Filters
 from engine.runner.logprobs import token_logprobs
 from engine.runner.penalties import adjust, adjusted_rows, forbid_others
 from engine.runner.slots import NO_LOGPROBS, FloatArray, SamplingTable, SlotTable
@@ -27,12 +27,8 @@ IntArray = npt.NDArray[np.int64]
 _Way = Callable[[Tensor, SamplingTable, IntArray, IntArray], IntArray]
 """How some rows are drawn, from logits that may be overwritten."""
 
-_CANDIDATES = (256, 4096)
-"""How many of the largest probabilities are tried before a whole row is sorted."""
 _COLDEST = 1e-6
 """Lower temperatures are raised to this, at which the most likely token is certain anyway."""
-_BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
-_SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -49,7 +45,7 @@ def sample(
     positions: IntArray,
     masks: TokenMasks | None = None,
     *,
-    draw: DrawFromLogits = draw_from_logits,
+    drawing: Drawing = WITH_TORCH,
 ) -> Sampled:
     """Draw one token per row.
 
@@ -58,7 +54,7 @@ def sample(
         slots: [rows] whose parameters apply
         positions: [rows] position in its sequence of the token to draw
         masks: the tokens that rows with a grammar may draw
-        draw: draws where nothing is filtered
+        drawing: how
     """
     params = table.sampling
     if masks is None and bool(params.plain_greedy[slots].all()):
@@ -67,7 +63,7 @@ def sample(
     reported = np.flatnonzero(params.logprobs[slots] != NO_LOGPROBS)
     if adjusted is logits and len(reported):
         adjusted = logits.clone()
-    token_ids = _choose(adjusted, params, slots, positions, draw)
+    token_ids = _choose(adjusted, params, slots, positions, drawing)
     return Sampled(token_ids, _logprobs(logits, params, slots, token_ids, reported))
 
 
@@ -77,7 +73,7 @@ def draft(
     slots: IntArray,
     positions: IntArray,
     *,
-    draw: DrawFromLogits = draw_from_logits,
+    drawing: Drawing = WITH_TORCH,
 ) -> IntArray:
     """Draw one token per row as `sample` does, without grammars, and report nothing of it.
 
@@ -87,7 +83,7 @@ def draft(
     if bool(table.sampling.plain_greedy[slots].all()):
         return most_likely(logits)
     adjusted = _adjusted(logits, table, slots, positions, None)
-    return _choose(adjusted, table.sampling, slots, positions, draw)
+    return _choose(adjusted, table.sampling, slots, positions, drawing)
 
 
 def _adjusted(
@@ -132,14 +128,14 @@ def _choose(
     params: SamplingTable,
     slots: IntArray,
     positions: IntArray,
-    draw: DrawFromLogits,
+    drawing: Drawing,
 ) -> IntArray:
     """Draw each row in the cheapest way that its parameters allow."""
     drawn, filtered = params.temperature[slots] > 0, params.filtered[slots]
     ways: tuple[tuple[npt.NDArray[np.bool_], _Way], ...] = (
         (~drawn, lambda some, *_: most_likely(some)),
-        (drawn & ~filtered, partial(_draw, draw)),
-        (drawn & filtered, _draw_filtered),
+        (drawn & ~filtered, partial(_draw, drawing)),
+        (drawn & filtered, partial(_draw_filtered, drawing)),
     )
     token_ids = np.empty(len(slots), np.int64)
     for members, choose in ways:
@@ -153,107 +149,30 @@ def _choose(
 
 
 def _draw(
-    draw: DrawFromLogits,
+    drawing: Drawing,
     logits: Tensor,
     params: SamplingTable,
     slots: IntArray,
     positions: IntArray,
 ) -> IntArray:
     uniforms = uniform(params.seed[slots], positions)
-    return _on_host(draw(logits, _temperature(params, slots), uniforms, consume=True))
+    return _on_host(drawing.unfiltered(logits, _temperature(params, slots), uniforms, consume=True))
 
 
 def _draw_filtered(
-    logits: Tensor, params: SamplingTable, slots: IntArray, positions: IntArray
+    drawing: Drawing,
+    logits: Tensor,
+    params: SamplingTable,
+    slots: IntArray,
+    positions: IntArray,
 ) -> IntArray:
-    weights = _probabilities(logits, _temperature(params, slots))
-    cut = smallest_kept(weights, params.top_k[slots], params.top_p[slots], params.min_p[slots])
-    # A threshold at one is a single pass without a mask, and x / x is exactly one. The scale
-    # that is left on the row does not matter to the draw.
-    weights /= _column(np.maximum(cut, _SMALLEST), weights)
-    weights = F.threshold(weights, _BELOW_ONE, 0.0, inplace=True)
-    return _on_host(draw_from_weights(weights, uniform(params.seed[slots], positions)))
-
-
-def _probabilities(logits: Tensor, temperature: FloatArray) -> Tensor:
-    """Return new float32 probabilities [rows, vocab]."""
-    if bool((temperature == 1.0).all()):
-        return torch.softmax(logits, dim=-1, dtype=torch.float32)
-    scaled = logits.to(torch.float32, copy=True)
-    scaled /= _column(temperature, logits)
-    return torch.softmax(scaled, dim=-1, out=scaled)
+    filters = Filters(params.top_k[slots], params.top_p[slots], params.min_p[slots])
+    uniforms = uniform(params.seed[slots], positions)
+    return _on_host(drawing.filtered(logits, _temperature(params, slots), filters, uniforms))
 
 
 def _temperature(params: SamplingTable, slots: IntArray) -> FloatArray:
     return np.maximum(params.temperature[slots], _COLDEST)
-
-
-def smallest_kept(
-    probabilities: Tensor, top_k: IntArray, top_p: FloatArray, min_p: FloatArray
-) -> FloatArray:
-    """Return each row's smallest probability that the filters keep; equal ones are all kept.
-
-    Min-p keeps tokens of at least that share of the largest probability, then top-k the k
-    largest (0: all), then top-p the fewest that together have that share of what is left.
-    """
-    rows, vocab = probabilities.shape
-    cut = np.zeros(rows)
-    pending = np.arange(rows)
-    for candidates in (*_CANDIDATES, vocab):
-        count = min(vocab, max(candidates, int(top_k[pending].max())))
-        if len(pending) < rows:
-            index = torch.from_numpy(pending).to(probabilities.device)
-            largest = _descending(probabilities.index_select(0, index), count)
-        else:
-            largest = _descending(probabilities, count)
-        cut[pending], known = _cut(
-            largest, top_k[pending], top_p[pending], min_p[pending], whole=count == vocab
-        )
-        pending = pending[~known]
-        if not len(pending):
-            break
-    return cut
-
-
-def _cut(
-    largest: npt.NDArray[np.float32],
-    top_k: IntArray,
-    top_p: FloatArray,
-    min_p: FloatArray,
-    *,
-    whole: bool,
-) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """Find the cut among the largest probabilities, and whether they are enough to know it."""
-    rows, count = largest.shape
-    limit = np.where(top_k > 0, np.minimum(top_k, count), count)
-    base = np.where(top_k > 0, largest[np.arange(rows), limit - 1], 0.0)
-    base = np.maximum(base, largest[:, 0] * min_p)
-    cut, known = base.copy(), np.ones(rows, np.bool_)
-    nucleus = np.flatnonzero(top_p < 1.0)
-    mass = torch.from_numpy(largest[nucleus]).cumsum(dim=1, dtype=torch.float64).numpy()
-    for row, upto in zip(nucleus.tolist(), mass, strict=True):
-        kept, total = count, 1.0
-        if base[row] > 0:
-            kept = int(np.count_nonzero(largest[row] >= base[row]))
-            total = upto[kept - 1]
-        inside = int(np.searchsorted(upto, top_p[row] * total))
-        cut[row] = max(base[row], largest[row, min(inside, kept - 1)])
-        # Not known if tokens beyond these belong to the total, or to the nucleus itself.
-        known[row] = whole or (kept < count if base[row] > 0 else inside < count)
-    return cut, known
-
-
-def _descending(values: Tensor, count: int) -> npt.NDArray[np.float32]:
-    """Return the `count` largest values of each row, largest first.
-
-    On a CPU numpy's vectorized partition and sort are several times faster than torch's.
-    """
-    if values.device.type != "cpu":
-        return values.topk(count, dim=-1).values.cpu().numpy()
-    array: npt.NDArray[np.float32] = values.numpy()
-    if count < array.shape[1]:
-        array = np.partition(array, array.shape[1] - count, axis=1)[:, -count:]
-    return np.ascontiguousarray(np.sort(array, axis=1)[:, ::-1])
 
 
 def _logprobs(
@@ -270,10 +189,6 @@ def _logprobs(
     for row, entry in zip(rows.tolist(), entries, strict=True):
         result[row] = entry
     return result
-
-
-def _column(values: FloatArray, like: Tensor) -> Tensor:
-    return torch.from_numpy(values.astype(np.float32)).to(like.device).unsqueeze(1)
 
 
 def _on_host(token_ids: Tensor) -> IntArray:

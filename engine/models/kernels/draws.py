@@ -9,67 +9,34 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from engine.models.kernels.arithmetic import (
-    as_float32,
-    as_float64,
-    as_int32,
-    as_int64,
-    as_uint16,
-    exponential,
-    float_of,
-    widen,
-)
+from engine.models.kernels.arithmetic import as_float32, as_float64, as_int32, as_int64
 from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_rows
+from engine.models.kernels.logits import (
+    LOWEST_ORDER,
+    logit_of,
+    order_of,
+    row_at,
+    weigh_chunk,
+    widen_chunk,
+)
 
 CHUNK = 128
 """Tokens whose weights are added up first."""
 
 _ZERO = np.float32(0)
-_LEAST = np.float32(-87)
-"""Tokens whose logits are further below the largest are never drawn."""
-_LOWEST_ORDER = np.int32(-(2**31))
-_SIGN, _MAGNITUDE = np.int32(31), np.int32(2**31 - 1)
-
-
-@compiled
-def _widen_chunk(row: int, is_wide: int, first: int, count: int, chunk: Any) -> None:
-    """Copy logits of a row to float32."""
-    if is_wide:
-        wide = carray(as_float32(row + 4 * first), (count,))
-        for i in range(count):
-            chunk[i] = wide[i]
-    else:
-        narrow = carray(as_uint16(row + 2 * first), (count,))
-        for i in range(count):
-            chunk[i] = widen(narrow[i])
 
 
 @compiled
 def _largest(row: int, is_wide: int, vocab: int, chunk: Any, bits: Any) -> Any:
     """Return the largest logit of a row; zero if nothing may be drawn."""
-    # Vectors find the largest integer whatever there is among floats that are no numbers.
-    largest = _LOWEST_ORDER
+    largest = LOWEST_ORDER
     for first in range(0, vocab, CHUNK):
         count = min(CHUNK, vocab - first)
-        _widen_chunk(row, is_wide, first, count, chunk)
+        widen_chunk(row, is_wide, first, count, chunk)
         for i in range(count):
-            order = bits[i] ^ ((bits[i] >> _SIGN) & _MAGNITUDE)
-            largest = max(largest, order)
-    value = float_of(np.uint32(largest ^ ((largest >> _SIGN) & _MAGNITUDE)))
+            largest = max(largest, order_of(bits[i]))
+    value = logit_of(largest)
     return value if np.isfinite(value) else _ZERO
-
-
-@compiled
-def _weigh_chunk(count: int, largest: Any, scale: Any, chunk: Any) -> Any:
-    """Turn logits into weights; return their sum."""
-    total = _ZERO
-    for i in range(count):
-        power = (chunk[i] - largest) * scale
-        weight = exponential(power)
-        weight = weight if power > _LEAST else _ZERO
-        chunk[i] = weight
-        total += weight
-    return total
 
 
 @compiled
@@ -99,19 +66,19 @@ def _draw(pointer: Any) -> None:
     chunk, bits = carray(as_float32(held), (CHUNK,)), carray(as_int32(held), (CHUNK,))
     sums = carray(as_float32(held + 4 * CHUNK), (chunks,))
     for row in range(first_row, end):
-        values = logits + (4 if is_wide else 2) * row * vocab
+        values = row_at(logits, is_wide, vocab, row)
         largest = _largest(values, is_wide, vocab, chunk, bits)
         total = 0.0
         for index in range(chunks):
             count = min(CHUNK, vocab - index * CHUNK)
-            _widen_chunk(values, is_wide, index * CHUNK, count, chunk)
-            sums[index] = _weigh_chunk(count, largest, scale[row], chunk)
+            widen_chunk(values, is_wide, index * CHUNK, count, chunk)
+            sums[index] = weigh_chunk(count, largest, scale[row], chunk)
             total += np.float64(sums[index])
         goal = total * uniform[row]
         index, before = _first_above(sums, chunks, 0.0, goal)
         count = min(CHUNK, vocab - index * CHUNK)
-        _widen_chunk(values, is_wide, index * CHUNK, count, chunk)
-        _weigh_chunk(count, largest, scale[row], chunk)
+        widen_chunk(values, is_wide, index * CHUNK, count, chunk)
+        weigh_chunk(count, largest, scale[row], chunk)
         found, _ = _first_above(chunk, count, before, goal)
         drawn[row] = index * CHUNK + found
 

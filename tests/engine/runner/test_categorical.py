@@ -6,7 +6,7 @@ import torch
 
 from engine.runner import categorical
 from engine.runner.categorical import DrawFromLogits, draw_from_logits, draw_from_weights
-from engine.runner.compiled_draws import drawing
+from engine.runner.compiled_draws import drawing_for
 from engine.runner.slots import FloatArray
 
 
@@ -14,7 +14,7 @@ from engine.runner.slots import FloatArray
 def draw(request: pytest.FixtureRequest) -> DrawFromLogits:
     if request.param == "torch":
         return draw_from_logits
-    kernel = drawing(torch.bfloat16, torch.device("cpu"))
+    kernel = drawing_for(torch.bfloat16, torch.device("cpu")).unfiltered
     assert kernel is not draw_from_logits
     return kernel
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.models.kernels import draws
-from engine.runner.categorical import draw_from_logits
-from engine.runner.compiled_draws import drawing
+from engine.runner.compiled_draws import drawing_for
+from engine.runner.drawing import WITH_TORCH
 from engine.shared.config import BUNDLED_MODEL
 from tests.engine.serving import SOME_TEXT, request, serve
 
@@ -48,13 +48,13 @@ def test_models_in_bfloat16_are_drawn_from_by_the_kernel_unless_told_not_to(
 
 
 def test_a_device_and_other_types_are_left_to_torch() -> None:
-    assert drawing(torch.bfloat16, torch.device("cuda")) is draw_from_logits
-    assert drawing(torch.float16, CPU) is draw_from_logits
+    assert drawing_for(torch.bfloat16, torch.device("cuda")) is WITH_TORCH
+    assert drawing_for(torch.float16, CPU) is WITH_TORCH
 
 
 def test_without_numba_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert drawing.__wrapped__(torch.bfloat16, CPU) is draw_from_logits
+    assert drawing_for.__wrapped__(torch.bfloat16, CPU) is WITH_TORCH
 
 
 def test_a_kernel_that_draws_other_tokens_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +63,6 @@ def test_a_kernel_that_draws_other_tokens_is_not_used(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(draws, "draw", nothing)
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    made = drawing.__wrapped__(torch.bfloat16, CPU)
-    assert made is draw_from_logits
-    assert made(torch.tensor([[0.0, 9.0]]), np.ones(1), np.array([0.5])).tolist() == [1]
+    made = drawing_for.__wrapped__(torch.bfloat16, CPU)
+    assert made is WITH_TORCH
+    assert made.unfiltered(torch.tensor([[0.0, 9.0]]), np.ones(1), np.array([0.5])).tolist() == [1]

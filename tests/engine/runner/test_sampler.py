@@ -9,11 +9,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.runner.sampler import Sampled, sample, smallest_kept
+from engine.runner.compiled_draws import drawing_for
+from engine.runner.drawing import WITH_TORCH
+from engine.runner.sampler import Sampled, sample
 from engine.runner.slots import SlotTable
 from engine.scheduler.batch import SlotStart
 from engine.shared.messages import SamplingParams
 
+CPU = torch.device("cpu")
 VOCAB = 1000
 SLOTS = 600
 EOS = 7
@@ -45,13 +48,14 @@ def start(table: SlotTable) -> Start:
     return start
 
 
-@pytest.fixture
-def draw(table: SlotTable) -> Draw:
+@pytest.fixture(params=["torch", "kernels"])
+def draw(table: SlotTable, request: pytest.FixtureRequest) -> Draw:
     """Return a function that samples rows of logits for slots whose next position is given."""
+    drawing = WITH_TORCH if request.param == "torch" else drawing_for(torch.bfloat16, CPU)
 
     def draw(logits: torch.Tensor, slots: npt.ArrayLike, positions: npt.ArrayLike) -> Sampled:
         with torch.inference_mode():
-            return sample(logits, table, np.array(slots), np.array(positions))
+            return sample(logits, table, np.array(slots), np.array(positions), drawing=drawing)
 
     return draw
 
@@ -288,21 +292,6 @@ def test_tiny_temperatures_act_like_greedy(temperature: float, start: Start, dra
     positions = [start(slot, temperature=temperature) for slot in range(5)]
     chosen = draw(logits, range(5), positions).token_ids
     assert chosen.tolist() == logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("candidates", [(256, 4096), (4, 300)])
-def test_flat_nucleus_wider_than_the_candidates_is_exact(
-    candidates: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.runner.sampler._CANDIDATES", candidates)
-    probabilities = torch.softmax(random_logits(3) * 0.01, dim=-1)
-    top_p, top_k = np.array([0.8, 0.5, 0.9]), np.array([0, 700, 0])
-    cut = smallest_kept(probabilities, top_k, top_p, np.array([0.0, 0.0, 0.5]))
-    for row in range(3):
-        ordered = np.sort(probabilities[row].double().numpy())[::-1]
-        total = ordered[: top_k[row] or VOCAB].sum()
-        count = int(np.searchsorted(np.cumsum(ordered), top_p[row] * total)) + 1
-        assert (probabilities[row].double().numpy() >= cut[row]).sum() == count
 
 
 def test_all_weight_on_one_token_is_drawn(start: Start, draw: Draw) -> None:

@@ -1,0 +1,132 @@
+"""What top-k, top-p and min-p leave of a row, by torch's operators and by kernels."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.runner import compiled_filters
+from engine.runner.categorical import FloatArray
+from engine.runner.compiled_draws import drawing_for
+from engine.runner.filters import DrawFiltered, Filters, IntArray, draw_filtered, smallest_kept
+
+VOCAB = 1000
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def draw(request: pytest.FixtureRequest) -> DrawFiltered:
+    return draw_filtered if request.param == "torch" else by_kernels()
+
+
+def by_kernels() -> DrawFiltered:
+    made = drawing_for(torch.bfloat16, torch.device("cpu")).filtered
+    assert made is not draw_filtered
+    return made
+
+
+def normal(rows: int, vocab: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+class Rows(NamedTuple):
+    logits: Tensor
+    temperature: FloatArray
+    filters: Filters
+    uniforms: FloatArray
+
+    def of(self, rows: IntArray) -> "Rows":
+        logits = self.logits[torch.from_numpy(rows)]
+        return Rows(logits, self.temperature[rows], self.filters.of(rows), self.uniforms[rows])
+
+
+def some_rows(rows: int, vocab: int, forbidden: float = 0.0) -> Rows:
+    """Return rows in bfloat16 with filters of all kinds, and a share of tokens forbidden."""
+    random = np.random.default_rng(vocab)
+    logits = 3 * normal(rows, vocab, seed=vocab)
+    logits[torch.from_numpy(random.random((rows, vocab)) < forbidden)] = -torch.inf
+    logits[:, vocab // 2] = 1.0
+    top_k = np.minimum(random.choice([0, 1, 5, 20, 64, 500, 3000], rows), vocab)
+    top_p = random.choice([1.0, 0.95, 0.8, 0.1], rows)
+    filters = Filters(top_k, top_p, random.choice([0.0, 0.001, 0.05, 0.5], rows))
+    temperature = random.choice([0.1, 0.7, 1.0, 2.0], rows)
+    return Rows(logits.bfloat16(), temperature, filters, random.random(rows))
+
+
+@pytest.mark.parametrize("forbidden", [0.0, 0.9, 0.999])
+@pytest.mark.parametrize("vocab", [1, 7, 64, 300, 1000, 32_000, 50_257])
+def test_kernels_and_torch_draw_the_same(vocab: int, forbidden: float) -> None:
+    rows = some_rows(100, vocab, forbidden)
+    drawn, expected = by_kernels()(*rows), draw_filtered(*rows)
+    # A draw, or a cut, may fall on the rounded boundary between two tokens.
+    assert (drawn == expected).sum() >= 99
+
+
+@pytest.mark.parametrize("vocab", [300, 32_000])
+def test_a_rows_token_does_not_depend_on_the_rows_beside_it(vocab: int, draw: DrawFiltered) -> None:
+    rows = some_rows(40, vocab, forbidden=0.5)
+    alone = [draw(*rows.of(np.array([i]))).item() for i in range(40)]
+    assert draw(*rows).tolist() == alone
+
+
+def test_logits_of_16_bits_and_their_copies_draw_the_same(draw: DrawFiltered) -> None:
+    rows = some_rows(200, 4000)
+    copied = rows._replace(logits=rows.logits.float())
+    assert torch.equal(draw(*rows), draw(*copied))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(2, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.5), (2, 0.5, 0.2)]
+)
+def test_equal_logits_are_all_kept(
+    top_k: int, top_p: float, min_p: float, draw: DrawFiltered
+) -> None:
+    logits = torch.full((60, 300), -2.0)
+    logits[:, [3, 70, 71, 299]] = 5.0
+    filters = Filters(np.full(60, top_k), np.full(60, top_p), np.full(60, min_p))
+    drawn = draw(logits, np.ones(60), filters, np.linspace(0, np.nextafter(1, 0), 60))
+    assert set(drawn.tolist()) == {3, 70, 71, 299}
+
+
+def test_rows_of_which_nothing_may_be_drawn_get_a_token_of_the_vocabulary(
+    draw: DrawFiltered,
+) -> None:
+    logits = torch.full((3, 300), -torch.inf)
+    logits[1, 200], logits[2] = torch.nan, torch.nan
+    filters = Filters(np.array([5, 5, 0]), np.array([0.9, 1.0, 0.9]), np.zeros(3))
+    drawn = draw(logits, np.ones(3), filters, np.array([0.0, 0.5, np.nextafter(1, 0)]))
+    assert drawn.min() >= 0
+    assert drawn.max() < 300
+
+
+def test_rows_that_keep_more_than_kernels_collect_are_drawn_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+
+    def counted(logits: Tensor, *others: FloatArray | Filters) -> Tensor:
+        found.append(len(logits))
+        return draw_filtered(logits, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiled_filters, "draw_filtered", counted)
+    logits = 0.01 * normal(4, 32_000)
+    filters = Filters(np.array([20, 0, 5000, 0]), np.array([0.9, 0.9, 1.0, 0.001]), np.zeros(4))
+    rows = Rows(logits, np.ones(4), filters, np.array([0.1, 0.4, 0.6, 0.9]))
+    assert torch.equal(by_kernels()(*rows), draw_filtered(*rows))
+    assert found == [2]
+
+
+@pytest.mark.parametrize("candidates", [(256, 4096), (4, 300)])
+def test_flat_nucleus_wider_than_the_candidates_is_exact(
+    candidates: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.runner.filters._CANDIDATES", candidates)
+    probabilities = torch.softmax(normal(3, VOCAB) * 0.03, dim=-1)
+    top_p, top_k = np.array([0.8, 0.5, 0.9]), np.array([0, 700, 0])
+    cut = smallest_kept(probabilities, Filters(top_k, top_p, np.array([0.0, 0.0, 0.5])))
+    for row in range(3):
+        ordered = np.sort(probabilities[row].double().numpy())[::-1]
+        total = ordered[: top_k[row] or VOCAB].sum()
+        count = int(np.searchsorted(np.cumsum(ordered), top_p[row] * total)) + 1
+        assert (probabilities[row].double().numpy() >= cut[row]).sum() == count
