@@ -1,15 +1,17 @@
 """Draws from the logits of a model in bfloat16 on a CPU, by kernels."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.models.kernels.choice import can_compile, trusted
 from engine.runner.categorical import FloatArray
 from engine.runner.drawing import WITH_TORCH, Drawing
-from engine.runner.filters import Filters
+from engine.runner.filters import Filters, draw_filtered
 
 _LINE = 16
 """Values of float32 in a cache line."""
@@ -29,9 +31,8 @@ def drawing_for(dtype: torch.dtype, device: torch.device) -> Drawing:
 
 
 def _by_kernels() -> Drawing:
-    from engine.models.kernels import draws
+    from engine.models.kernels import draws, filtered_draws
     from engine.models.kernels.logits import shares_of
-    from engine.runner.compiled_filters import draw_filtered_by_kernel
 
     def draw(
         logits: Tensor, temperature: FloatArray, uniforms: FloatArray, *, consume: bool = False
@@ -39,7 +40,7 @@ def _by_kernels() -> Drawing:
         logits = logits.contiguous()
         rows, vocab = logits.shape
         chunks = -(-vocab // draws.CHUNK)
-        stride = -(-(draws.CHUNK + chunks) // _LINE) * _LINE  # so that no two threads share a line
+        stride = _whole_lines(draws.CHUNK + chunks)
         scratch = torch.empty(rows, stride, dtype=torch.float32)
         drawn = torch.empty(rows, dtype=torch.int64)
         scales, uniforms = (1 / temperature).astype(np.float32), np.ascontiguousarray(uniforms)
@@ -57,7 +58,49 @@ def _by_kernels() -> Drawing:
         )
         return drawn
 
-    return Drawing(draw, draw_filtered_by_kernel)
+    def draw_among(
+        logits: Tensor, temperature: FloatArray, filters: Filters, uniforms: FloatArray
+    ) -> Tensor:
+        logits = logits.contiguous()
+        rows, vocab = logits.shape
+        shares = shares_of(logits)
+        stride = _whole_lines(filtered_draws.scratch_size(vocab))
+        scratch = torch.empty(shares, stride, dtype=torch.float32)
+        drawn = torch.empty(rows, dtype=torch.int64)
+        with np.errstate(divide="ignore"):  # without min-p a logit may be as low as it likes
+            depths = -temperature * np.log(filters.min_p)
+        arrays: tuple[npt.NDArray[Any], ...] = (
+            (1 / temperature).astype(np.float32),
+            np.ascontiguousarray(uniforms),
+            np.ascontiguousarray(filters.top_k),
+            np.ascontiguousarray(filters.top_p),
+            depths.astype(np.float32),
+        )
+        filtered_draws.draw(
+            shares,
+            logits.data_ptr(),
+            int(logits.dtype == torch.float32),
+            rows,
+            vocab,
+            *(each.ctypes.data for each in arrays),
+            drawn.data_ptr(),
+            scratch.data_ptr(),
+            stride,
+        )
+        others = torch.nonzero(drawn < 0)[:, 0]
+        if len(others):
+            index = others.numpy()
+            drawn[others] = draw_filtered(
+                logits[others], temperature[index], filters.of(index), uniforms[index]
+            )
+        return drawn
+
+    return Drawing(draw, draw_among)
+
+
+def _whole_lines(values: int) -> int:
+    """Round up to cache lines, so that no two threads share one."""
+    return -(-values // _LINE) * _LINE
 
 
 def _agree(drawing: Drawing) -> bool:

@@ -18,8 +18,7 @@ IntArray = npt.NDArray[np.int64]
 _CANDIDATES = (256, 4096)
 """How many of the largest probabilities are tried before a whole row is sorted."""
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
-SMALLEST = float(np.finfo(np.float32).tiny)
-"""The least weight with which a token can be drawn."""
+_SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class Filters(NamedTuple):
@@ -66,7 +65,7 @@ def draw_filtered(
     cut = smallest_kept(weights, filters)
     # A threshold at one is a single pass without a mask, and x / x is exactly one. The scale
     # that is left on the row does not matter to the draw.
-    weights /= _column(np.maximum(cut, SMALLEST), weights)
+    weights /= _column(np.maximum(cut, _SMALLEST), weights)
     weights = F.threshold(weights, _BELOW_ONE, 0.0, inplace=True)
     return draw_from_weights(weights, uniforms)
 
@@ -92,20 +91,20 @@ def smallest_kept(probabilities: Tensor, filters: Filters) -> FloatArray:
             largest = _descending(probabilities.index_select(0, index), count)
         else:
             largest = _descending(probabilities, count)
-        cut[pending], known = cut_among(largest, filters.of(pending), whole=count == vocab)
+        cut[pending], known = _cut_among(largest, filters.of(pending), whole=count == vocab)
         pending = pending[~known]
         if not len(pending):
             break
     return cut
 
 
-def cut_among(
-    largest: npt.NDArray[np.float32], filters: Filters, *, whole: bool = False
+def _cut_among(
+    largest: npt.NDArray[np.float32], filters: Filters, *, whole: bool
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
     """Find the cut among the largest probabilities, and whether they are enough to know it.
 
     Args:
-        largest: [rows, count], largest first; those of a row that has fewer end in zeros
+        largest: [rows, count], largest first
         filters: [rows] of each
         whole: whether there are no others
     """

@@ -55,7 +55,8 @@ def _pointer(target: Any, as_llvm: Any) -> Any:
 
 float_of = _cast(types.uint32, types.float32, ir.FloatType())
 """The float of 32 bits with these bits."""
-_bits_of = _cast(types.float32, types.uint32, ir.IntType(32))
+float_bits = _cast(types.float32, types.uint32, ir.IntType(32))
+"""The bits of a float of 32."""
 as_uint16 = _pointer(types.uint16, ir.IntType(16))
 """Pointer to bfloat16, as its bits, at an address; the next are for the other types."""
 as_float32 = _pointer(types.float32, ir.FloatType())
@@ -73,7 +74,7 @@ def widen(bits: Any) -> Any:
 @compiled
 def narrow(value: Any) -> Any:
     """Round a float of 32 bits to the nearest bfloat16, to even in between."""
-    bits = _bits_of(value)
+    bits = float_bits(value)
     rounded = np.uint16((bits + _ROUND + ((bits >> _HALF_BITS) & _ODD)) >> _HALF_BITS)
     return rounded if value == value else _NAN
 

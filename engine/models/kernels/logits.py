@@ -15,6 +15,7 @@ from engine.models.kernels.arithmetic import (
     as_float32,
     as_uint16,
     exponential,
+    float_bits,
     float_of,
     widen,
 )
@@ -38,6 +39,12 @@ def shares_of(logits: Tensor) -> int:
 def order_of(bits: Any) -> Any:
     """Return an integer that orders like the float32 with these bits, given as an integer."""
     return bits ^ ((bits >> _SIGN) & _MAGNITUDE)
+
+
+@compiled
+def order_of_logit(logit: Any) -> Any:
+    """Return the order of a float32."""
+    return order_of(np.int32(float_bits(logit)))
 
 
 @compiled

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runner import compiled_filters
 from engine.runner.categorical import FloatArray
 from engine.runner.compiled_draws import drawing_for
 from engine.runner.filters import DrawFiltered, Filters, IntArray, draw_filtered, smallest_kept
@@ -100,21 +99,18 @@ def test_rows_of_which_nothing_may_be_drawn_get_a_token_of_the_vocabulary(
     assert drawn.max() < 300
 
 
-def test_rows_that_keep_more_than_kernels_collect_are_drawn_by_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found: list[int] = []
-
-    def counted(logits: Tensor, *others: FloatArray | Filters) -> Tensor:
-        found.append(len(logits))
-        return draw_filtered(logits, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(compiled_filters, "draw_filtered", counted)
-    logits = 0.01 * normal(4, 32_000)
-    filters = Filters(np.array([20, 0, 5000, 0]), np.array([0.9, 0.9, 1.0, 0.001]), np.zeros(4))
-    rows = Rows(logits, np.ones(4), filters, np.array([0.1, 0.4, 0.6, 0.9]))
-    assert torch.equal(by_kernels()(*rows), draw_filtered(*rows))
-    assert found == [2]
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("offset", [-5.0, 0.0, 300.0])
+def test_kernels_find_a_cut_among_as_many_as_there_are(scale: float, offset: float) -> None:
+    logits = (scale * normal(6, 32_000) + offset).bfloat16()
+    top_k, top_p = np.array([20, 0, 5000, 0, 32_000, 0]), np.array([0.9, 0.9, 1.0, 0.001, 0.5, 1.0])
+    filters = Filters(top_k, top_p, np.zeros(6))
+    rows = Rows(logits, np.ones(6), filters, np.array([0.1, 0.4, 0.6, 0.9, 0.3, 0.7]))
+    drawn = by_kernels()(*rows)
+    assert torch.equal(drawn, by_kernels()(*rows._replace(logits=logits.float())))
+    # Whatever falls between equal logits of torch's has the same logit.
+    expected = draw_filtered(*rows)
+    assert (logits.gather(1, drawn[:, None]) - logits.gather(1, expected[:, None])).abs().max() == 0
 
 
 @pytest.mark.parametrize("candidates", [(256, 4096), (4, 300)])
