@@ -126,8 +126,12 @@ def rms_norm_exact(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x.float(), weight, eps).to(x.dtype)
 
 
-def prepare_qk_norm(spec: ModelSpec, query: Tensor, key: Tensor) -> Rows:
+def prepare_qk_norm(
+    spec: ModelSpec, query: Tensor, key: Tensor, kernels: FusedKernels | None = None
+) -> Rows:
     """Return what normalizes queries and keys [tokens, heads + kv_heads, head_dim].
+
+    It may do so in place.
 
     Args:
         query, key: weights as stored, of the shapes in `engine.models.weights`.
@@ -140,6 +144,8 @@ def prepare_qk_norm(spec: ModelSpec, query: Tensor, key: Tensor) -> Rows:
     weight = torch.cat((query.expand(heads, -1), key.expand(kv_heads, -1)))
     if norm.kind == "layer":
         return partial(_layer_norm_heads, weight=weight, eps=norm.eps)
+    if kernels is not None:
+        return partial(kernels.rms_norm_heads, weight=weight.float(), eps=norm.eps)
     return partial(
         _rms_norm_heads_exact if norm.adds_one else rms_norm_heads, weight=weight, eps=norm.eps
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.distributed.spec import listener_address, open_listener
+from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -119,8 +119,7 @@ class World:
 
 def free_address() -> str:
     """Return an address on which nobody listens."""
-    with open_listener("127.0.0.1") as listener:
-        return listener_address(listener)
+    return f"127.0.0.1:{free_port()}"
 
 
 def answer_lines(

@@ -29,6 +29,15 @@ class FusedKernels(Protocol):
         """Scale rows [rows, width] to a root mean square of one, then by weights in float32."""
         ...
 
+    def rms_norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Do the same with heads, in place, and return them.
+
+        Args:
+            heads: [tokens, heads, head_dim], those of a token side by side
+            weight: [heads, head_dim] float32
+        """
+        ...
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up for [.., 2 * inner] with the gates in the first half."""
         ...
@@ -119,9 +128,12 @@ def _agree(kernels: FusedKernels, device: torch.device) -> bool:
 
     x, weight, width = normal(3, 72), normal(72), 72
     normed = kernels.rms_norm(x, weight.float(), 1e-6)
+    heads, weights = normal(3, 4, 18)[:, :3], normal(3, 18)
+    expected = F.rms_norm(heads, (18,), None, 1e-6) * weights
     gate, up = x.float().chunk(2, dim=-1)
     return (
         is_close(normed, F.rms_norm(x, (width,), weight, 1e-6))
+        and is_close(kernels.rms_norm_heads(heads, weights.float(), 1e-6), expected)
         and is_close(kernels.swiglu(x), F.silu(gate) * up)
         and _stores_agree(kernels, x, (normal(3, 1, 18), normal(3, 1, 18)))
     )

@@ -27,6 +27,14 @@ class CompiledKernels:
         rows.rms_norm(_shares(x), *addresses, count, width, bits_of(eps))
         return out
 
+    def rms_norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Scale each head, in place, to a root mean square of one, then by its weights."""
+        tokens, count, dim = heads.shape
+        stride = heads.stride(0)
+        addresses = heads.data_ptr(), weight.data_ptr()
+        rows.rms_norm_heads(_shares(heads), *addresses, tokens, stride, count, dim, bits_of(eps))
+        return heads
+
     @computed_by_rows
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up."""

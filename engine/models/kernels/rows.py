@@ -43,6 +43,25 @@ def _rms_norm(pointer: Any) -> None:
             out[i] = narrow(widen(x[i]) * scale * weight[i])
 
 
+def _rms_norm_heads(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    source, weights, tokens, stride, heads = own[0], own[1], own[2], own[3], own[4]
+    dim, eps = own[5], float_of(np.uint32(own[6]))
+    weight = carray(as_float32(weights), (heads, dim))
+    first, end = own_rows(arguments, tokens)
+    for token in range(first, end):
+        for head in range(heads):
+            x = _bfloat16(source + 2 * (token * stride + head * dim), 0, dim)
+            squares = _ZERO
+            for i in range(dim):
+                value = widen(x[i])
+                squares += value * value
+            scale = _ONE / np.sqrt(squares / np.float32(dim) + eps)
+            for i in range(dim):
+                x[i] = narrow(widen(x[i]) * scale * weight[head, i])
+
+
 def _swiglu(pointer: Any) -> None:
     arguments = carray(pointer, (MAX_ARGUMENTS,))
     own = arguments[FIRST:]
@@ -80,6 +99,9 @@ def _rotate_and_store(pointer: Any) -> None:
 
 rms_norm = Kernel(_rms_norm)
 """Of bfloat16: source, weights in float32, target, rows, width, eps."""
+rms_norm_heads = Kernel(_rms_norm_heads)
+"""Of bfloat16, in place: heads [tokens, heads, dim], weights [heads, dim] in float32, tokens, how
+many values tokens are apart, heads, dim, eps."""
 swiglu = Kernel(_swiglu)
 """Of bfloat16: source [rows, 2 * inner], target [rows, inner], rows, inner."""
 rotate_and_store = Kernel(_rotate_and_store)

@@ -309,7 +309,7 @@ class DecoderLoader:
             qk_norm = None if rope is None else partial(unit_norm, eps=spec.norm.eps)
         elif spec.qk_norm != "none":
             query, key = (self._products.copy(f"{prefix}{name}_norm.weight") for name in "qk")
-            qk_norm = prepare_qk_norm(spec, query, key)
+            qk_norm = prepare_qk_norm(spec, query, key, self._kernels)
         output = self._products.linear(
             prefix + "o_proj.weight", bias=[prefix + "o_proj.bias"] if spec.output_bias else []
         )

@@ -52,6 +52,10 @@ def test_norms_gates_and_rotations_are_those_of_stock_operators(dtype: torch.dty
     gate, up = x.float().chunk(2, dim=-1)
     assert is_close(kernels.swiglu(x), F.silu(gate) * up, dtype)
     assert kernels.swiglu(x[:0]).shape == (0, 100)
+    heads, weights = normal(5, 4, 36, dtype=dtype)[:, :3], normal(3, 36, dtype=dtype)
+    expected = F.rms_norm(heads.float(), (36,), None, 1e-5) * weights
+    assert kernels.rms_norm_heads(heads, weights.float(), 1e-5) is heads
+    assert is_close(heads, expected, dtype)
 
     qkv, slots = normal(5, 8 * 36, dtype=dtype), torch.tensor([9, 0, 3, 7, 1], device=DEVICE)
     factors = normal(5, 1, 36, dtype=dtype), normal(5, 1, 36, dtype=dtype)

@@ -1,5 +1,6 @@
 """Models with fused kernels: as close to themselves in float32 as with stock operators."""
 
+import statistics
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ LENGTH = 90
 _LLAMAS = {"llama", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen3-moe"}
 USED = {
     "rms_norm": {*_LLAMAS, "gemma2", "gemma3", "deepseek2", "llama4", "gpt-oss"},
+    "rms_norm_heads": {"qwen3", "qwen3-moe", "gemma3"},
     "swiglu": {*_LLAMAS, "deepseek2", "llama4", "cohere"},
     "rotate_and_store": {*_LLAMAS, "gemma2", "gemma3", "llama4", "gpt-oss", "cohere"},
     "attend": {*_LLAMAS, "gemma3", "cohere"},
@@ -30,6 +32,8 @@ USED = {
 """By what is called in which families."""
 BENT = {"gemma2", "gpt-oss"}
 """Whose scores only the kernel for all tokens knows how to bend."""
+SPARSE = {"mixtral", "qwen3-moe", "deepseek2", "llama4", "gpt-oss"}
+"""Whose tokens choose experts."""
 FAMILIES = sorted(set[str]().union(*USED.values()))
 BY_PAIRS = [False, True] if has_pairs() else [False]
 
@@ -53,9 +57,9 @@ def test_logits_are_as_exact_as_without(
     by_pairs: bool,
 ) -> None:
     called = _count_calls(monkeypatch)
-    directory, tokens = checkpoint(name).directory, prompt(LENGTH)
+    directory = checkpoint(name).directory
 
-    def logits(**settings: Any) -> torch.Tensor:
+    def logits(tokens: list[int], **settings: Any) -> torch.Tensor:
         engine = driver(directory, **settings)
         called.clear()
         engine.start(0, tokens)
@@ -64,15 +68,20 @@ def test_logits_are_as_exact_as_without(
         second = engine.logits({0: 1, 1: 10})
         return torch.cat((first, second, *(engine.logits({0: 1}) for _ in range(29)))).float()
 
-    exact = logits(dtype="float32")
-    stock = logits(dtype="bfloat16")
-    assert not called
-    with_kernels = logits(dtype="bfloat16", fused=True)
-    expected = {kernel for kernel, names in USED.items() if name in names}
-    assert called == expected | ({"attend"} if by_pairs and name in BENT else set())
-    # The median: where two experts are nearly tied, a rounding chooses another one.
-    rounding = (stock - exact).abs().median()
-    assert (with_kernels - exact).abs().median() < 1.2 * rounding
+    # Where two experts are nearly tied a rounding chooses another one, and all tokens that attend
+    # to that one are further off, in whichever way they are computed: so several prompts count.
+    errors: list[float] = []
+    for number in range(5 if name in SPARSE else 1):
+        tokens = prompt(LENGTH + number)[number:]
+        exact = logits(tokens, dtype="float32")
+        stock = logits(tokens, dtype="bfloat16")
+        assert not called
+        with_kernels = logits(tokens, dtype="bfloat16", fused=True)
+        expected = {kernel for kernel, names in USED.items() if name in names}
+        assert called == expected | ({"attend"} if by_pairs and name in BENT else set())
+        rounding = (stock - exact).abs().median()
+        errors.append(float((with_kernels - exact).abs().median() / rounding))
+    assert statistics.median(errors) < 1.2
 
 
 def test_a_cache_in_8_bits_is_left_to_stock_operators(
@@ -164,7 +173,7 @@ def _count_calls(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         monkeypatch.setattr(owner, name, call)
 
-    for name in ("rms_norm", "swiglu", "rotate_and_store"):
+    for name in ("rms_norm", "rms_norm_heads", "swiglu", "rotate_and_store"):
         watch(CompiledKernels, name, name)
     watch(FusedAttention, "_attend_decodes", "attend")
     watch(PatchAttention, "attend", "attend")

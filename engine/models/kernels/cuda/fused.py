@@ -25,6 +25,22 @@ class CudaKernels:
         )
         return out
 
+    def rms_norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Scale each head, in place, to a root mean square of one, then by its weights."""
+        tokens, count, dim = heads.shape
+        if tokens:
+            rows.norm_heads[tokens, count](
+                heads,
+                weight,
+                heads.stride(0),
+                eps,
+                HEADS=count,
+                DIM=dim,
+                WIDTH=triton.next_power_of_2(dim),
+                num_warps=1,
+            )
+        return heads
+
     @computed_by_rows
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up."""

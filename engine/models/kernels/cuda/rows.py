@@ -29,6 +29,33 @@ def norm_rows(
 
 
 @triton.jit
+def norm_heads(
+    heads: tl.tensor,
+    weight: tl.tensor,
+    token_stride: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Do the same with a head, in place; a program for each of a token.
+
+    Args:
+        heads: [tokens, HEADS, DIM], tokens `token_stride` apart
+        weight: [HEADS, DIM] float32
+        WIDTH: DIM or the next power of two
+    """
+    head = tl.program_id(1)
+    place = tl.arange(0, WIDTH)
+    is_there = place < DIM
+    own = heads + tl.program_id(0).to(tl.int64) * token_stride + head * DIM + place
+    values = tl.load(own, mask=is_there, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)
+    scaled = values * factor * tl.load(weight + head * DIM + place, mask=is_there, other=0.0)
+    tl.store(own, scaled.to(heads.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
 def gate_rows(
     gate_up: tl.tensor, out: tl.tensor, COUNT: tl.constexpr, AT_ONCE: tl.constexpr
 ) -> None:

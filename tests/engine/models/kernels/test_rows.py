@@ -39,6 +39,19 @@ def test_rms_norm(rows: int, width: int) -> None:
     assert is_rounded(KERNELS.rms_norm(x, weight, EPS), normed(x, weight))
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(16, 64), (4, 40), (2, 6), (24, 128)])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 200])
+def test_rms_norm_of_heads_beside_others(heads: int, head_dim: int, tokens: int) -> None:
+    qkv = (torch.randn(tokens, heads + 3, head_dim) * 3).bfloat16()
+    before, weight = qkv.clone(), torch.randn(heads, head_dim)
+    result = KERNELS.rms_norm_heads(qkv[:, :heads], weight, EPS)
+    assert result.data_ptr() == qkv.data_ptr()
+    assert is_rounded(result, normed(before[:, :heads], weight))
+    assert torch.equal(qkv[:, heads:], before[:, heads:]), "the others stay"
+    alone = KERNELS.rms_norm_heads(before[-1:, :heads], weight, EPS)
+    assert torch.equal(alone, result[-1:])
+
+
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_swiglu(rows: int, width: int) -> None:
     x = (torch.randn(rows, 2 * width) * 5).bfloat16()
