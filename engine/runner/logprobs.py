@@ -11,6 +11,10 @@ from engine.shared.messages import TokenLogprob
 
 IntArray = npt.NDArray[np.int64]
 
+_CACHED_VALUES = 1 << 20
+"""Logits that a CPU computes with at once: what is made of more does not stay in its caches, and
+memory for it is taken from the system anew each time."""
+
 
 def token_logprobs(
     logits: Tensor, chosen: IntArray, alternatives: IntArray, named: Sequence[IntArray] = ()
@@ -25,6 +29,20 @@ def token_logprobs(
 
     Equally likely tokens are listed by id, lowest first.
     """
+    at_once = len(logits)
+    if logits.device.type == "cpu":
+        at_once = max(1, _CACHED_VALUES // logits.shape[1])
+    parts = (slice(first, first + at_once) for first in range(0, len(logits), at_once or 1))
+    return [
+        entry
+        for part in parts
+        for entry in _of_rows(logits[part], chosen[part], alternatives[part], named[part])
+    ]
+
+
+def _of_rows(
+    logits: Tensor, chosen: IntArray, alternatives: IntArray, named: Sequence[IntArray]
+) -> list[TokenLogprob]:
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, torch.from_numpy(chosen).to(logits.device).unsqueeze(1))
     ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
