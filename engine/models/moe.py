@@ -1,6 +1,7 @@
 """Mixture-of-experts layers: a router and the experts that its choices are sent to."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,13 +21,48 @@ _SMALL_LAYER = 16 * 2**20
 """Bytes of a layer's experts that stay in a processor's cache."""
 
 
+class ChooseExperts(Protocol):
+    """See `choose_experts`."""
+
+    def __call__(self, scores: Tensor, per_token: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their weights."""
+        ...
+
+
+def choose_experts(scores: Tensor, per_token: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Choose the most likely experts of each token by the softmax of scores [tokens, experts].
+
+    Args:
+        normalize: whether the weights of a token's experts add up to one.
+
+    Returns:
+        experts: [tokens, per_token] int64
+        weights: the same shape, float32
+    """
+    probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    weights, experts = probabilities.topk(per_token, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return experts, weights
+
+
 class Router:
     """Chooses experts per token by the softmax of a linear score."""
 
-    def __init__(self, score: Linear, experts_per_token: int, *, normalize: bool) -> None:
+    def __init__(
+        self,
+        score: Linear,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        normalize: bool,
+        choose: ChooseExperts = choose_experts,
+    ) -> None:
+        """Take a product whose first outputs are the scores, and what chooses by them."""
         self._score = score
+        self._num_experts = num_experts
         self._count = experts_per_token
-        self._normalize = normalize
+        self._choose = partial(choose, per_token=experts_per_token, normalize=normalize)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts and their weights for x [tokens, hidden].
@@ -38,11 +74,7 @@ class Router:
         if not len(x):
             nothing = x.new_empty(0, self._count, dtype=torch.float32)
             return nothing.long(), nothing
-        probabilities = torch.softmax(self._score(x), dim=-1, dtype=torch.float32)
-        weights, experts = probabilities.topk(self._count, dim=-1)
-        if self._normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return experts, weights
+        return self._choose(self._score(x)[:, : self._num_experts])
 
 
 class GroupRouter:

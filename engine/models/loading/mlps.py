@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.models.compiled_choices import choosing
 from engine.models.kernels.choice import FusedKernels
 from engine.models.layers import Chain, Rows, gated
 from engine.models.loading.products import ProductLoader
@@ -16,6 +17,7 @@ from engine.models.moe import (
     Router,
     SparseMlp,
     StackedExperts,
+    choose_experts,
 )
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.products.dense import Linear, prepare_linear
@@ -43,6 +45,7 @@ class MlpLoader:
         """Take the model as it is here, and the group over which experts are spread, if any."""
         self._spec = spec
         self._gated = gated(spec, kernels)
+        self._has_kernels = kernels is not None
         self._products = products
         self._group = group
 
@@ -87,6 +90,9 @@ class MlpLoader:
         products = self._products
         bias = products.copy(prefix + "router.bias") if moe.bias else None
         weight = products.copy(prefix + "router.weight")
+        by_softmax = moe.scoring == "softmax" and not moe.in_float32
+        if by_softmax and products.by_kernels:
+            weight, bias = products.whole_blocks(weight, bias)
         score = products.plain(weight, bias)
         if products.bank is not None:
             names, hidden = [prefix + "router"], self._spec.hidden_size
@@ -96,8 +102,17 @@ class MlpLoader:
             score = Chain(torch.Tensor.float, self._scores(exact, torch.float32))
         else:
             score = self._scores(score)
-        if moe.scoring == "softmax" and not moe.in_float32:
-            return Router(score, moe.experts_per_token, normalize=moe.normalize_weights)
+        if by_softmax:
+            choose = choose_experts
+            if self._has_kernels:
+                choose = choosing(products.dtype, products.device)
+            return Router(
+                score,
+                moe.num_experts,
+                moe.experts_per_token,
+                normalize=moe.normalize_weights,
+                choose=choose,
+            )
         correction = None
         if moe.has_correction:
             correction = products.checkpoint.tensor(prefix + "router.correction")

@@ -7,12 +7,18 @@ is packed and dropped before the next is made, so that memory stays near the mod
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.adapters import AdapterBank
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.parallel.tensors import CutCheckpoint
-from engine.models.products.dense import Linear, has_product_kernel, prepare_linear
+from engine.models.products.dense import (
+    Linear,
+    has_product_kernel,
+    prepare_linear,
+    product_block,
+)
 from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, joined, quantized
 from engine.models.products.int8 import prepare_int8
 from engine.models.products.invariant import InvariantLinear
@@ -137,6 +143,12 @@ class ProductLoader:
     def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Return the product with a weight that is never rounded."""
         return prepare_linear(weight, bias, by_rows=self.is_by_rows, by_kernels=self._by_kernels)
+
+    def whole_blocks(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Add outputs of zeros until kernels compute the product, which take whole blocks only."""
+        missing = -len(weight) % product_block()
+        filled = F.pad(weight, (0, 0, 0, missing))
+        return filled, None if bias is None else F.pad(bias, (0, missing))
 
     def fused(self, names: list[str]) -> Tensor:
         """Return the tensors one below the other in new memory."""

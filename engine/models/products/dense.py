@@ -225,6 +225,15 @@ def has_product_kernel() -> bool:
     return product_kernel() is not None
 
 
+def product_block() -> int:
+    """Return how many outputs that kernel computes together; there has to be one."""
+    from engine.models.products.compiled import product_kernel  # imports Numba
+
+    kernel = product_kernel()
+    assert kernel is not None
+    return kernel.block
+
+
 def prepare_linear(
     weight: Tensor, bias: Tensor | None = None, *, by_rows: bool = False, by_kernels: bool = False
 ) -> Linear:

@@ -168,7 +168,7 @@ def test_sparse_mlp_is_the_weighted_sum_of_chosen_experts(normalize: bool) -> No
         [Expert(DenseLinear(gate_up[e], None), DenseLinear(down[e], None)) for e in range(7)]
     )
     stacked = StackedExperts(gate_up, down.transpose(1, 2).contiguous())
-    router = Router(DenseLinear(score, None), 3, normalize=normalize)
+    router = Router(DenseLinear(score, None), 7, 3, normalize=normalize)
 
     probabilities = torch.softmax(x @ score.T, dim=-1)
     expected = torch.zeros_like(x)

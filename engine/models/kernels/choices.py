@@ -1,0 +1,63 @@
+"""A kernel that chooses experts by their scores."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from engine.models.kernels.arithmetic import (
+    as_float32,
+    as_int64,
+    as_uint16,
+    exponential,
+    widen,
+)
+from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_rows
+
+_ZERO, _ONE, _TAKEN = np.float32(0), np.float32(1), np.float32(-1)
+
+
+@compiled
+def _softmax(scores: Any, count: int, shares: Any) -> None:
+    """Turn scores of 16 bits into shares of one."""
+    largest = widen(scores[0])
+    for i in range(count):
+        largest = max(largest, widen(scores[i]))
+    total = _ZERO
+    for i in range(count):
+        shares[i] = exponential(widen(scores[i]) - largest)
+        total += shares[i]
+    for i in range(count):
+        shares[i] = shares[i] / total
+
+
+def _choose(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    scores, stride, rows, count = own[0], own[1], own[2], own[3]
+    wanted, normalizes, scratch = own[4], own[5], own[8]
+    chosen = carray(as_int64(own[6]), (rows, wanted))
+    weights = carray(as_float32(own[7]), (rows, wanted))
+    first, end = own_rows(arguments, rows)
+    shares = carray(as_float32(scratch + 4 * count * first), (count,))
+    for row in range(first, end):
+        _softmax(carray(as_uint16(scores + 2 * stride * row), (count,)), count, shares)
+        total = _ZERO
+        for place in range(wanted):
+            best = 0
+            for i in range(1, count):
+                if shares[i] > shares[best]:
+                    best = i
+            chosen[row, place], weights[row, place] = best, shares[best]
+            total += shares[best]
+            shares[best] = _TAKEN
+        if normalizes:
+            for place in range(wanted):
+                weights[row, place] = weights[row, place] / total
+
+
+choose = Kernel(_choose)
+"""Of scores [rows, experts] in bfloat16: how many values rows are apart, rows, experts, how many of
+them are chosen, whether the weights of these are to add up to one; target experts [rows, chosen] in
+int64, the most likely first, and weights [rows, chosen] in float32; scratch [rows, experts] in
+float32."""
