@@ -45,7 +45,7 @@ def _count_from(orders: Any, count: int, least: Any) -> int:
 
 @compiled
 def _mass_from(orders: Any, weights: Any, count: int, least: Any) -> float:
-    """Add up the weights of what is not below an order; what follows in the last block is."""
+    """Add up the weights of what is not below an order; their last block is filled up."""
     total = 0.0
     for block in range((count + BLOCK - 1) // BLOCK):
         part = _ZERO
