@@ -163,6 +163,33 @@ class GroupedExperts:
         return _expert_by_expert(x, chosen, weights, self._experts, self._adapters)
 
 
+class GateChosen(Protocol):
+    """What lies between two products with all experts of a layer."""
+
+    def __call__(self, gate_up: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Gate, and weigh the experts: by nothing those that a token has not chosen.
+
+        Args:
+            gate_up: [tokens, experts, 2 * inner]
+            chosen, weights: [tokens, experts_per_token], from `Router`
+
+        Returns:
+            [tokens, experts * inner]
+        """
+        ...
+
+
+def gating(gated: Rows) -> GateChosen:
+    """Return what gates all experts, then weighs them."""
+
+    def gate(gate_up: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        shares = gate_up.new_zeros(gate_up.shape[:2])
+        shares.scatter_(1, chosen, weights.to(gate_up.dtype))
+        return gated(gate_up).mul_(shares.unsqueeze(-1)).flatten(1)
+
+    return gate
+
+
 class AllExperts:
     """Two products with all experts, for any number of tokens.
 
@@ -170,19 +197,17 @@ class AllExperts:
     products do so.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, num_experts: int, gated: Rows) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, num_experts: int, gate: GateChosen) -> None:
         """Take products [hidden] to [experts * 2 * inner] and [experts * inner] to [hidden]."""
         self._gate_up = gate_up
         self._down = down
         self._num_experts = num_experts
-        self._gated = gated
+        self._gate = gate
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, as `Experts` does."""
-        shares = x.new_zeros(len(x), self._num_experts).scatter_(1, chosen, weights.to(x.dtype))
         gate_up = self._gate_up(x).view(len(x), self._num_experts, -1)
-        inner = self._gated(gate_up).mul_(shares.unsqueeze(-1))
-        return self._down(inner.view(len(x), -1))
+        return self._down(self._gate(gate_up, chosen, weights))
 
 
 class StackedExperts:
@@ -198,7 +223,7 @@ class StackedExperts:
             DenseLinear(gate_up.flatten(0, 1), None),
             DenseLinear(down.flatten(0, 1).T, None),
             len(gate_up),
-            gated,
+            gating(gated),
         )
         self._experts = [
             Expert(DenseLinear(up, None), DenseLinear(back.T, None), gated)

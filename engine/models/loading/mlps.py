@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.models.compiled_choices import choosing
+from engine.models.compiled_experts import choosing, swiglu_of_chosen
 from engine.models.kernels.choice import FusedKernels
 from engine.models.layers import Chain, Rows, gated
 from engine.models.loading.products import ProductLoader
@@ -18,6 +18,7 @@ from engine.models.moe import (
     SparseMlp,
     StackedExperts,
     choose_experts,
+    gating,
 )
 from engine.models.parallel.experts import ExpertGroup, SpreadExperts
 from engine.models.products.dense import Linear, prepare_linear
@@ -45,7 +46,7 @@ class MlpLoader:
         """Take the model as it is here, and the group over which experts are spread, if any."""
         self._spec = spec
         self._gated = gated(spec, kernels)
-        self._has_kernels = kernels is not None
+        self._kernels = kernels
         self._products = products
         self._group = group
 
@@ -104,7 +105,7 @@ class MlpLoader:
             score = self._scores(score)
         if by_softmax:
             choose = choose_experts
-            if self._has_kernels:
+            if self._kernels is not None:
                 choose = choosing(products.dtype, products.device)
             return Router(
                 score,
@@ -155,6 +156,9 @@ class MlpLoader:
             first = products.by_rows(products.prepare(torch.cat(gate_up), None), hidden)
             second = products.prepare(torch.cat(down).T.contiguous(), None)
             second = products.by_rows(second, moe.num_experts * inner)
-            return AllExperts(first, second, moe.num_experts, self._gated)
+            gate = gating(self._gated)
+            if self._kernels is not None and self._gated == self._kernels.swiglu:
+                gate = swiglu_of_chosen(products.dtype, products.device)
+            return AllExperts(first, second, moe.num_experts, gate)
         kind = RowwiseExperts if products.splits_experts else StackedExperts
         return kind(torch.stack(gate_up), torch.stack(down), self._gated)

@@ -1,11 +1,13 @@
-"""Experts chosen by a kernel, beside those that torch's operators choose."""
+"""Experts chosen and gated by kernels, beside what torch's operators make of them."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.models.compiled_choices import choosing
-from engine.models.moe import ChooseExperts, choose_experts
+from engine.models.compiled_experts import choosing, swiglu_of_chosen
+from engine.models.layers import swiglu
+from engine.models.moe import ChooseExperts, choose_experts, gating
+from engine.models.products.dense import has_product_kernel
 from tests.engine.fixtures import LoadDriver, SaveModel
 
 CPU = torch.device("cpu")
@@ -58,6 +60,33 @@ def test_scores_that_are_no_numbers_choose_experts_that_there_are(choose: Choose
     assert chosen.max() < 8
 
 
+@pytest.mark.parametrize(("experts", "per_token", "inner"), [(1, 1, 8), (8, 2, 40), (16, 4, 300)])
+@pytest.mark.parametrize("rows", [0, 1, 5, 70])
+def test_chosen_experts_are_gated_and_weighed(
+    rows: int, experts: int, per_token: int, inner: int
+) -> None:
+    generator = torch.Generator().manual_seed(inner)
+    gate_up = (3 * torch.randn(rows, experts, 2 * inner, generator=generator)).bfloat16()
+    scores = torch.randn(rows, experts, generator=generator)
+    weights, chosen = scores.softmax(dim=-1).topk(per_token)
+    gate = swiglu_of_chosen(torch.bfloat16, CPU)
+    result = gate(gate_up, chosen, weights)
+    exact = gating(swiglu)(gate_up.double(), chosen, weights)
+    assert torch.allclose(result.double(), exact, rtol=2.0**-7, atol=1e-30)
+    if rows:
+        alone = gate(gate_up[-1:], chosen[-1:], weights[-1:])
+        assert torch.equal(alone, result[-1:])
+
+
+def test_what_is_no_number_in_an_expert_that_is_not_chosen_does_not_matter() -> None:
+    gate_up = torch.ones(1, 3, 16).bfloat16()
+    gate_up[0, 1] = torch.nan
+    gate = swiglu_of_chosen(torch.bfloat16, CPU)
+    made = gate(gate_up, torch.tensor([[0, 2]]), torch.tensor([[0.5, 0.5]]))
+    assert made.isfinite().all()
+    assert not gate(gate_up, torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.5]])).isfinite().all()
+
+
 def test_other_types_and_devices_are_left_to_torch() -> None:
     assert choosing(torch.float32, CPU) is choose_experts
     assert choosing(torch.bfloat16, torch.device("cuda")) is choose_experts
@@ -67,17 +96,23 @@ def test_other_types_and_devices_are_left_to_torch() -> None:
 def test_models_choose_by_the_kernel_where_they_have_kernels(
     is_fused: bool, checkpoint: SaveModel, driver: LoadDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.models.kernels import choices
+    from engine.models.kernels import experts as kernels
 
-    calls: list[int] = []
-    kernel = choices.choose
+    calls: set[str] = set()
 
-    def counted(*arguments: int) -> None:
-        calls.append(1)
-        kernel(*arguments)
+    def count(name: str) -> None:
+        kernel = getattr(kernels, name)
 
-    monkeypatch.setattr(choices, "choose", counted)
+        def counted(*arguments: int) -> None:
+            calls.add(name)
+            kernel(*arguments)
+
+        monkeypatch.setattr(kernels, name, counted)
+
+    count("choose")
+    count("gate_chosen")
     engine = driver(checkpoint("qwen3-moe").directory, dtype="bfloat16", fused=is_fused)
     engine.start(0, [1, 2, 3])
     engine.prefill(0)
-    assert bool(calls) == is_fused
+    gates = {"gate_chosen"} if has_product_kernel() else set[str]()
+    assert calls == ({"choose"} | gates if is_fused else set())

@@ -1,4 +1,4 @@
-"""A kernel that chooses experts by their scores."""
+"""Kernels around a layer's experts: how they are chosen, and what lies between their products."""
 
 from typing import Any
 
@@ -10,11 +10,13 @@ from engine.models.kernels.arithmetic import (
     as_int64,
     as_uint16,
     exponential,
+    narrow,
     widen,
 )
 from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_rows
 
 _ZERO, _ONE, _TAKEN = np.float32(0), np.float32(1), np.float32(-1)
+_NOTHING = np.uint16(0)
 
 
 @compiled
@@ -61,3 +63,36 @@ choose = Kernel(_choose)
 them are chosen, whether the weights of these are to add up to one; target experts [rows, chosen] in
 int64, the most likely first, and weights [rows, chosen] in float32; scratch [rows, experts] in
 float32."""
+
+
+def _gate_chosen(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    source, target, rows, count = own[0], own[3], own[4], own[5]
+    inner, wanted = own[6], own[7]
+    chosen = carray(as_int64(own[1]), (rows, wanted))
+    weights = carray(as_float32(own[2]), (rows, wanted))
+    first, end = own_rows(arguments, rows)
+    for row in range(first, end):
+        for expert in range(count):
+            place = row * count + expert
+            share = _ZERO
+            for choice in range(wanted):
+                if chosen[row, choice] == expert:
+                    share += weights[row, choice]
+            out = carray(as_uint16(target + 2 * inner * place), (inner,))
+            if share == _ZERO:
+                for i in range(inner):
+                    out[i] = _NOTHING
+                continue
+            gate = carray(as_uint16(source + 4 * inner * place), (inner,))
+            up = carray(as_uint16(source + 4 * inner * place + 2 * inner), (inner,))
+            for i in range(inner):
+                x = widen(gate[i])
+                out[i] = narrow(x / (_ONE + exponential(-x)) * widen(up[i]) * share)
+
+
+gate_chosen = Kernel(_gate_chosen)
+"""Of bfloat16: source [rows, experts, 2 * inner]; experts [rows, chosen] in int64 and their weights
+in float32; target [rows, experts, inner], silu(gate) * up * weight of those that are chosen, else
+zero; rows, experts, inner, chosen."""
