@@ -37,8 +37,10 @@ BENT = {"gemma2", "gpt-oss"}
 SPARSE = {"mixtral", "qwen3-moe", "deepseek2", "llama4", "gpt-oss"}
 """Whose tokens choose experts."""
 GATED_TOGETHER: dict[str, set[str]] = {
-    **dict.fromkeys(("mixtral", "qwen3-moe"), {"swiglu"}),
-    **dict.fromkeys(("deepseek2", "llama4"), set[str]()),  # which have other MLPs besides
+    "mixtral": {"swiglu"},
+    "qwen3-moe": {"swiglu"},
+    "deepseek2": set(),  # these have other MLPs besides
+    "llama4": set(),
 }
 """Whose experts run together, where kernels compute their products, and what that spares."""
 FAMILIES = sorted(set[str]().union(*USED.values()))
