@@ -204,15 +204,17 @@ def _draw(pointer: Any) -> None:
         least, wanted = lowest, k if is_bounded else _NUCLEUS
         if 0 < wanted <= chunks:
             least = _kth(maxima, chunks, wanted, lowest, high, is_wide)
-        count = _collect(values, is_wide, vocab, least, maxima, orders, tokens, chunk, bits)
-        _weigh(count, largest, scale, orders, weights)
-        mass = _mass_from(orders, weights, count, least)
+        total = 0.0
         if not is_bounded:
             total = _mass_of_row(values, is_wide, vocab, largest, scale, chunk)
-            if mass < top_p[row] * total:
-                least = lowest
-                count = _collect(values, is_wide, vocab, least, maxima, orders, tokens, chunk, bits)
-                _weigh(count, largest, scale, orders, weights)
+        while True:
+            count = _collect(values, is_wide, vocab, least, maxima, orders, tokens, chunk, bits)
+            _weigh(count, largest, scale, orders, weights)
+            mass = _mass_from(orders, weights, count, least)
+            if is_bounded or least == lowest or mass >= top_p[row] * total:
+                break
+            least = lowest
+        if not is_bounded:
             mass = total
         elif k > 0:
             least = _kth(orders, count, k, least, high, is_wide)
