@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.executor.openmp import BLOCK_TIME, installed_library
+from tests.support.openmp import environment_without_openmp
 from tests.support.waiting import PATIENCE
 
 ASK = """
@@ -45,7 +45,6 @@ print(json.dumps({
 def ask(before: str = "", processes: int = 0, **variables: str) -> dict[str, Any]:
     library = installed_library()
     assert library is not None, "the package is a dependency of engines on Linux"
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "KMP_", "OMP_"))}
     done = subprocess.run(
         [
             sys.executable,
@@ -55,7 +54,7 @@ def ask(before: str = "", processes: int = 0, **variables: str) -> dict[str, Any
             before,
             str(processes),
         ],
-        env={**kept, **variables},
+        env={**environment_without_openmp(), **variables},
         capture_output=True,
         text=True,
         timeout=PATIENCE,

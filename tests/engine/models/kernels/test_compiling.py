@@ -1,7 +1,6 @@
 """Where compiled kernels are kept, the threads that they run on, and when they are not used."""
 
 import logging
-import os
 import struct
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from engine.models.kernels import compiling
 from engine.models.kernels.choice import fused_kernels
 from engine.models.kernels.fused import CompiledKernels
 from engine.models.kernels.rows import swiglu
+from tests.support.openmp import environment_without_openmp
 
 CPU = torch.device("cpu")
 PROGRAM = """
@@ -45,9 +45,8 @@ def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.stack
 def test_kernels_are_kept_for_the_user_and_run_on_either_runtime(tmp_path: Path) -> None:
-    # Engines that ran in this process have settled what their runtime is.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "KMP_", "OMP_"))}
-    environment = {**kept, "XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    environment = environment_without_openmp() | cache
     sums = {
         subprocess.run(
             [sys.executable, "-c", PROGRAM, runtime],
