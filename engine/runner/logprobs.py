@@ -29,10 +29,9 @@ def token_logprobs(
 
     Equally likely tokens are listed by id, lowest first.
     """
-    at_once = len(logits)
-    if logits.device.type == "cpu":
-        at_once = max(1, _CACHED_VALUES // logits.shape[1])
-    parts = (slice(first, first + at_once) for first in range(0, len(logits), at_once or 1))
+    on_cpu = logits.device.type == "cpu"
+    at_once = max(1, _CACHED_VALUES // logits.shape[1] if on_cpu else len(logits))
+    parts = (slice(first, first + at_once) for first in range(0, len(logits), at_once))
     return [
         entry
         for part in parts

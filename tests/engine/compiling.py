@@ -82,8 +82,7 @@ def compile_all(capability: int) -> None:
             num_stages=tiles.num_stages,
         )  # fmt: skip
     compile_kernel(rows.norm_rows, capability, {"COUNT": 4096, "WIDTH": 4096})
-    heads = {"HEADS": 40, "DIM": 128, "WIDTH": 128}
-    compile_kernel(rows.norm_heads, capability, heads)
+    compile_kernel(rows.norm_heads, capability, {"HEADS": 40, "DIM": 128, "WIDTH": 128})
     compile_kernel(rows.gate_rows, capability, {"COUNT": 14336, "AT_ONCE": 1024})
     heads = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 64}
     compile_kernel(rows.rotate_and_store, capability, heads)

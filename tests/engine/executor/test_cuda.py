@@ -205,7 +205,7 @@ def test_vectors_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
 def test_adapters_change_what_they_do_on_a_cpu(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, tmp_path: Path
 ) -> None:
-    pytest.importorskip("peft", exc_type=ImportError)
+    pytest.importorskip("peft", reason="needs peft beside the device", exc_type=ImportError)
     from tests.engine.lora.adapters import train
     from tests.engine.lora.test_adapted_models import load
 
