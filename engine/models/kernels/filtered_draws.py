@@ -72,28 +72,28 @@ def _middle(below: int, above: int, is_wide: int) -> int:
 
 
 @compiled
-def _kth(orders: Any, count: int, k: int, low: int, high: int, is_wide: int) -> int:
-    """Return the largest order, between two, that at least k are not below; else the lower one."""
-    below, above = low, high + 1
-    middle = _middle(below, above, is_wide)
-    while middle > below:
-        if _count_from(orders, count, np.int32(middle)) >= k:
-            below = middle
-        else:
-            above = middle
-        middle = _middle(below, above, is_wide)
-    return below
-
-
-@compiled
-def _nucleus(
-    orders: Any, weights: Any, count: int, mass: float, low: int, high: int, is_wide: int
+def _cut(
+    orders: Any,
+    weights: Any,
+    count: int,
+    wanted: float,
+    low: int,
+    high: int,
+    by_mass: int,
+    is_wide: int,
 ) -> int:
-    """Return the largest order, between two, with so much mass from it on; else the lower one."""
+    """Return the largest order, between two, that enough are not below; else the lower one.
+
+    Enough is so much mass, or so many.
+    """
     below, above = low, high + 1
     middle = _middle(below, above, is_wide)
     while middle > below:
-        if _mass_from(orders, weights, count, np.int32(middle)) >= mass:
+        if by_mass:
+            found = _mass_from(orders, weights, count, np.int32(middle))
+        else:
+            found = np.float64(_count_from(orders, count, np.int32(middle)))
+        if found >= wanted:
             below = middle
         else:
             above = middle
@@ -203,7 +203,7 @@ def _draw(pointer: Any) -> None:
         is_bounded = k > 0 or np.isfinite(depths[row])
         least, wanted = lowest, k if is_bounded else _NUCLEUS
         if 0 < wanted <= chunks:
-            least = _kth(maxima, chunks, wanted, lowest, high, is_wide)
+            least = _cut(maxima, weights, chunks, wanted, lowest, high, 0, is_wide)
         total = 0.0
         if not is_bounded:
             total = _mass_of_row(values, is_wide, vocab, largest, scale, chunk)
@@ -217,11 +217,11 @@ def _draw(pointer: Any) -> None:
         if not is_bounded:
             mass = total
         elif k > 0:
-            least = _kth(orders, count, k, least, high, is_wide)
+            least = _cut(orders, weights, count, k, least, high, 0, is_wide)
             mass = _mass_from(orders, weights, count, least)
         if top_p[row] < 1:
             mass *= top_p[row]
-            least = _nucleus(orders, weights, count, mass, least, high, is_wide)
+            least = _cut(orders, weights, count, mass, least, high, 1, is_wide)
         drawn[row] = tokens[_search(orders, weights, count, least, uniforms[row])]
 
 
