@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.models.kernels.choice import can_compile, is_close, trusted
+from engine.models.kernels.choice import compiled_for_cpu, is_close
 from engine.models.layers import swiglu
 from engine.models.moe import ChooseExperts, GateChosen, choose_experts, gating
 
@@ -18,23 +18,32 @@ _SHARED_VALUES = 1 << 15
 @cache
 def choosing(dtype: torch.dtype, device: torch.device) -> ChooseExperts:
     """Return what chooses experts by scores of this type on this device."""
-    replaced = "choices of experts"
-    if device.type != "cpu" or not can_compile(dtype, device, replaced):
-        return choose_experts
-    return trusted(_choosing_kernel, _chooses_alike, replaced) or choose_experts
+    return compiled_for_cpu(
+        choose_experts,
+        _choosing_kernel,
+        _chooses_alike,
+        "choices of experts",
+        dtype=dtype,
+        device=device,
+    )
 
 
 @cache
 def swiglu_of_chosen(dtype: torch.dtype, device: torch.device) -> GateChosen:
     """Return what gates the chosen experts of a layer, by silu, in this type on this device."""
-    replaced, stock = "gates of chosen experts", gating(swiglu)
-    if device.type != "cpu" or not can_compile(dtype, device, replaced):
-        return stock
-    return trusted(_gating_kernel, _gates_alike, replaced) or stock
+    return compiled_for_cpu(
+        gating(swiglu),
+        _gating_kernel,
+        _gates_alike,
+        "gates of chosen experts",
+        dtype=dtype,
+        device=device,
+    )
 
 
 def _choosing_kernel() -> ChooseExperts:
     from engine.models.kernels import experts as kernels
+    from engine.models.kernels.compiling import threads_for
 
     def choose(scores: Tensor, per_token: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
         rows, count = scores.shape
@@ -42,7 +51,7 @@ def _choosing_kernel() -> ChooseExperts:
         weights = torch.empty(rows, per_token, dtype=torch.float32)
         scratch = torch.empty(rows, count, dtype=torch.float32)
         kernels.choose(
-            torch.get_num_threads() if scores.numel() >= _SHARED_SCORES else 1,
+            threads_for(rows, scores.numel(), _SHARED_SCORES),
             scores.data_ptr(),
             scores.stride(0),
             rows,
@@ -72,13 +81,14 @@ def _chooses_alike(choose: ChooseExperts) -> bool:
 
 def _gating_kernel() -> GateChosen:
     from engine.models.kernels import experts as kernels
+    from engine.models.kernels.compiling import threads_for
 
     def gate(gate_up: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         rows, count, width = gate_up.shape
         out = torch.empty(rows, count * width // 2, dtype=gate_up.dtype)
         tensors = gate_up.contiguous(), chosen.contiguous(), weights.contiguous(), out
         kernels.gate_chosen(
-            torch.get_num_threads() if out.numel() >= _SHARED_VALUES else 1,
+            threads_for(rows, out.numel(), _SHARED_VALUES),
             *(each.data_ptr() for each in tensors),
             rows,
             count,

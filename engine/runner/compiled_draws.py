@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.models.kernels.choice import can_compile, trusted
+from engine.models.kernels.choice import compiled_for_cpu
 from engine.runner.categorical import FloatArray
 from engine.runner.drawing import WITH_TORCH, Drawing
 from engine.runner.filters import Filters, draw_filtered
@@ -24,10 +24,9 @@ def drawing_for(dtype: torch.dtype, device: torch.device) -> Drawing:
     Whatever it returns draws from float32 in the same way, to which logits are copied before they
     are adjusted.
     """
-    replaced = "draws from logits"
-    if device.type != "cpu" or not can_compile(dtype, device, replaced):
-        return WITH_TORCH
-    return trusted(_by_kernels, _agree, replaced) or WITH_TORCH
+    return compiled_for_cpu(
+        WITH_TORCH, _by_kernels, _agree, "draws from logits", dtype=dtype, device=device
+    )
 
 
 def _by_kernels() -> Drawing:
@@ -87,11 +86,11 @@ def _by_kernels() -> Drawing:
             scratch.data_ptr(),
             stride,
         )
-        others = torch.nonzero(drawn < 0)[:, 0]
+        others = np.flatnonzero(drawn.numpy() < 0)
         if len(others):
-            index = others.numpy()
-            drawn[others] = draw_filtered(
-                logits[others], temperature[index], filters.of(index), uniforms[index]
+            index = torch.from_numpy(others)
+            drawn[index] = draw_filtered(
+                logits[index], temperature[others], filters.of(others), uniforms[others]
             )
         return drawn
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from engine.models.kernels.compiling import compiled
@@ -95,3 +95,15 @@ def exponential(x: Any) -> Any:
     sum_ = ((((_C7 * rest + _C6) * rest + _C5) * rest + _C4) * rest + _C3) * rest + _C2
     sum_ = sum_ * rest * rest + rest + _ONE
     return sum_ * float_of(np.uint32((np.int32(power) + _BIAS) << _MANTISSA))
+
+
+@compiled
+def silu(x: Any) -> Any:
+    """Return x times its logistic function."""
+    return x / (_ONE + exponential(-x))
+
+
+@compiled
+def bfloat16_row(address: int, row: int, width: int) -> Any:
+    """Return one of rows that lie side by side."""
+    return carray(as_uint16(address + 2 * row * width), (width,))

@@ -115,6 +115,24 @@ def trusted(
     return None
 
 
+def compiled_for_cpu(
+    stock: _Built,
+    build: Callable[[], _Built],
+    agrees: Callable[[_Built], bool],
+    replaced: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Built:
+    """Return what computes with kernels, where that is trusted, else what they would replace.
+
+    Only for values of this type on a CPU; the other arguments are those of `trusted`.
+    """
+    if device.type != "cpu" or not can_compile(dtype, device, replaced):
+        return stock
+    return trusted(build, agrees, replaced) or stock
+
+
 def is_close(one: Tensor, other: Tensor) -> bool:
     """Whether results of a few standard normal numbers differ by no more than how they round."""
     return torch.allclose(one.float(), other.float(), rtol=_TOLERANCE, atol=_TOLERANCE)

@@ -147,6 +147,11 @@ def _packer(count: int) -> Callable[..., bytes]:
     return struct.Struct(f"{FIRST + count}q{unused}x").pack
 
 
+def threads_for(rows: int, values: int, enough: int) -> int:
+    """Return among how many threads rows are divided: one if they have fewer than enough values."""
+    return min(rows, torch.get_num_threads()) if values >= enough else 1
+
+
 @cache  # a norm asks at each of its calls
 def bits_of(value: float) -> int:
     """Return a float as the argument of a kernel."""

@@ -8,14 +8,15 @@ from numba import carray
 from engine.models.kernels.arithmetic import (
     as_float32,
     as_int64,
-    as_uint16,
+    bfloat16_row,
     exponential,
     narrow,
+    silu,
     widen,
 )
 from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_rows
 
-_ZERO, _ONE, _TAKEN = np.float32(0), np.float32(1), np.float32(-1)
+_ZERO, _TAKEN = np.float32(0), np.float32(-1)
 _NOTHING = np.uint16(0)
 
 
@@ -43,7 +44,7 @@ def _choose(pointer: Any) -> None:
     first, end = own_rows(arguments, rows)
     shares = carray(as_float32(scratch + 4 * count * first), (count,))
     for row in range(first, end):
-        _softmax(carray(as_uint16(scores + 2 * stride * row), (count,)), count, shares)
+        _softmax(bfloat16_row(scores, row, stride), count, shares)
         total = _ZERO
         for place in range(wanted):
             best = 0
@@ -80,16 +81,15 @@ def _gate_chosen(pointer: Any) -> None:
             for choice in range(wanted):
                 if chosen[row, choice] == expert:
                     share += weights[row, choice]
-            out = carray(as_uint16(target + 2 * inner * place), (inner,))
+            out = bfloat16_row(target, place, inner)
             if share == _ZERO:
                 for i in range(inner):
                     out[i] = _NOTHING
                 continue
-            gate = carray(as_uint16(source + 4 * inner * place), (inner,))
-            up = carray(as_uint16(source + 4 * inner * place + 2 * inner), (inner,))
+            gate = bfloat16_row(source, 2 * place, inner)
+            up = bfloat16_row(source, 2 * place + 1, inner)
             for i in range(inner):
-                x = widen(gate[i])
-                out[i] = narrow(x / (_ONE + exponential(-x)) * widen(up[i]) * share)
+                out[i] = narrow(silu(widen(gate[i])) * widen(up[i]) * share)
 
 
 gate_chosen = Kernel(_gate_chosen)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.models.kernels import rows
-from engine.models.kernels.compiling import bits_of
+from engine.models.kernels.compiling import bits_of, threads_for
 from engine.models.products.row_blocks import computed_by_rows
 
 _SHARED_VALUES = 1 << 15
@@ -24,7 +24,7 @@ class CompiledKernels:
         out = torch.empty_like(x)
         count, width = x.shape
         addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-        rows.rms_norm(_shares(x), *addresses, count, width, bits_of(eps))
+        rows.rms_norm(_threads(count, x), *addresses, count, width, bits_of(eps))
         return out
 
     def rms_norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,7 +32,8 @@ class CompiledKernels:
         tokens, count, dim = heads.shape
         stride = heads.stride(0)
         addresses = heads.data_ptr(), weight.data_ptr()
-        rows.rms_norm_heads(_shares(heads), *addresses, tokens, stride, count, dim, bits_of(eps))
+        threads = _threads(tokens, heads)
+        rows.rms_norm_heads(threads, *addresses, tokens, stride, count, dim, bits_of(eps))
         return heads
 
     @computed_by_rows
@@ -42,7 +43,7 @@ class CompiledKernels:
         *outer, width = gate_up.shape
         out = torch.empty(*outer, width // 2, dtype=gate_up.dtype)
         count = out.numel() // (width // 2)
-        rows.swiglu(_shares(out), gate_up.data_ptr(), out.data_ptr(), count, width // 2)
+        rows.swiglu(_threads(count, out), gate_up.data_ptr(), out.data_ptr(), count, width // 2)
         return out
 
     def rotate_and_store(
@@ -53,8 +54,9 @@ class CompiledKernels:
         heads = qkv.shape[1] // dim - 2 * kv_heads
         tensors = qkv, cos, sin, cache, slots
         addresses = [each.data_ptr() for each in tensors]
-        rows.rotate_and_store(_shares(qkv), *addresses, len(qkv), heads, kv_heads, dim)
+        threads = _threads(len(qkv), qkv)
+        rows.rotate_and_store(threads, *addresses, len(qkv), heads, kv_heads, dim)
 
 
-def _shares(values: Tensor) -> int:
-    return torch.get_num_threads() if values.numel() >= _SHARED_VALUES else 1
+def _threads(rows: int, values: Tensor) -> int:
+    return threads_for(rows, values.numel(), _SHARED_VALUES)

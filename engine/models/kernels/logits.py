@@ -7,7 +7,6 @@ there is among floats that are no numbers.
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from engine.models.kernels.arithmetic import (
     float_of,
     widen,
 )
-from engine.models.kernels.compiling import compiled
+from engine.models.kernels.compiling import compiled, threads_for
 
 _SHARED_VALUES = 1 << 17
 """Logits that are worth a second thread: one takes some 20 us for as many."""
@@ -32,7 +31,7 @@ _SIGN, _MAGNITUDE = np.int32(31), np.int32(2**31 - 1)
 
 def shares_of(logits: Tensor) -> int:
     """Return among how many threads the rows of logits are best divided."""
-    return min(len(logits), torch.get_num_threads()) if logits.numel() >= _SHARED_VALUES else 1
+    return threads_for(len(logits), logits.numel(), _SHARED_VALUES)
 
 
 @compiled

@@ -8,21 +8,15 @@ from numba import carray
 from engine.models.kernels.arithmetic import (
     as_float32,
     as_int64,
-    as_uint16,
-    exponential,
+    bfloat16_row,
     float_of,
     narrow,
+    silu,
     widen,
 )
-from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_rows
+from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, own_rows
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-
-
-@compiled
-def _bfloat16(address: int, row: int, width: int) -> Any:
-    """Return one of rows that lie side by side."""
-    return carray(as_uint16(address + 2 * row * width), (width,))
 
 
 def _rms_norm(pointer: Any) -> None:
@@ -32,7 +26,7 @@ def _rms_norm(pointer: Any) -> None:
     weight = carray(as_float32(weights), (width,))
     first, end = own_rows(arguments, rows)
     for row in range(first, end):
-        x, out = _bfloat16(source, row, width), _bfloat16(target, row, width)
+        x, out = bfloat16_row(source, row, width), bfloat16_row(target, row, width)
         squares = _ZERO
         for i in range(width):
             value = widen(x[i])
@@ -52,7 +46,7 @@ def _rms_norm_heads(pointer: Any) -> None:
     first, end = own_rows(arguments, tokens)
     for token in range(first, end):
         for head in range(heads):
-            x = _bfloat16(source + 2 * (token * stride + head * dim), 0, dim)
+            x = bfloat16_row(source + 2 * (token * stride + head * dim), 0, dim)
             squares = _ZERO
             for i in range(dim):
                 value = widen(x[i])
@@ -68,11 +62,10 @@ def _swiglu(pointer: Any) -> None:
     source, target, rows, inner = own[0], own[1], own[2], own[3]
     first, end = own_rows(arguments, rows)
     for row in range(first, end):
-        gate, up = _bfloat16(source, 2 * row, inner), _bfloat16(source, 2 * row + 1, inner)
-        out = _bfloat16(target, row, inner)
+        gate, up = bfloat16_row(source, 2 * row, inner), bfloat16_row(source, 2 * row + 1, inner)
+        out = bfloat16_row(target, row, inner)
         for i in range(inner):
-            x = widen(gate[i])
-            out[i] = narrow(x / (_ONE + exponential(-x)) * widen(up[i]))
+            out[i] = narrow(silu(widen(gate[i])) * widen(up[i]))
 
 
 def _rotate_and_store(pointer: Any) -> None:
@@ -84,15 +77,15 @@ def _rotate_and_store(pointer: Any) -> None:
     slot = carray(as_int64(slots), (tokens,))
     first, end = own_rows(arguments, tokens)
     for token in range(first, end):
-        qkv = _bfloat16(source, token, first_kept + kept)
-        cos, sin = _bfloat16(cosines, token, dim), _bfloat16(sines, token, dim)
+        qkv = bfloat16_row(source, token, first_kept + kept)
+        cos, sin = bfloat16_row(cosines, token, dim), bfloat16_row(sines, token, dim)
         for head in range(heads + kv_heads):
             x = qkv[head * dim : (head + 1) * dim]
             for i in range(half):
                 one, other = widen(x[i]), widen(x[half + i])
                 x[i] = narrow(one * widen(cos[i]) + other * widen(sin[i]))
                 x[half + i] = narrow(other * widen(cos[half + i]) + one * widen(sin[half + i]))
-        stored = _bfloat16(cache, slot[token], kept)
+        stored = bfloat16_row(cache, slot[token], kept)
         for i in range(kept):
             stored[i] = qkv[first_kept + i]
 
