@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-FIRST = 3
-"""Index of a kernel's own arguments in the array; those before are for `own_shares`."""
+FIRST = 4
+"""Index of a kernel's own arguments in the array; those before are for `own_shares` and
+`wait_for_others`."""
 MAX_ARGUMENTS = 24
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _OPTIONS: dict[str, Any] = {
@@ -45,7 +46,7 @@ def compiled(function: _Function) -> _Function:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _ask(_typing: Any, _address: Any) -> Any:
-    """Call `int f(void)` at an address."""
+    """Call `int f(void)` at an address, or `void f(void)` for nothing that means anything."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         function = ir.FunctionType(ir.IntType(32), []).as_pointer()
@@ -70,13 +71,19 @@ def own_rows(arguments: Any, rows: int) -> tuple[int, int]:
     return rows * thread // threads, rows * (thread + 1) // threads
 
 
+@compiled
+def wait_for_others(arguments: Any) -> None:
+    """Go on once all threads are here, and see what they have written."""
+    _ask(arguments[3])
+
+
 class _OpenMp(NamedTuple):
     """Functions of the runtime that torch computes with."""
 
     parallel: Any
     """`GOMP_parallel(function, data, num_threads, flags)`."""
-    questions: tuple[int, int]
-    """Addresses of `omp_get_thread_num` and `omp_get_num_threads`."""
+    functions: tuple[int, ...]
+    """Addresses of `omp_get_thread_num`, `omp_get_num_threads` and `GOMP_barrier`."""
 
 
 @cache
@@ -95,13 +102,9 @@ def _openmp() -> _OpenMp:
     parallel = library.GOMP_parallel
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
-    thread, threads = (
-        ctypes.cast(function, ctypes.c_void_p).value
-        for function in (library.omp_get_thread_num, library.omp_get_num_threads)
-    )
-    assert thread is not None
-    assert threads is not None
-    return _OpenMp(parallel, (thread, threads))
+    functions = library.omp_get_thread_num, library.omp_get_num_threads, library.GOMP_barrier
+    addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    return _OpenMp(parallel, tuple(address for address in addresses if address is not None))
 
 
 class Kernel:
@@ -129,7 +132,7 @@ class Kernel:
             OSError: there are no threads.
         """
         openmp = _openmp()
-        given = _packer(len(arguments))(shares, *openmp.questions, *arguments)
+        given = _packer(len(arguments))(shares, *openmp.functions, *arguments)
         if shares == 1:
             self._entry(given)
         else:

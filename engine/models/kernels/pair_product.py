@@ -19,7 +19,7 @@ BLOCK = WIDTH
 """Outputs whose weights lie together, [inputs / 2, BLOCK, 2]."""
 _CHUNK = 512
 """Pairs of a chunk: two of them fit a cache of the second level."""
-_ROWS = 8 * GROUP
+ROWS = 8 * GROUP
 """Rows that share a chunk."""
 _AHEAD = 8 * PAIR_BYTES
 """How far ahead a single group reads."""
@@ -27,13 +27,19 @@ _add_alone = adder(lines=PAIR_BYTES // LINE)
 _add_and_read_half = adder(lines=PAIR_BYTES // LINE // 2, continues=True)
 _add_and_read_quarter = adder(lines=PAIR_BYTES // LINE // 4, continues=True)
 _add = adder(continues=True)
-_scratch = stack_memory(_ROWS * SUMS_BYTES)
+_scratch = stack_memory(ROWS * SUMS_BYTES)
 _ZERO = np.float32(0)
 
 
 @compiled
-def _add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int) -> None:
-    """Add up rows that share chunks; `stride` bytes are between them."""
+def add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int) -> None:
+    """Add up at most `ROWS` rows of a block into sums [rows, WIDTH] float32.
+
+    Args:
+        x: address of the first row's inputs, `stride` bytes before the next one's
+        columns: address of the block's weights
+        pairs: inputs by two
+    """
     groups = (rows + GROUP - 1) // GROUP
     if groups == 1:
         _add_alone(rows, x, stride, columns, pairs, sums, columns + _AHEAD)
@@ -74,9 +80,9 @@ def _product(pointer: Any) -> None:
         end_row = min(end_group * GROUP, rows)
         for block in range(begin, end):
             of_block = weights + 2 * BLOCK * block * inputs
-            for top in range(group * GROUP, end_row, _ROWS):
-                count = min(_ROWS, end_row - top)
-                _add_rows(x + 2 * top * inputs, 2 * inputs, of_block, inputs // 2, sums, count)
+            for top in range(group * GROUP, end_row, ROWS):
+                count = min(ROWS, end_row - top)
+                add_rows(x + 2 * top * inputs, 2 * inputs, of_block, inputs // 2, sums, count)
                 store_results(own, sums, SUMS_BYTES, top, count, block * BLOCK, BLOCK)
 
 

@@ -1,9 +1,12 @@
 """A layer's MLP: one for all tokens, or experts that a router chooses between."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from engine.models.chosen_experts import ChosenExperts, can_compute_chosen
 from engine.models.compiled_experts import choosing, swiglu_of_chosen
 from engine.models.kernels.choice import FusedKernels
 from engine.models.layers import Chain, Rows, gated
@@ -145,20 +148,37 @@ class MlpLoader:
     def _experts(self, moe: MoeSpec, prefix: str) -> Experts:
         products, hidden, inner = self._products, self._spec.hidden_size, moe.intermediate_size
         num_bytes = 3 * moe.num_experts * hidden * inner * products.dtype.itemsize
+        if self._computes_chosen(moe):
+            return ChosenExperts(hidden, inner, self._expert_weights(moe, prefix))
         suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
         if not suits or moe.bias or moe.is_mxfp4 or products.bank is not None:
             experts = [self._expert(prefix, i) for i in range(moe.num_experts)]
             return GroupedExperts(experts, products.bank)
-        each = [f"{prefix}experts.{i}." for i in range(moe.num_experts)]
-        gate_up = [products.fused([f"{p}gate_proj.weight", f"{p}up_proj.weight"]) for p in each]
-        down = [products.copy(f"{p}down_proj.weight").T for p in each]
+        gate_up, down = zip(*self._expert_weights(moe, prefix), strict=True)
         if products.by_kernels:
             first = products.by_rows(products.prepare(torch.cat(gate_up), None), hidden)
-            second = products.prepare(torch.cat(down).T.contiguous(), None)
+            second = products.prepare(torch.cat(down, dim=1), None)
             second = products.by_rows(second, moe.num_experts * inner)
             gate = gating(self._gated)
             if self._kernels is not None and self._gated == self._kernels.swiglu:
                 gate = swiglu_of_chosen(products.dtype, products.device)
             return AllExperts(first, second, moe.num_experts, gate)
         kind = RowwiseExperts if products.splits_experts else StackedExperts
-        return kind(torch.stack(gate_up), torch.stack(down), self._gated)
+        return kind(torch.stack(gate_up), torch.stack([each.T for each in down]), self._gated)
+
+    def _computes_chosen(self, moe: MoeSpec) -> bool:
+        """Whether one kernel computes all experts of a layer."""
+        kernels, products = self._kernels, self._products
+        is_gated_alike = kernels is not None and self._gated == kernels.swiglu
+        if moe.bias or moe.is_mxfp4 or not (is_gated_alike and products.by_kernels):
+            return False
+        return can_compute_chosen(self._spec.hidden_size, moe.intermediate_size)
+
+    def _expert_weights(self, moe: MoeSpec, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Read of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
+        products = self._products
+        for number in range(moe.num_experts):
+            gate, up, down = (
+                f"{prefix}experts.{number}.{part}_proj.weight" for part in ("gate", "up", "down")
+            )
+            yield products.fused([gate, up]), products.copy(down)

@@ -1,0 +1,160 @@
+"""A kernel of a layer's experts, on processors that add pairs of bfloat16.
+
+Each expert computes the tokens that chose it. Weights of an expert that none did are not read.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from engine.models.kernels.arithmetic import as_float32, as_int64, bfloat16_row, narrow, silu
+from engine.models.kernels.compiling import (
+    FIRST,
+    MAX_ARGUMENTS,
+    Kernel,
+    compiled,
+    own_shares,
+    wait_for_others,
+)
+from engine.models.kernels.pair_product import BLOCK, ROWS, add_rows
+from engine.models.kernels.pair_sums import GROUP, SUMS_BYTES
+from engine.models.kernels.results import part_of
+from engine.models.kernels.vectors import LANES, LINE, round_values, stack_memory
+
+_scratch = stack_memory(2 * ROWS * SUMS_BYTES)
+_ZERO = np.float32(0)
+
+
+@compiled
+def _sort(chosen: Any, firsts: Any, order: Any, pairs: int, experts: int) -> None:
+    """List the pairs of each expert, and where its first one is, and count in one the groups."""
+    for expert in range(experts + 1):
+        firsts[expert] = 0
+    for pair in range(pairs):
+        firsts[chosen[pair] + 1] += 1
+    for expert in range(experts):
+        firsts[expert + 1] += firsts[expert]
+    for pair in range(pairs):
+        expert = chosen[pair]
+        order[firsts[expert]] = pair
+        firsts[expert] += 1
+    for expert in range(experts, 0, -1):
+        firsts[expert] = firsts[expert - 1]
+    firsts[0] = 0
+
+
+@compiled
+def _gather(own: Any, order: Any, first: int, rows: int, target: int) -> None:
+    """Copy the inputs of some pairs next to each other."""
+    x, wanted, hidden = own[0], own[9], own[10]
+    for row in range(rows):
+        source = bfloat16_row(x, order[first + row] // wanted, hidden)
+        copy = bfloat16_row(target, row, hidden)
+        for i in range(hidden):
+            copy[i] = source[i]
+
+
+@compiled
+def _gate(own: Any, order: Any, first: int, rows: int, block: int, sums: int) -> None:
+    """Store silu(gate) * up * weight of some pairs, one block of gates and ups being summed up."""
+    inner = own[11]
+    weights = carray(as_float32(own[4]), (own[8] * own[9],))
+    for row in range(rows):
+        share = weights[order[first + row]]
+        gate = carray(as_float32(sums + row * SUMS_BYTES), (BLOCK,))
+        up = carray(as_float32(sums + (ROWS + row) * SUMS_BYTES), (BLOCK,))
+        out = bfloat16_row(own[6] + 2 * BLOCK * block, first + row, inner)
+        for i in range(BLOCK):
+            out[i] = narrow(silu(gate[i]) * up[i] * share)
+
+
+@compiled
+def _inner(own: Any, firsts: Any, order: Any, thread: int, threads: int, rows_at: int) -> None:
+    """Compute this thread's part of what lies between the products of all experts."""
+    hidden, inner, experts = own[10], own[11], own[12]
+    addresses = carray(as_int64(own[1]), (experts,))
+    sums, blocks, size = _scratch(), inner // BLOCK, 2 * BLOCK * hidden
+    total = 0
+    for expert in range(experts):
+        total += (firsts[expert + 1] - firsts[expert] + GROUP - 1) // GROUP
+    begin, end = part_of(total * blocks, thread, threads)
+    before = 0  # of what all threads have to do
+    for expert in range(experts):
+        first, last = firsts[expert], firsts[expert + 1]
+        groups = (last - first + GROUP - 1) // GROUP
+        if groups:
+            block = max(0, (begin - before + groups - 1) // groups)
+            end_block = min(blocks, (end - before + groups - 1) // groups)
+            if block < end_block:
+                for top in range(first, last, ROWS):
+                    rows = min(ROWS, last - top)
+                    _gather(own, order, top, rows, rows_at)
+                    for each in range(block, end_block):
+                        gates = addresses[expert] + each * size
+                        ups = gates + blocks * size
+                        others = sums + ROWS * SUMS_BYTES
+                        add_rows(rows_at, 2 * hidden, gates, hidden // 2, sums, rows)
+                        add_rows(rows_at, 2 * hidden, ups, hidden // 2, others, rows)
+                        _gate(own, order, top, rows, each, sums)
+            before += groups * blocks
+
+
+@compiled
+def _outputs(own: Any, firsts: Any, order: Any, block: int, totals_at: int) -> None:
+    """Compute one block of outputs of all tokens, which add up their experts in one order."""
+    tokens, wanted, hidden, inner, experts = own[8], own[9], own[10], own[11], own[12]
+    addresses = carray(as_int64(own[2]), (experts,))
+    sums = _scratch()
+    totals = carray(as_float32(totals_at), (tokens, BLOCK))
+    for token in range(tokens):
+        for i in range(BLOCK):
+            totals[token, i] = _ZERO
+    for expert in range(experts):
+        last = firsts[expert + 1]
+        for top in range(firsts[expert], last, ROWS):
+            rows = min(ROWS, last - top)
+            weights = addresses[expert] + 2 * BLOCK * block * inner
+            add_rows(own[6] + 2 * top * inner, 2 * inner, weights, inner // 2, sums, rows)
+            for row in range(rows):
+                token = order[top + row] // wanted
+                added = carray(as_float32(sums + row * SUMS_BYTES), (BLOCK,))
+                for i in range(BLOCK):
+                    totals[token, i] += added[i]
+    for token in range(tokens):
+        for i in range(0, BLOCK, LANES):
+            target = own[5] + 2 * (token * hidden + block * BLOCK + i)
+            round_values(totals_at + SUMS_BYTES * token + 4 * i, target)
+
+
+def _compute(pointer: Any) -> None:
+    arguments = carray(pointer, (MAX_ARGUMENTS,))
+    own = arguments[FIRST:]
+    tokens, wanted, hidden, experts = own[8], own[9], own[10], own[12]
+    _, thread, threads = own_shares(arguments)
+    pairs = tokens * wanted
+    scratch = own[7] + thread * own[13]
+    rows_at = scratch + SUMS_BYTES * tokens
+    sorted_at = rows_at + 2 * ROWS * hidden
+    firsts = carray(as_int64(sorted_at), (experts + 1,))
+    order = carray(as_int64(sorted_at + 8 * (experts + 1)), (pairs,))
+    _sort(carray(as_int64(own[3]), (pairs,)), firsts, order, pairs, experts)
+    _inner(own, firsts, order, thread, threads, rows_at)
+    wait_for_others(arguments)
+    begin, end = part_of(hidden // BLOCK, thread, threads)
+    for block in range(begin, end):
+        _outputs(own, firsts, order, block, scratch)
+
+
+compute = Kernel(_compute)
+"""Of bfloat16, where nothing else is said: x [tokens, hidden]; for each expert the addresses of
+packed gates and ups [2 * inner, hidden] and of packed [hidden, inner]; chosen experts [tokens,
+wanted] in int64 and their weights in float32; target [tokens, hidden]; memory for [tokens * wanted,
+inner] and for `scratch_bytes` of each thread; tokens, wanted, hidden, inner, experts, these
+bytes."""
+
+
+def scratch_bytes(tokens: int, wanted: int, hidden: int, experts: int) -> int:
+    """Return how much memory a thread needs: sums, gathered rows, sorted pairs; whole lines."""
+    needed = SUMS_BYTES * tokens + 2 * ROWS * hidden + 8 * (experts + 1 + tokens * wanted)
+    return -(-needed // LINE) * LINE
