@@ -22,7 +22,7 @@ class ChosenExperts:
 
         self._kernel = chosen_experts
         self._hidden, self._inner = hidden, inner
-        self._weights = [(_packed(gate_up), _packed(down)) for gate_up, down in experts]
+        self._weights = [(_packed(gate_up, parts=2), _packed(down)) for gate_up, down in experts]
         addresses = [[each.data_ptr() for each in expert] for expert in self._weights]
         self._addresses = torch.tensor(addresses).T.contiguous()
 
@@ -34,8 +34,8 @@ class ChosenExperts:
             return out
         x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
         experts, threads = self._addresses.shape[1], torch.get_num_threads()
-        of_thread = self._kernel.scratch_bytes(tokens, wanted, self._hidden, experts)
-        scratch = torch.empty(threads * of_thread, dtype=torch.uint8)
+        num_bytes, blocks = self._kernel.own_memory(tokens, wanted, self._hidden, experts)
+        own = torch.empty(threads * num_bytes, dtype=torch.uint8)
         between = torch.empty(tokens * wanted, self._inner, dtype=x.dtype)
         self._kernel.compute(
             threads,
@@ -45,13 +45,14 @@ class ChosenExperts:
             weights.data_ptr(),
             out.data_ptr(),
             between.data_ptr(),
-            scratch.data_ptr(),
+            own.data_ptr(),
             tokens,
             wanted,
             self._hidden,
             self._inner,
             experts,
-            of_thread,
+            num_bytes,
+            blocks,
         )
         return out
 
@@ -91,9 +92,13 @@ def _agrees(hidden: int, inner: int) -> bool:
     return trusted(lambda: ChosenExperts(hidden, inner, experts), agrees, name) is not None
 
 
-def _packed(weight: Tensor) -> Tensor:
-    """Lay out [outputs, inputs] as the kernel reads it: [outputs / BLOCK, inputs / 2, BLOCK, 2]."""
+def _packed(weight: Tensor, parts: int = 1) -> Tensor:
+    """Lay out parts [outputs, inputs], one below the other, as the kernel reads them.
+
+    Returns:
+        [outputs / BLOCK, parts, inputs / 2, BLOCK, 2]
+    """
     from engine.models.kernels.pair_product import BLOCK  # imports Numba
 
-    outputs, inputs = weight.shape
-    return weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2).contiguous()
+    inputs = weight.shape[1]
+    return weight.view(parts, -1, BLOCK, inputs // 2, 2).permute(1, 0, 3, 2, 4).contiguous()

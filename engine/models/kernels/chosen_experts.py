@@ -24,6 +24,8 @@ from engine.models.kernels.vectors import LANES, LINE, round_values, stack_memor
 
 _scratch = stack_memory(2 * ROWS * SUMS_BYTES)
 _ZERO = np.float32(0)
+_SUMS_TOGETHER = 1 << 18
+"""Bytes of sums that stay in a cache of the second level beside weights."""
 
 
 @compiled
@@ -75,6 +77,7 @@ def _inner(own: Any, firsts: Any, order: Any, thread: int, threads: int, rows_at
     hidden, inner, experts = own[10], own[11], own[12]
     addresses = carray(as_int64(own[1]), (experts,))
     sums, blocks, size = _scratch(), inner // BLOCK, 2 * BLOCK * hidden
+    others = sums + ROWS * SUMS_BYTES
     total = 0
     for expert in range(experts):
         total += (firsts[expert + 1] - firsts[expert] + GROUP - 1) // GROUP
@@ -91,40 +94,41 @@ def _inner(own: Any, firsts: Any, order: Any, thread: int, threads: int, rows_at
                     rows = min(ROWS, last - top)
                     _gather(own, order, top, rows, rows_at)
                     for each in range(block, end_block):
-                        gates = addresses[expert] + each * size
-                        ups = gates + blocks * size
-                        others = sums + ROWS * SUMS_BYTES
+                        gates = addresses[expert] + 2 * each * size
                         add_rows(rows_at, 2 * hidden, gates, hidden // 2, sums, rows)
-                        add_rows(rows_at, 2 * hidden, ups, hidden // 2, others, rows)
+                        add_rows(rows_at, 2 * hidden, gates + size, hidden // 2, others, rows)
                         _gate(own, order, top, rows, each, sums)
             before += groups * blocks
 
 
 @compiled
-def _outputs(own: Any, firsts: Any, order: Any, block: int, totals_at: int) -> None:
-    """Compute one block of outputs of all tokens, which add up their experts in one order."""
+def _outputs(own: Any, firsts: Any, order: Any, block: int, end_block: int, totals: int) -> None:
+    """Compute some blocks of outputs of all tokens, which add up their experts in one order."""
     tokens, wanted, hidden, inner, experts = own[8], own[9], own[10], own[11], own[12]
     addresses = carray(as_int64(own[2]), (experts,))
-    sums = _scratch()
-    totals = carray(as_float32(totals_at), (tokens, BLOCK))
-    for token in range(tokens):
-        for i in range(BLOCK):
-            totals[token, i] = _ZERO
+    sums, size = _scratch(), SUMS_BYTES * tokens
+    cleared = carray(as_float32(totals), ((end_block - block) * tokens * BLOCK,))
+    for i in range(len(cleared)):
+        cleared[i] = _ZERO
     for expert in range(experts):
         last = firsts[expert + 1]
         for top in range(firsts[expert], last, ROWS):
             rows = min(ROWS, last - top)
-            weights = addresses[expert] + 2 * BLOCK * block * inner
-            add_rows(own[6] + 2 * top * inner, 2 * inner, weights, inner // 2, sums, rows)
-            for row in range(rows):
-                token = order[top + row] // wanted
-                added = carray(as_float32(sums + row * SUMS_BYTES), (BLOCK,))
-                for i in range(BLOCK):
-                    totals[token, i] += added[i]
-    for token in range(tokens):
-        for i in range(0, BLOCK, LANES):
-            target = own[5] + 2 * (token * hidden + block * BLOCK + i)
-            round_values(totals_at + SUMS_BYTES * token + 4 * i, target)
+            for each in range(block, end_block):
+                weights = addresses[expert] + 2 * BLOCK * each * inner
+                add_rows(own[6] + 2 * top * inner, 2 * inner, weights, inner // 2, sums, rows)
+                for row in range(rows):
+                    token = order[top + row] // wanted
+                    at = totals + (each - block) * size + SUMS_BYTES * token
+                    total = carray(as_float32(at), (BLOCK,))
+                    added = carray(as_float32(sums + row * SUMS_BYTES), (BLOCK,))
+                    for i in range(BLOCK):
+                        total[i] += added[i]
+    for each in range(block, end_block):
+        for token in range(tokens):
+            for i in range(0, BLOCK, LANES):
+                at = totals + (each - block) * size + SUMS_BYTES * token + 4 * i
+                round_values(at, own[5] + 2 * (token * hidden + each * BLOCK + i))
 
 
 def _compute(pointer: Any) -> None:
@@ -134,7 +138,7 @@ def _compute(pointer: Any) -> None:
     _, thread, threads = own_shares(arguments)
     pairs = tokens * wanted
     scratch = own[7] + thread * own[13]
-    rows_at = scratch + SUMS_BYTES * tokens
+    rows_at = scratch + own[14] * SUMS_BYTES * tokens
     sorted_at = rows_at + 2 * ROWS * hidden
     firsts = carray(as_int64(sorted_at), (experts + 1,))
     order = carray(as_int64(sorted_at + 8 * (experts + 1)), (pairs,))
@@ -142,19 +146,25 @@ def _compute(pointer: Any) -> None:
     _inner(own, firsts, order, thread, threads, rows_at)
     wait_for_others(arguments)
     begin, end = part_of(hidden // BLOCK, thread, threads)
-    for block in range(begin, end):
-        _outputs(own, firsts, order, block, scratch)
+    for block in range(begin, end, own[14]):
+        _outputs(own, firsts, order, block, min(end, block + own[14]), scratch)
 
 
 compute = Kernel(_compute)
 """Of bfloat16, where nothing else is said: x [tokens, hidden]; for each expert the addresses of
-packed gates and ups [2 * inner, hidden] and of packed [hidden, inner]; chosen experts [tokens,
-wanted] in int64 and their weights in float32; target [tokens, hidden]; memory for [tokens * wanted,
-inner] and for `scratch_bytes` of each thread; tokens, wanted, hidden, inner, experts, these
-bytes."""
+[inner / BLOCK, 2, hidden / 2, BLOCK, 2], each block of gates before its ups, and of
+[hidden / BLOCK, inner / 2, BLOCK, 2]; chosen experts [tokens, wanted] in int64 and their weights in
+float32; target [tokens, hidden]; memory for [tokens * wanted, inner], and some of each thread's
+own; tokens, wanted, hidden, inner, experts; how many bytes are a thread's own, and how many blocks
+of outputs are computed together (see `own_memory`)."""
 
 
-def scratch_bytes(tokens: int, wanted: int, hidden: int, experts: int) -> int:
-    """Return how much memory a thread needs: sums, gathered rows, sorted pairs; whole lines."""
-    needed = SUMS_BYTES * tokens + 2 * ROWS * hidden + 8 * (experts + 1 + tokens * wanted)
-    return -(-needed // LINE) * LINE
+def own_memory(tokens: int, wanted: int, hidden: int, experts: int) -> tuple[int, int]:
+    """Return how many bytes a thread needs of its own, in whole lines, and for how many blocks.
+
+    They hold sums of these blocks, gathered rows and sorted pairs. Of few tokens all blocks are
+    computed together, so that an expert's weights are read in the order of memory.
+    """
+    blocks = min(hidden // BLOCK, max(1, _SUMS_TOGETHER // (SUMS_BYTES * tokens)))
+    needed = blocks * SUMS_BYTES * tokens + 2 * ROWS * hidden + 8 * (experts + 1 + tokens * wanted)
+    return -(-needed // LINE) * LINE, blocks
