@@ -20,6 +20,7 @@ from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.hf_config import read_config, read_spec
 from engine.models.kernels.choice import fused_kernels
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
+from engine.models.loading.kernels_ahead import compile_ahead
 from engine.models.loading.mlps import GroupPlace
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.stages import divide_layers
@@ -102,6 +103,10 @@ def load_model(
         balance = _new_balance(spec, parallel, place.size, device)
     is_eager = device.type == "cpu" and config.executor.enforce_eager
     kernels = None if is_eager else fused_kernels(types.activations, device)
+    if kernels is not None and device.type == "cpu":
+        report("preparing kernels: the first start on a machine compiles them")
+        compile_ahead(spec)
+        report(f"loading weights of {directory.name}")
     rounding = quantization(settings, types, device=device, is_alone=is_alone)
     is_invariant = is_batch_invariant(
         config, spec, types, device, kernels=kernels, is_quantized=rounding is not None

@@ -58,13 +58,18 @@ class ChosenExperts:
 
 
 def can_compute_chosen(hidden: int, inner: int) -> bool:
-    """Whether there is a kernel for experts of this shape, on this processor."""
+    """Whether a kernel computes experts of this shape on this processor, as stock operators do."""
+    return has_chosen_kernel(hidden, inner) and _agrees(hidden, inner)
+
+
+def has_chosen_kernel(hidden: int, inner: int) -> bool:
+    """Whether there is one for them, which may not have been compiled yet."""
     from engine.models.kernels.pair_product import BLOCK, product  # imports Numba
     from engine.models.products.compiled import product_kernel
 
     kernel = product_kernel()
     is_by_pairs = kernel is not None and kernel.compute is product
-    return is_by_pairs and not hidden % BLOCK and not inner % BLOCK and _agrees(hidden, inner)
+    return is_by_pairs and not hidden % BLOCK and not inner % BLOCK
 
 
 @cache

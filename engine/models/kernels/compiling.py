@@ -20,6 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from engine.models.kernels.claims import claimed
 from engine.shared.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ FIRST = 4
 `wait_for_others`."""
 MAX_ARGUMENTS = 24
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_PATIENCE = 60.0
+"""Seconds to wait for another process that compiles a kernel, before doing it as well."""
 _OPTIONS: dict[str, Any] = {
     # Vectors may add up in another order than the source, but in the same one for every row.
     "fastmath": {"reassoc", "contract", "nsz"},
@@ -41,6 +44,12 @@ _OPTIONS: dict[str, Any] = {
 def compiled(function: _Function) -> _Function:
     """Mark a function that kernels call; it is compiled into each of them."""
     result: _Function = numba.njit(inline="always", **_OPTIONS)(function)
+    return result
+
+
+def compiled_apart(function: _Function) -> _Function:
+    """Mark a function that kernels call in several places; each kernel compiles it once."""
+    result: _Function = numba.njit(**_OPTIONS)(function)
     return result
 
 
@@ -114,8 +123,29 @@ class Kernel:
         """Take the source, of a pointer to the arguments; it is compiled when it is first used."""
         self._body = body
 
+    def compile_ahead(self) -> None:
+        """Compile it now, unless another process does: then the first call waits for that.
+
+        Raises:
+            numba.core.errors.NumbaError: it cannot be compiled.
+        """
+        with claimed(self._claim, patience=0) as is_ours:
+            if is_ours and "_compiled" not in vars(self):
+                self._compiled = self._build()
+
     @cached_property
     def _compiled(self) -> Any:
+        with claimed(self._claim, _PATIENCE):
+            return self._build()
+
+    @property
+    def _claim(self) -> str | None:
+        """What a process claims that compiles it, where others can load the result."""
+        directory = _cache_directory()
+        name = f"{self._body.__module__}.{self._body.__qualname__}.lock"
+        return None if directory is None else os.path.join(directory, name)
+
+    def _build(self) -> Any:
         pointer = types.CPointer(types.int64)
         kept = _cache_directory() is not None
         return numba.cfunc(types.void(pointer), cache=kept, **_OPTIONS)(self._body)

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray
 
 from engine.models.kernels.arithmetic import as_float32
-from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled, own_shares
+from engine.models.kernels.compiling import FIRST, MAX_ARGUMENTS, Kernel, compiled_apart, own_shares
 from engine.models.kernels.pair_sums import GROUP, PAIR_BYTES, SUMS_BYTES, WIDTH, adder
 from engine.models.kernels.results import part_of, store_results
 from engine.models.kernels.vectors import LINE, stack_memory
@@ -31,7 +31,7 @@ _scratch = stack_memory(ROWS * SUMS_BYTES)
 _ZERO = np.float32(0)
 
 
-@compiled
+@compiled_apart
 def add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int) -> None:
     """Add up at most `ROWS` rows of a block into sums [rows, WIDTH] float32.
 

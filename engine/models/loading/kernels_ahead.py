@@ -1,0 +1,48 @@
+"""The large kernels of a model, compiled before it is loaded.
+
+Engines that start together on a machine share the work: each compiles what no other one does, and
+loads the rest when a model asks for it.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from engine.models.attention.choice import attends_by_pairs
+from engine.models.chosen_experts import has_chosen_kernel
+from engine.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from engine.models.kernels.compiling import Kernel
+
+logger = logging.getLogger(__name__)
+
+
+def compile_ahead(spec: ModelSpec) -> None:
+    """Compile the kernels of a model in bfloat16 on this CPU, those that take longest first."""
+    try:
+        for kernel in _kernels_of(spec):
+            kernel.compile_ahead()
+    except Exception as error:  # compilers raise what they like; whoever needs the kernel says it
+        logger.debug("kernels are not compiled ahead: %s", error)
+
+
+def _kernels_of(spec: ModelSpec) -> Iterator["Kernel"]:
+    from engine.models.kernels import chosen_experts, draws, experts, filtered_draws
+    from engine.models.kernels.patch_attention import patch_attention
+    from engine.models.products.compiled import product_kernel
+
+    product = product_kernel()
+    if product is not None:
+        yield product.compute
+    if not spec.num_outputs:
+        yield filtered_draws.draw
+    moe = spec.moe
+    if moe is not None and has_chosen_kernel(spec.hidden_size, moe.intermediate_size):
+        yield chosen_experts.compute
+    if attends_by_pairs(spec):
+        yield patch_attention(spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.num_kv_heads)
+    if not spec.num_outputs:
+        yield draws.draw
+    if moe is not None:
+        yield experts.choose

@@ -1,0 +1,145 @@
+"""One process compiles a kernel; the others wait for it, or compile another."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.models.hf_config import read_spec
+from engine.models.kernels.claims import claimed
+from engine.models.kernels.compiling import Kernel
+from engine.models.kernels.pair_sums import has_pairs
+from engine.models.loading.kernels_ahead import compile_ahead
+from engine.shared.config import BUNDLED_MODEL
+from tests.engine.fixtures import LoadDriver, MakePrompt
+
+HOLDER = """
+import sys
+from engine.models.kernels.claims import claimed
+with claimed(sys.argv[1], 0) as is_ours:
+    print(is_ours, flush=True)
+    sys.stdin.read()
+"""
+COMPILER = """
+import sys
+from engine.models.kernels.rows import rms_norm, rotate_and_store, swiglu
+print("ready", flush=True)
+sys.stdin.readline()
+kernels = {"norm": rms_norm, "rotation": rotate_and_store, "gate": swiglu}
+for kernel in kernels.values():
+    kernel.compile_ahead()
+print(*(name for name, kernel in kernels.items() if not kernel._compiled.cache_hits))
+"""
+
+
+@contextmanager
+def program(
+    text: str, *arguments: str, cache: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    environment = dict(os.environ)
+    if cache is not None:
+        environment |= {"XDG_CACHE_HOME": str(cache), "NUMBA_CACHE_DIR": ""}
+    with subprocess.Popen(
+        [sys.executable, "-c", text, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the claim on `claim`."""
+    with program(HOLDER, str(tmp_path / "claim")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        yield process
+
+
+def test_what_nobody_holds_can_be_claimed_again_and_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        with claimed(str(tmp_path / "claim"), 0) as is_ours:
+            assert is_ours
+
+
+@pytest.mark.stack
+def test_what_another_process_holds_is_waited_for_no_longer_than_patience(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    for patience in (0.0, 0.1):
+        begun = time.monotonic()
+        with claimed(str(tmp_path / "claim"), patience) as is_ours:
+            assert not is_ours
+        assert time.monotonic() - begun >= patience
+
+
+@pytest.mark.stack
+def test_a_claim_ends_with_its_process(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    threading.Timer(0.05, holder.kill).start()
+    with claimed(str(tmp_path / "claim"), 60) as is_ours:
+        assert is_ours
+
+
+@pytest.mark.parametrize("path", [None, "missing/claim"])
+def test_where_nothing_can_be_claimed_everybody_goes_on(path: str | None, tmp_path: Path) -> None:
+    with claimed(path and str(tmp_path / path), 0) as is_ours:
+        assert is_ours
+
+
+@pytest.mark.stack
+def test_processes_that_start_together_compile_each_kernel_once(tmp_path: Path) -> None:
+    with program(COMPILER, cache=tmp_path) as one, program(COMPILER, cache=tmp_path) as other:
+        for process in (one, other):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in (one, other):
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        compiled = [process.communicate(timeout=120)[0].split() for process in (one, other)]
+    assert sorted(compiled[0] + compiled[1]) == ["gate", "norm", "rotation"]
+
+
+@pytest.mark.skipif(not has_pairs(), reason="needs AVX-512 for bfloat16")
+def test_a_model_calls_what_was_compiled_ahead_of_it(
+    driver: LoadDriver, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, called, call = list[Kernel](), set[Kernel](), Kernel.__call__
+
+    def noted(kernel: Kernel, shares: int, *arguments: int) -> None:
+        called.add(kernel)
+        call(kernel, shares, *arguments)
+
+    with monkeypatch.context() as patching:
+        patching.setattr(Kernel, "compile_ahead", lambda kernel: ahead.append(kernel))
+        compile_ahead(read_spec(BUNDLED_MODEL))
+    monkeypatch.setattr(Kernel, "__call__", noted)
+    engine = driver(BUNDLED_MODEL, dtype="bfloat16", fused=True)
+    engine.start(0, prompt(20))
+    engine.prefill(0)
+    assert len(ahead) == 6
+    assert {kernel._body.__module__.rpartition(".")[2] for kernel in set(ahead) - called} <= {
+        "draws",
+        "filtered_draws",
+    }
+
+
+def test_a_compiler_that_fails_ahead_is_left_to_whoever_needs_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: Kernel) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(Kernel, "compile_ahead", fail)
+    compile_ahead(read_spec(BUNDLED_MODEL))
