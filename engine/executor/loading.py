@@ -89,7 +89,6 @@ def load_model(
         spec = msgspec.structs.replace(spec, num_outputs=outputs)
     groups = _cache_groups(config, spec, device) if served is None else _beside(spec, served)
     spec = msgspec.structs.replace(spec, cache_groups=groups)
-    report(f"loading weights of {directory.name}")
     checkpoint = open_checkpoint(directory, spec, settings)
     place = None if spec.moe is None else place
     parallel = config.parallel
@@ -106,7 +105,7 @@ def load_model(
     if kernels is not None and device.type == "cpu":
         report("preparing kernels: the first start on a machine compiles them")
         compile_ahead(spec)
-        report(f"loading weights of {directory.name}")
+    report(f"loading weights of {directory.name}")
     rounding = quantization(settings, types, device=device, is_alone=is_alone)
     is_invariant = is_batch_invariant(
         config, spec, types, device, kernels=kernels, is_quantized=rounding is not None

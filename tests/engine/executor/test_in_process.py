@@ -82,7 +82,8 @@ def test_info_tells_what_was_found(settings: MakeConfig) -> None:
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (128, 99, (5, 6))
     assert info.num_kv_blocks == 4 * 128 // 16
     assert len(info.model_fingerprint) == 32
-    assert [phrase.split()[0] for phrase in said] == ["loading", "allocating"]
+    words = [phrase.split()[0] for phrase in said]
+    assert words in (["loading", "allocating"], ["preparing", "loading", "allocating"])
     assert torch.get_num_threads() == 1
 
 
