@@ -31,7 +31,7 @@ def drawing_for(dtype: torch.dtype, device: torch.device) -> Drawing:
 
 def _by_kernels() -> Drawing:
     from engine.models.kernels import draws, filtered_draws
-    from engine.models.kernels.logits import shares_of
+    from engine.models.kernels.logits import threads_for_logits
 
     def draw(
         logits: Tensor, temperature: FloatArray, uniforms: FloatArray, *, consume: bool = False
@@ -44,7 +44,7 @@ def _by_kernels() -> Drawing:
         drawn = torch.empty(rows, dtype=torch.int64)
         scales, uniforms = (1 / temperature).astype(np.float32), np.ascontiguousarray(uniforms)
         draws.draw(
-            shares_of(logits),
+            threads_for_logits(logits),
             logits.data_ptr(),
             int(logits.dtype == torch.float32),
             scales.ctypes.data,
@@ -62,7 +62,7 @@ def _by_kernels() -> Drawing:
     ) -> Tensor:
         logits = logits.contiguous()
         rows, vocab = logits.shape
-        shares = shares_of(logits)
+        shares = threads_for_logits(logits)
         stride = _whole_lines(filtered_draws.scratch_size(vocab))
         scratch = torch.empty(shares, stride, dtype=torch.float32)
         drawn = torch.empty(rows, dtype=torch.int64)

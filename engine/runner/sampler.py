@@ -54,7 +54,7 @@ def sample(
         slots: [rows] whose parameters apply
         positions: [rows] position in its sequence of the token to draw
         masks: the tokens that rows with a grammar may draw
-        drawing: how
+        drawing: the functions that draw, made for the type and device of the logits
     """
     params = table.sampling
     if masks is None and bool(params.plain_greedy[slots].all()):

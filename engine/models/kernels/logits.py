@@ -29,7 +29,7 @@ LOWEST_ORDER = np.int32(-(2**31))
 _SIGN, _MAGNITUDE = np.int32(31), np.int32(2**31 - 1)
 
 
-def shares_of(logits: Tensor) -> int:
+def threads_for_logits(logits: Tensor) -> int:
     """Return among how many threads the rows of logits are best divided."""
     return threads_for(len(logits), logits.numel(), _SHARED_VALUES)
 
