@@ -109,6 +109,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": ("Qwen3Moe", {**_MOE, "head_dim": 32, "norm_topk_prob": True}),
     "qwen3-moe-many": ("Qwen3Moe", {**_MOE, "num_experts": 16, "norm_topk_prob": True}),
+    "qwen3-moe-blocks": (
+        "Qwen3Moe",
+        {**_MOE, "num_experts": 16, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    ),
     "qwen3-moe-some-dense": (
         "Qwen3Moe",
         {**_MOE, "mlp_only_layers": [1], "norm_topk_prob": False, "tie_word_embeddings": True},
@@ -231,6 +235,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         {**_GLM4_MOE, "use_qk_norm": True, "n_group": 4, "topk_group": 2},
     ),
+    "glm4-moe-blocks": ("Glm4Moe", {**_GLM4_MOE, "moe_intermediate_size": 64}),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "deepseek2": (
         "DeepseekV2",
@@ -283,6 +288,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4",
         {
             **_LLAMA4,
+            "rope_parameters": {**_LLAMA3_ROPE, "high_freq_factor": 1.0},
+        },
+    ),
+    "llama4-blocks": (
+        "Llama4",
+        {
+            **_LLAMA4,
+            "intermediate_size": 64,
             "rope_parameters": {**_LLAMA3_ROPE, "high_freq_factor": 1.0},
         },
     ),

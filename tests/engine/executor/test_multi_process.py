@@ -165,6 +165,30 @@ def test_weights_in_blocks_are_cut_like_others(
     assert statistics.mean(map(distance, cut, whole)) < 0.05
 
 
+@pytest.mark.processor
+@pytest.mark.parametrize(
+    ("name", "size", "stages"), [("qwen3-moe-blocks", 2, 1), ("glm4-moe-blocks", 1, 2)]
+)
+def test_experts_by_a_kernel_are_cut_like_others(
+    name: str,
+    size: int,
+    stages: int,
+    start: StartCluster,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+) -> None:
+    directory = checkpoint(name).directory
+    engines = (
+        start(directory, size, stages=stages, dtype="bfloat16").driver,
+        driver(directory, dtype="bfloat16", fused=True),
+    )
+    cut, whole = (prompt_logprobs(engine, prompt(70), 5, 60, 1, 4) for engine in engines)
+    assert len(cut) == len(whole)
+    # A token whose experts are nearly tied may get another one.
+    assert statistics.median(map(distance, cut, whole)) < 0.05
+
+
 def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
     ours = checkpoint("llama").directory
     theirs = Path(shutil.copytree(ours, tmp_path / "other"))

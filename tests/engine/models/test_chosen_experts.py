@@ -1,6 +1,8 @@
 """Experts that a kernel computes for the tokens that chose them, beside exact sums."""
 
+import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from engine.models.chosen_experts import ChosenExperts, can_compute_chosen
 from engine.models.kernels import chosen_experts as kernels
 from engine.models.kernels.pair_sums import has_pairs
 from engine.models.layers import swiglu
+from engine.models.loading.decoder import AdapterRoom
 from engine.shared.config import BUNDLED_MODEL
-from tests.engine.fixtures import LoadDriver, MakePrompt
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 pytestmark = pytest.mark.skipif(not has_pairs(), reason="needs AVX-512 for bfloat16")
 
@@ -137,19 +140,74 @@ def test_experts_that_differ_from_stock_ones_are_not_trusted(
     assert "experts of [64, 192] are torch's own" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe-blocks", "glm4-moe-blocks", "llama4-blocks"])
+def test_models_are_as_exact_as_with_stock_operators(
+    name: str,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = _count_calls(monkeypatch)
+    directory = checkpoint(name).directory
+
+    def logits(tokens: list[int], **settings: Any) -> Tensor:
+        engine = driver(directory, **settings)
+        calls.clear()
+        engine.start(0, tokens)
+        parts = [engine.logits({0: 60}), *(engine.logits({0: 1}) for _ in range(29))]
+        return torch.cat(parts).float()
+
+    # A rounding that chooses another expert moves all that follows: so several prompts count.
+    errors: list[float] = []
+    for number in range(5):
+        tokens = prompt(90 + number)[number:]
+        exact = logits(tokens, dtype="float32")
+        stock = logits(tokens, dtype="bfloat16")
+        assert not calls
+        with_kernels = logits(tokens, dtype="bfloat16", fused=True)
+        assert calls
+        errors.append(float((with_kernels - exact).abs().median() / (stock - exact).abs().median()))
+    assert statistics.median(errors) < 1.2
+
+
+@pytest.mark.parametrize(
+    "settings", [{"quantization": "int8"}, {"adapters": AdapterRoom(2, 4)}, {}]
+)
+def test_rounded_and_adapted_experts_have_products_of_their_own(
+    settings: dict[str, Any],
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = _count_calls(monkeypatch)
+    engine = driver(
+        checkpoint("qwen3-moe-blocks").directory, dtype="bfloat16", fused=True, **settings
+    )
+    engine.start(0, [1, 2, 3])
+    engine.prefill(0)
+    assert bool(calls) == (not settings)
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_model_with_kernels_calls_this_one_once_a_layer(
     is_fused: bool, driver: LoadDriver, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, compute = [], kernels.compute
-
-    def counted(*arguments: int) -> None:
-        calls.append(1)
-        compute(*arguments)
-
-    monkeypatch.setattr(kernels, "compute", counted)
+    calls = _count_calls(monkeypatch)
     engine = driver(BUNDLED_MODEL, dtype="bfloat16", fused=is_fused)
     engine.start(0, prompt(20))
     calls.clear()
     engine.prefill(0)
     assert len(calls) == (6 if is_fused else 0)
+
+
+def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of threads at each call of the kernel."""
+    calls, compute = list[int](), kernels.compute
+
+    def counted(threads: int, *arguments: int) -> None:
+        calls.append(threads)
+        compute(threads, *arguments)
+
+    monkeypatch.setattr(kernels, "compute", counted)
+    return calls
