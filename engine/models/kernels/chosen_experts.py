@@ -30,7 +30,7 @@ _SUMS_TOGETHER = 1 << 18
 
 @compiled
 def _sort(chosen: Any, firsts: Any, order: Any, pairs: int, experts: int) -> None:
-    """List the pairs of each expert, and where its first one is, and count in one the groups."""
+    """List the pairs of one expert after the other, and where those of each begin."""
     for expert in range(experts + 1):
         firsts[expert] = 0
     for pair in range(pairs):

@@ -48,7 +48,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def compiled_apart(function: _Function) -> _Function:
-    """Mark a function that kernels call in several places; each kernel compiles it once."""
+    """Mark a function that kernels call in several places: it is compiled once for all of them."""
     result: _Function = numba.njit(**_OPTIONS)(function)
     return result
 
