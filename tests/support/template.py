@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import setproctitle
 
@@ -97,6 +98,14 @@ def _run(program: str) -> int:
     return 0
 
 
+def _end(code: int) -> NoReturn:
+    """End at once: to take apart what has been loaded would cost as much as to load it."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 def main() -> None:
     """Serve, and be what was forked."""
     setproctitle.setproctitle("swell tests: template")  # while it finds where titles are kept
@@ -122,12 +131,9 @@ def main() -> None:
             fork_from_now_on(socket.socket(fileno=number))
         _become(wish, descriptors)
         code = _run(wish.program)
-        # Taking apart what the template has loaded would cost as much as to load it.
         getattr(threading, "_shutdown")()  # noqa: B009  # not in its stubs
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
+        _end(code)
+    _end(0)
 
 
 if __name__ == "__main__":
