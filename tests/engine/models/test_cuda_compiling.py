@@ -11,12 +11,15 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100], ids=["Ampere", "Hopper", "Blackwell"])
-def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
+def test_kernels_compile_and_fit(capability: int, pytestconfig: pytest.Config) -> None:
+    # What Triton keeps goes by the kernel's source, its own version and the options: what has
+    # changed is compiled anew, the rest once on a machine.
+    kept = pytestconfig.cache.mkdir("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.compiling", str(capability)],
         cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment | {"TRITON_CACHE_DIR": str(kept)},
         capture_output=True,
         text=True,
         check=False,
