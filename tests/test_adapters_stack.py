@@ -71,7 +71,7 @@ def test_an_adapter_that_was_loaded_once_is_everywhere_at_once(root: Path) -> No
         assert {tuple(each) for each in utility(url, "list_loras").values()} == {("law", "sql")}
 
         # A stream goes on with what it began with while another takes the name.
-        long = pool.submit(say, url, "sql", 800)
+        long = pool.submit(say, url, "sql", 400)
         until(lambda: 'running_lora_adapters="sql"' in scrape(url), "it runs")
         assert "already" in load(url, "sql", "art")
         assert load(url, "sql", "art", load_inplace=True) == ""
