@@ -3,9 +3,11 @@
 Each file is run by one process, so that what its tests share is made once. Tests of whole stacks
 wait more than they compute, for processes that start and for timeouts, while most others keep a
 core busy. So all processes but one begin with stacks, and that one with the others; whichever kind
-is done first, the rest is shared.
+is done first, the rest is shared. Of each kind the file that takes longest comes first, so that at
+the end all processes have something left to do.
 """
 
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +17,10 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 ROOT = Path(__file__).parents[2]
+KEPT_AS = "swell/seconds"
+"""In pytest's cache: how many seconds the tests of each file took when they were last run."""
+BYTES_PER_SECOND = 4000
+"""Of a file of tests that was not run yet: the longer, the more tests."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -22,11 +28,46 @@ def pytest_xdist_make_scheduler(
     config: pytest.Config, log: Producer
 ) -> "StacksBesideOthers | None":
     """Spread files in this module's way with `--dist loadfile`."""
-    return StacksBesideOthers(config, log) if config.getoption("dist") == "loadfile" else None
+    if config.getoption("dist") != "loadfile":
+        return None
+    seconds = Seconds(config)
+    config.pluginmanager.register(seconds)
+    return StacksBesideOthers(config, log, seconds)
+
+
+class Seconds:
+    """How long files take: as long as they did last time."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._cache = config.cache
+        self._keeps = config.args_source is config.ArgsSource.TESTPATHS and not (
+            config.getoption("keyword") or config.getoption("quick")
+        )
+        known = None if self._cache is None else self._cache.get(KEPT_AS, None)
+        self._known: dict[str, float] = known or {}
+        self._taken: defaultdict[str, float] = defaultdict(float)
+
+    def of(self, file: str) -> float:
+        """Return what is known of a file, else what its length suggests."""
+        return self._known.get(file, (ROOT / file).stat().st_size / BYTES_PER_SECOND)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add what a phase of a test took."""
+        self._taken[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Keep it, unless only some tests of these files were run."""
+        is_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if self._cache is not None and self._keeps and is_whole:
+            self._cache.set(KEPT_AS, self._known | self._taken)
 
 
 class StacksBesideOthers(LoadFileScheduling):  # type: ignore[misc]
     """Has stacks in all processes but one as long as there is anything else for that one."""
+
+    def __init__(self, config: pytest.Config, log: Producer, seconds: Seconds) -> None:
+        super().__init__(config, log)
+        self._seconds = seconds
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         self.workqueue.move_to_end(self._next_file(node), last=False)
@@ -35,7 +76,7 @@ class StacksBesideOthers(LoadFileScheduling):  # type: ignore[misc]
     def _next_file(self, node: WorkerController) -> str:
         with_stacks = sum(self._runs_stacks(other) for other in self.nodes if other is not node)
         wants_stacks = with_stacks < max(1, len(self.nodes) - 1)
-        files: list[str] = sorted(self.workqueue, key=size, reverse=True)
+        files: list[str] = sorted(self.workqueue, key=self._seconds.of, reverse=True)
         fitting = (file for file in files if starts_stacks(file) == wants_stacks)
         return next(fitting, files[0])
 
@@ -50,9 +91,3 @@ class StacksBesideOthers(LoadFileScheduling):  # type: ignore[misc]
 def starts_stacks(file: str) -> bool:
     """Whether a file has tests with the marker `stack`."""
     return "pytest.mark.stack" in (ROOT / file).read_text(encoding="utf-8")
-
-
-@cache
-def size(file: str) -> int:
-    """Return the bytes of a file: the longer, the more tests, so that short ones come last."""
-    return (ROOT / file).stat().st_size
