@@ -39,7 +39,7 @@ class Seconds:
     """How long files take: as long as they did last time."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._cache = config.cache
+        self._cache = getattr(config, "cache", None)  # `-p no:cacheprovider` leaves none
         self._keeps = config.args_source is config.ArgsSource.TESTPATHS and not (
             config.getoption("keyword") or config.getoption("quick")
         )
