@@ -24,6 +24,9 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1500)]
 
 MEGABYTE = 1e6
+FIRST_START = 180.0
+"""Seconds within which containers of engines are ready: each compiles its kernels, beside the load
+of others on the same cores."""
 
 
 def post(compose: Compose, path: str, body: dict[str, object], timeout: float = 60.0) -> str:
@@ -267,7 +270,7 @@ class Load:
 
 def test_a_third_engine_is_picked_up(compose: Compose) -> None:
     compose("up", "-d", "--no-recreate", "--scale", "engine=3", "engine")
-    took = until(lambda: len(compose.engines_up()) == 3, "three engines", within=60)
+    took = until(lambda: len(compose.engines_up()) == 3, "three engines", within=FIRST_START)
     print(f"third engine after {took:.1f} s")
 
 
@@ -301,7 +304,7 @@ def test_replacing_every_engine_under_load_loses_no_request(compose: Compose) ->
         until(lambda: len(load.answers) >= 4, "the load runs", within=90)
         size = len(old) + 2
         compose("up", "-d", "--no-deps", "--no-recreate", "--scale", f"engine={size}", "engine")
-        until(lambda: len(compose.engines_up()) == size, "new ones", within=60)
+        until(lambda: len(compose.engines_up()) == size, "new ones", within=FIRST_START)
         compose.docker.output("docker", "stop", "-t", "40", *old)
         codes = {compose.docker.inspect(each, "{{.State.ExitCode}}") for each in old}
         compose.docker.output("docker", "rm", *old)
@@ -324,7 +327,7 @@ def test_a_stopped_container_ends_in_order_and_soon(compose: Compose, service: s
     until(
         lambda: compose.docker.inspect(container, "{{.State.Health.Status}}") == "healthy",
         f"{service} is healthy again",
-        within=60,
+        within=FIRST_START,
     )
 
 
