@@ -102,11 +102,13 @@ def load_model(
         balance = _new_balance(spec, parallel, place.size, device)
     is_eager = device.type == "cpu" and config.executor.enforce_eager
     kernels = None if is_eager else fused_kernels(types.activations, device)
-    if kernels is not None and device.type == "cpu":
-        report("preparing kernels: the first start on a machine compiles them")
-        compile_ahead(spec)
-    report(f"loading weights of {directory.name}")
     rounding = quantization(settings, types, device=device, is_alone=is_alone)
+    is_part = place is not None or shard is not None
+    is_plain = rounding is None and types.kept == "auto" and not config.lora.enable_lora
+    if kernels is not None and device.type == "cpu" and is_plain and not is_part:
+        report("preparing kernels: the first start on a machine compiles them")
+        compile_ahead(spec, draws_tokens=pooling is None)
+    report(f"loading weights of {directory.name}")
     is_invariant = is_batch_invariant(
         config, spec, types, device, kernels=kernels, is_quantized=rounding is not None
     )

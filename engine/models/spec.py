@@ -87,6 +87,16 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_mxfp4: bool = False
     """Whether the checkpoint has experts in 4-bit floats, a scale for each block of inputs."""
 
+    @property
+    def has_plain_experts(self) -> bool:
+        """Whether experts are products without biases, with weights that need no expanding."""
+        return not self.bias and not self.is_mxfp4
+
+    @property
+    def chooses_by_softmax(self) -> bool:
+        """Whether routers choose by the softmax of all scores, in the model's type."""
+        return self.scoring == "softmax" and not self.in_float32
+
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention: tokens keep a latent and one rotated key for all heads."""

@@ -18,16 +18,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def compile_ahead(spec: ModelSpec) -> None:
-    """Compile the kernels of a model in bfloat16 on this CPU, those that take longest first."""
+def compile_ahead(spec: ModelSpec, *, draws_tokens: bool) -> None:
+    """Compile what a whole model in bfloat16 needs on this CPU, those that take longest first.
+
+    Models with rounded weights, adapters or an 8-bit KV cache, and parts of models, need fewer or
+    other kernels, which are compiled when they are asked for.
+    """
     try:
-        for kernel in _kernels_of(spec):
+        for kernel in _kernels_of(spec, draws_tokens):
             kernel.compile_ahead()
     except Exception as error:  # compilers raise what they like; whoever needs the kernel says it
         logger.debug("kernels are not compiled ahead: %s", error)
 
 
-def _kernels_of(spec: ModelSpec) -> Iterator["Kernel"]:
+def _kernels_of(spec: ModelSpec, draws_tokens: bool) -> Iterator["Kernel"]:
     from engine.models.kernels import chosen_experts, draws, experts, filtered_draws
     from engine.models.kernels.patch_attention import patch_attention
     from engine.models.products.compiled import product_kernel
@@ -35,14 +39,15 @@ def _kernels_of(spec: ModelSpec) -> Iterator["Kernel"]:
     product = product_kernel()
     if product is not None:
         yield product.compute
-    if not spec.num_outputs:
+    if draws_tokens:
         yield filtered_draws.draw
-    moe = spec.moe
-    if moe is not None and has_chosen_kernel(spec.hidden_size, moe.intermediate_size):
+    moe, hidden = spec.moe, spec.hidden_size
+    plain = moe if moe is not None and moe.has_plain_experts else None
+    if plain is not None and has_chosen_kernel(hidden, plain.intermediate_size):
         yield chosen_experts.compute
     if attends_by_pairs(spec):
         yield patch_attention(spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.num_kv_heads)
-    if not spec.num_outputs:
+    if draws_tokens:
         yield draws.draw
-    if moe is not None:
+    if moe is not None and moe.chooses_by_softmax:
         yield experts.choose

@@ -94,7 +94,7 @@ class MlpLoader:
         products = self._products
         bias = products.copy(prefix + "router.bias") if moe.bias else None
         weight = products.copy(prefix + "router.weight")
-        by_softmax = moe.scoring == "softmax" and not moe.in_float32
+        by_softmax = moe.chooses_by_softmax
         if by_softmax and products.by_kernels:
             weight, bias = products.whole_blocks(weight, bias)
         score = products.plain(weight, bias)
@@ -130,7 +130,7 @@ class MlpLoader:
 
     def _expert(self, prefix: str, number: int) -> Linear:
         spec, products, gate = self._spec, self._products, self._gated
-        names = [f"{prefix}experts.{number}.{part}_proj" for part in ("gate", "up", "down")]
+        names = _names(prefix, number)
         assert spec.moe is not None
         bias = [f"{name}.bias" for name in names] if spec.moe.bias else []
         gate_up = products.linear(f"{names[0]}.weight", f"{names[1]}.weight", bias=bias[:2])
@@ -147,11 +147,11 @@ class MlpLoader:
 
     def _experts(self, moe: MoeSpec, prefix: str) -> Experts:
         products, hidden, inner = self._products, self._spec.hidden_size, moe.intermediate_size
-        num_bytes = 3 * moe.num_experts * hidden * inner * products.dtype.itemsize
         if self._computes_chosen(moe):
             return ChosenExperts(hidden, inner, self._expert_weights(moe, prefix))
+        num_bytes = 3 * moe.num_experts * hidden * inner * products.dtype.itemsize
         suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
-        if not suits or moe.bias or moe.is_mxfp4 or products.bank is not None:
+        if not suits or not moe.has_plain_experts or products.bank is not None:
             experts = [self._expert(prefix, i) for i in range(moe.num_experts)]
             return GroupedExperts(experts, products.bank)
         gate_up, down = zip(*self._expert_weights(moe, prefix), strict=True)
@@ -170,7 +170,7 @@ class MlpLoader:
         """Whether one kernel computes all experts of a layer."""
         kernels, products = self._kernels, self._products
         is_gated_alike = kernels is not None and self._gated == kernels.swiglu
-        if moe.bias or moe.is_mxfp4 or not (is_gated_alike and products.by_kernels):
+        if not (moe.has_plain_experts and is_gated_alike and products.by_kernels):
             return False
         return can_compute_chosen(self._spec.hidden_size, moe.intermediate_size)
 
@@ -178,7 +178,10 @@ class MlpLoader:
         """Read of one expert after the other [2 * inner, hidden] and [hidden, inner]."""
         products = self._products
         for number in range(moe.num_experts):
-            gate, up, down = (
-                f"{prefix}experts.{number}.{part}_proj.weight" for part in ("gate", "up", "down")
-            )
+            gate, up, down = (f"{name}.weight" for name in _names(prefix, number))
             yield products.fused([gate, up]), products.copy(down)
+
+
+def _names(prefix: str, expert: int) -> list[str]:
+    """Return what the gate, up and down products of an expert are called."""
+    return [f"{prefix}experts.{expert}.{part}_proj" for part in ("gate", "up", "down")]

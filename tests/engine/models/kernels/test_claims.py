@@ -17,7 +17,7 @@ from engine.models.kernels.compiling import Kernel
 from engine.models.kernels.pair_sums import has_pairs
 from engine.models.loading.kernels_ahead import compile_ahead
 from engine.shared.config import BUNDLED_MODEL
-from tests.engine.fixtures import LoadDriver, MakePrompt
+from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 HOLDER = """
 import sys
@@ -112,9 +112,18 @@ def test_processes_that_start_together_compile_each_kernel_once(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not has_pairs(), reason="needs AVX-512 for bfloat16")
+@pytest.mark.parametrize(
+    ("name", "number"), [("bundled", 6), ("glm4-moe-blocks", 5), ("gpt-oss", 5), ("llama", 4)]
+)
 def test_a_model_calls_what_was_compiled_ahead_of_it(
-    driver: LoadDriver, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    number: int,
+    checkpoint: SaveModel,
+    driver: LoadDriver,
+    prompt: MakePrompt,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    directory = BUNDLED_MODEL if name == "bundled" else checkpoint(name).directory
     ahead, called, call = list[Kernel](), set[Kernel](), Kernel.__call__
 
     def noted(kernel: Kernel, shares: int, *arguments: int) -> None:
@@ -123,12 +132,15 @@ def test_a_model_calls_what_was_compiled_ahead_of_it(
 
     with monkeypatch.context() as patching:
         patching.setattr(Kernel, "compile_ahead", lambda kernel: ahead.append(kernel))
-        compile_ahead(read_spec(BUNDLED_MODEL))
+        compile_ahead(read_spec(directory), draws_tokens=False)
+        assert len(ahead) == number - 2
+        compile_ahead(read_spec(directory), draws_tokens=True)
+        del ahead[: number - 2]
+        assert len(ahead) == number
     monkeypatch.setattr(Kernel, "__call__", noted)
-    engine = driver(BUNDLED_MODEL, dtype="bfloat16", fused=True)
+    engine = driver(directory, dtype="bfloat16", fused=True)
     engine.start(0, prompt(20))
     engine.prefill(0)
-    assert len(ahead) == 6
     assert {kernel._body.__module__.rpartition(".")[2] for kernel in set(ahead) - called} <= {
         "draws",
         "filtered_draws",
@@ -142,4 +154,4 @@ def test_a_compiler_that_fails_ahead_is_left_to_whoever_needs_the_kernel(
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(Kernel, "compile_ahead", fail)
-    compile_ahead(read_spec(BUNDLED_MODEL))
+    compile_ahead(read_spec(BUNDLED_MODEL), draws_tokens=True)
