@@ -5,8 +5,6 @@ A kernel is written in Python. Numba compiles it for this processor, to a functi
 """
 
 import ctypes
-import hashlib
-import logging
 import os
 import struct
 from collections.abc import Callable
@@ -21,9 +19,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from engine.models.kernels.claims import claimed
-from engine.shared.user_cache import user_cache
-
-logger = logging.getLogger(__name__)
+from engine.models.kernels.kept import kept_directory
+from engine.models.kernels.targets import compile_for_this_machine
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -39,6 +36,19 @@ _OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz"},
     "error_model": "numpy",
 }
+
+# Numba settles what it compiles for when the first function is marked.
+TARGET = compile_for_this_machine()
+"""Of kernels in this process."""
+
+
+def compiles_for(*features: str) -> bool:
+    """Whether kernels are compiled for processors that have these features, LLVM's names."""
+    return TARGET.features.issuperset(features)
+
+
+def _kept_directory() -> str | None:
+    return kept_directory(TARGET.name)
 
 
 def compiled(function: _Function) -> _Function:
@@ -141,13 +151,13 @@ class Kernel:
     @property
     def _claim(self) -> str | None:
         """What a process claims that compiles it, where others can load the result."""
-        directory = _cache_directory()
+        directory = _kept_directory()
         name = f"{self._body.__module__}.{self._body.__qualname__}.lock"
         return None if directory is None else os.path.join(directory, name)
 
     def _build(self) -> Any:
         pointer = types.CPointer(types.int64)
-        kept = _cache_directory() is not None
+        kept = _kept_directory() is not None
         return numba.cfunc(types.void(pointer), cache=kept, **_OPTIONS)(self._body)
 
     @cached_property
@@ -190,34 +200,3 @@ def bits_of(value: float) -> int:
     """Return a float as the argument of a kernel."""
     bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
     return bits
-
-
-@cache
-def _cache_directory() -> str | None:
-    """Return where what is compiled is kept: a directory of the user's, if there can be one.
-
-    It is named after the sources of all kernels, as Numba looks only at the file of the one that it
-    loads. `NUMBA_CACHE_DIR` puts it elsewhere.
-    """
-    if not numba.config.CACHE_DIR:
-        try:
-            numba.config.CACHE_DIR = _own_directory(user_cache() / "kernels" / _digest())
-        except OSError as error:
-            logger.info("kernels are compiled at every start: %s", error)
-    return numba.config.CACHE_DIR or None
-
-
-def _digest() -> str:
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _own_directory(path: Path) -> str:
-    """Make a directory; refuse one that somebody else may write, as what is in it gets executed."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not os.access(path, os.W_OK):
-        raise PermissionError(f"{path} is not for this user alone to write")
-    return str(path)

@@ -11,7 +11,7 @@ import torch
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from engine.models.kernels.compiling import compiled
+from engine.models.kernels.compiling import compiled, compiles_for
 from engine.models.kernels.vectors import (
     FLOATS,
     I32,
@@ -21,7 +21,6 @@ from engine.models.kernels.vectors import (
     PAIRS,
     WORDS,
     call,
-    compiles_for,
     in_function,
     instructions,
     pointer_to,

@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from numba.extending import intrinsic
 
+from engine.models.kernels.compiling import compiles_for
 from engine.models.kernels.vectors import (
     I8,
     I64,
     LINE,
     VOID,
     call,
-    compiles_for,
     instructions,
     pointer_to,
     prefetch,

@@ -6,8 +6,8 @@ Addresses are integers; those of weights and scratch memory are multiples of a c
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir
-from numba import config, types
+from llvmlite import ir
+from numba import types
 from numba.extending import intrinsic
 
 LINE = 64
@@ -38,14 +38,6 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 BFLOATS = ir.VectorType(_BFloat(), LANES)
 PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 """Pairs of bfloat16 side by side."""
-
-
-def compiles_for(*features: str) -> bool:
-    """Whether kernels are compiled for this processor, and LLVM says that it has these features."""
-    if config.CPU_NAME or config.CPU_FEATURES:
-        return False
-    found = binding.get_host_cpu_features()
-    return all(found.get(each) for each in features)
 
 
 def stack_memory(num_bytes: int) -> Any:

@@ -13,8 +13,10 @@ import pytest
 
 from engine.models.hf_config import read_spec
 from engine.models.kernels.claims import claimed
-from engine.models.kernels.compiling import Kernel
+from engine.models.kernels.compiling import TARGET, Kernel
+from engine.models.kernels.installed import Heads, kernels_for
 from engine.models.kernels.pair_sums import has_pairs
+from engine.models.kernels.targets import X86_TARGETS
 from engine.models.loading.kernels_ahead import compile_ahead
 from engine.shared.config import BUNDLED_MODEL
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
@@ -141,6 +143,10 @@ def test_a_model_calls_what_was_compiled_ahead_of_it(
     engine = driver(directory, dtype="bfloat16", fused=True)
     engine.start(0, prompt(20))
     engine.prefill(0)
+    if TARGET in X86_TARGETS:
+        spec = read_spec(directory)
+        heads = Heads(spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.num_kv_heads)
+        assert called.union(ahead) <= set(kernels_for(TARGET, [heads])), "images bring them"
     assert {kernel._body.__module__.rpartition(".")[2] for kernel in set(ahead) - called} <= {
         "draws",
         "filtered_draws",

@@ -1,0 +1,73 @@
+"""Kernels that come with an installation are those that engines ask for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.models.hf_config import read_spec
+from engine.models.kernels.compiling import TARGET
+from engine.models.kernels.installed import COMMON_HEADS, environment_for
+from engine.models.kernels.targets import X86_TARGETS
+from engine.shared.config import BUNDLED_MODEL
+
+LOADED = """
+import sys
+sys.prefix = sys.argv[1]
+from engine.models.kernels.rows import swiglu
+print(swiglu._compiled.cache_hits)
+"""
+LOCATED = """
+import sys
+sys.prefix = sys.argv[1]
+from engine.models.kernels.kept import installed_directory
+print(installed_directory(sys.argv[2]))
+"""
+ON_KNOWN_PROCESSORS = pytest.mark.skipif(
+    TARGET not in X86_TARGETS, reason="this processor is of no target"
+)
+
+
+def printed(program: str, *arguments: str, environment: dict[str, str]) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout.strip()
+
+
+@ON_KNOWN_PROCESSORS
+@pytest.mark.stack
+def test_what_was_compiled_for_a_target_is_loaded_on_its_processors(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "installation")
+    directory = Path(printed(LOCATED, prefix, TARGET.name, environment={}))
+    directory.mkdir(parents=True)
+    assert printed(LOADED, prefix, environment=environment_for(TARGET, directory)) == "0"
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""}
+    assert printed(LOADED, prefix, environment=own) == "1"
+
+
+def test_the_bundled_model_has_common_heads() -> None:
+    spec = read_spec(BUNDLED_MODEL)
+    group = spec.num_heads // spec.num_kv_heads
+    assert COMMON_HEADS[0] == (group, spec.head_dim, spec.num_kv_heads)
+
+
+def test_no_other_module_of_the_engine_is_needed() -> None:
+    program = """
+import sys
+from engine.models.kernels.installed import COMMON_HEADS, kernels_for
+from engine.models.kernels.targets import X86_TARGETS
+for target in X86_TARGETS:
+    assert all(kernels_for(target, COMMON_HEADS))
+print(*sorted(name for name in sys.modules if name.startswith("engine.")))
+"""
+    needed = printed(program, environment={}).split()
+    copied = ("engine.models.kernels", "engine.shared.user_cache")
+    others = [name for name in needed if not name.startswith(copied)]
+    assert others == ["engine.models", "engine.shared"], "the image of engines copies these"
