@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from llvmlite import binding
 
+from engine.models.kernels.architecture import is_x86
 from engine.models.kernels.compiling import Kernel
 from engine.models.kernels.kept import installed_directory
-from engine.models.kernels.targets import X86_TARGETS, Target, is_x86
+from engine.models.kernels.targets import X86_TARGETS, Target
 
 
 class Heads(NamedTuple):

@@ -4,12 +4,13 @@ They are few, and each is a set of features that many processors have: what was 
 machine runs on others.
 """
 
-import platform
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from llvmlite import binding
 from numba import config
+
+from engine.models.kernels.architecture import is_x86
 
 _OWN = "own"
 
@@ -67,11 +68,6 @@ X86_TARGETS = (
     Target("avx2", "haswell", _AVX2),
 )
 """The one with most features first."""
-
-
-def is_x86() -> bool:
-    """Whether this machine's processors are those of `X86_TARGETS`."""
-    return platform.machine() in ("x86_64", "AMD64")
 
 
 def target_with(found: Mapping[str, bool]) -> Target | None:

@@ -1,10 +1,11 @@
 """What the processor multiplies fast; benchmarks/results/measurements.md has the measurements."""
 
-import platform
 from functools import cache
 from pathlib import Path
 
 import torch
+
+from engine.models.kernels.architecture import is_x86
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -19,12 +20,13 @@ def float32_is_faster() -> bool:
     """Whether this processor multiplies float32 faster than 16-bit floats, once both are cached.
 
     Intel's cores without AMX have half as many units for pairs of bfloat16 as for float32, so that
-    the two are equal but for the conversions; AMD's since Zen 4 have as many. Other x86 processors
-    convert every number. What others do was not measured.
+    the two are equal but for the conversions; AMD's since Zen 4 have as many. Other x86 processors,
+    and ARM's without instructions for bfloat16 (Neoverse N1, Apple M1), convert every number. What
+    ARM's with them do was not measured.
     """
-    if platform.machine() not in ("x86_64", "AMD64") or has_matrix_unit():
-        return False
-    return not (torch.cpu._is_avx512_bf16_supported() and _is_amd())
+    if not is_x86():
+        return not has_16_bit_kernels()
+    return not (has_matrix_unit() or (torch.cpu._is_avx512_bf16_supported() and _is_amd()))
 
 
 def is_invariance_cheap() -> bool:
@@ -33,7 +35,7 @@ def is_invariance_cheap() -> bool:
     AMD's processors with AVX2 alone add up nearly all numbers of rows in one order. What others do
     was measured with AMX, where prompts take twice as long, or not at all.
     """
-    if platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_supported():
+    if not is_x86() or torch.cpu._is_avx512_supported():
         return False
     return torch.cpu._is_avx2_supported() and _is_amd()
 
@@ -41,10 +43,14 @@ def is_invariance_cheap() -> bool:
 def has_16_bit_kernels() -> bool:
     """Whether oneDNN has kernels that read and write 16-bit floats here.
 
-    Of x86 processors those with AVX-512 have them. On others oneDNN refuses, or falls back on
-    reference code that takes a hundred times as long.
+    Of x86 processors those with AVX-512 have them, of ARM's those with instructions for bfloat16.
+    On others oneDNN refuses, or falls back on reference code that takes a hundred times as long.
+    Without oneDNN nothing is assumed.
     """
-    return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_supported()
+    if not is_x86():
+        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        return not has_onednn or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.cpu._is_avx512_supported()
 
 
 def type_of_long_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -71,9 +71,15 @@ def test_invariance_is_cheap_where_it_was_measured(
     assert processor.is_invariance_cheap() is cheap
 
 
-def test_of_other_architectures_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_on_other_architectures_onednn_says_whether_it_multiplies_16_bits(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert processor.float32_is_faster.__wrapped__() is False
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    assert processor.has_16_bit_kernels() is has_bf16
+    assert processor.float32_is_faster.__wrapped__() is not has_bf16
+    assert not processor.is_invariance_cheap()
 
 
 def types(

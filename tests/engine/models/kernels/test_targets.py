@@ -9,8 +9,9 @@ import pytest
 from llvmlite import binding
 from numba.core.registry import cpu_target
 
+from engine.models.kernels.architecture import is_x86
 from engine.models.kernels.compiling import TARGET, compiles_for
-from engine.models.kernels.targets import X86_TARGETS, Target, is_x86, target_with
+from engine.models.kernels.targets import X86_TARGETS, Target, target_with
 
 AVX2 = X86_TARGETS[-1].features
 AVX512 = AVX2 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "adx", "clflushopt"}
