@@ -1,11 +1,16 @@
-"""`python -m engine.models.kernels.installed`: compiles kernels that come with an installation.
+"""Compiles kernels that come with an installation.
+
+python -m engine.models.kernels.installed
+python -m engine.models.kernels.installed avx512-bf16    # for Zen 4 and 5 alone
 
 For images: what a container compiles is lost with it. Kernels are compiled for every target of
-x86, whatever the processor here, and put beside the installed packages, from where engines take
-those for theirs. It needs no other module of the engine, so that a layer of an image with kernels
-stays when those change.
+x86, or those that are named, whatever the processor here, and put beside the installed packages,
+from where engines take those for theirs.
 """
 
+# It needs no other module of the engine: a layer of an image with kernels stays when those change.
+import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -66,18 +71,15 @@ def kernels_for(target: Target, heads: Iterable[Heads]) -> Iterator[Kernel]:
         yield attention(*each)
 
 
-def compile_all() -> None:
-    """Compile for every target, as many at a time as there are processors.
+def compile_all(targets: Iterable[Target]) -> None:
+    """Compile for targets, as many at a time as there are processors, and say what was compiled.
 
     Raises:
         subprocess.CalledProcessError: kernels cannot be compiled for a target; what it says is on
             standard error.
     """
-    if not is_x86():
-        print("kernels are compiled ahead for x86 alone: engines compile them as they start")
-        return
     with ThreadPoolExecutor(os.cpu_count()) as workers:
-        for line in workers.map(_compile_apart, X86_TARGETS):
+        for line in workers.map(_compile_apart, targets):
             print(line, flush=True)
 
 
@@ -95,7 +97,7 @@ def _compile_apart(target: Target) -> str:
     begun = time.monotonic()
     directory = installed_directory(target.name)
     directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "engine.models.kernels.installed", target.name]
+    command = [sys.executable, "-m", "engine.models.kernels.installed", "--here", target.name]
     subprocess.run(command, env=os.environ | environment_for(target, directory), check=True)
     for lock in directory.glob("*.lock"):
         lock.unlink()
@@ -103,15 +105,32 @@ def _compile_apart(target: Target) -> str:
     return f"{directory}: {count} kernels in {time.monotonic() - begun:.0f} s"
 
 
-def main(names: list[str]) -> None:
-    """Compile for the named targets in this process, or for all of them in others."""
-    if not names:
-        compile_all()
+def _named(name: str) -> Target:
     for target in X86_TARGETS:
-        if target.name in names:
-            for kernel in kernels_for(target, COMMON_HEADS):
-                kernel.compile_ahead()
+        if target.name == name:
+            return target
+    known = ", ".join(each.name for each in X86_TARGETS)
+    raise argparse.ArgumentTypeError(f"{name!r} is none of {known}")
+
+
+def main() -> None:
+    """Compile what the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ", ".join(each.name for each in X86_TARGETS)
+    parser.add_argument("target", nargs="*", type=_named, help=f"{names}; default: all of them")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    targets = options.target or X86_TARGETS
+    if not is_x86():
+        print("kernels are compiled ahead for x86 alone: engines compile them as they start")
+    elif options.here:
+        for kernel in itertools.chain(*(kernels_for(each, COMMON_HEADS) for each in targets)):
+            kernel.compile_ahead()
+    else:
+        compile_all(targets)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -10,6 +10,7 @@ import torch
 
 from engine.models.formats.checkpoint import DummyCheckpoint
 from engine.models.hf_config import read_spec
+from engine.models.kernels.architecture import is_x86
 from engine.models.loading.decoder import DecoderLoader
 from engine.models.products.int4 import (
     Int4Linear,
@@ -58,7 +59,9 @@ def test_expanded_weights_are_those_that_were_packed(compute_type: torch.dtype) 
     offsets = (MIDDLE - weights.zeros) * weights.scales
     scales = torch.stack((weights.scales.T, offsets.T), dim=2)
     block = packed_block(outputs)
-    assert block is not None
+    if block is None:  # torch packs in another way than what is read here
+        assert not is_x86()
+        return
     product = ExpandedInt4(pack(weights.codes), scales, block, compute_type)
     identity = torch.eye(inputs, dtype=compute_type)
     expected = dense(weights).T.to(compute_type)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.models.hf_config import read_spec
+from engine.models.kernels import installed
 from engine.models.kernels.compiling import TARGET
 from engine.models.kernels.installed import COMMON_HEADS, environment_for
-from engine.models.kernels.targets import X86_TARGETS
+from engine.models.kernels.targets import X86_TARGETS, Target
 from engine.shared.config import BUNDLED_MODEL
 
 LOADED = """
@@ -52,6 +53,39 @@ def test_what_was_compiled_for_a_target_is_loaded_on_its_processors(tmp_path: Pa
     assert printed(LOADED, prefix, environment=own) == "1"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [([], [each.name for each in X86_TARGETS]), (["avx2", "amx"], ["avx2", "amx"])],
+)
+def test_all_targets_are_compiled_for_or_those_that_are_named(
+    arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = list[Target]()
+    monkeypatch.setattr(installed, "is_x86", lambda: True)
+    monkeypatch.setattr(installed, "compile_all", compiled.extend)
+    monkeypatch.setattr(sys, "argv", ["installed", *arguments])
+    installed.main()
+    assert [each.name for each in compiled] == expected
+
+
+def test_a_name_that_is_no_target_is_refused_with_those_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["installed", "avx3"])
+    with pytest.raises(SystemExit):
+        installed.main()
+    assert "'avx3' is none of amx, avx512-bf16, avx512, avx2" in capsys.readouterr().err
+
+
+def test_elsewhere_engines_compile_as_they_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(installed, "is_x86", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["installed"])
+    installed.main()
+    assert "for x86 alone" in capsys.readouterr().out
+
+
 def test_the_bundled_model_has_common_heads() -> None:
     spec = read_spec(BUNDLED_MODEL)
     group = spec.num_heads // spec.num_kv_heads
@@ -62,7 +96,7 @@ def test_no_other_module_of_the_engine_is_needed() -> None:
     program = """
 import sys
 from engine.models.kernels.installed import COMMON_HEADS, kernels_for
-from engine.models.kernels.targets import X86_TARGETS
+from engine.models.kernels.targets import X86_TARGETS, Target
 for target in X86_TARGETS:
     assert all(kernels_for(target, COMMON_HEADS))
 print(*sorted(name for name in sys.modules if name.startswith("engine.")))
