@@ -10,7 +10,6 @@ from where engines take those for theirs.
 
 # It needs no other module of the engine: a layer of an image with kernels stays when those change.
 import argparse
-import itertools
 import os
 import subprocess
 import sys
@@ -126,8 +125,9 @@ def main() -> None:
     if not is_x86():
         print("kernels are compiled ahead for x86 alone: engines compile them as they start")
     elif options.here:
-        for kernel in itertools.chain(*(kernels_for(each, COMMON_HEADS) for each in targets)):
-            kernel.compile_ahead()
+        for target in targets:
+            for kernel in kernels_for(target, COMMON_HEADS):
+                kernel.compile_ahead()
     else:
         compile_all(targets)
 

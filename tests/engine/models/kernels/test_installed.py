@@ -26,9 +26,6 @@ sys.prefix = sys.argv[1]
 from engine.models.kernels.kept import installed_directory
 print(installed_directory(sys.argv[2]))
 """
-ON_KNOWN_PROCESSORS = pytest.mark.skipif(
-    TARGET not in X86_TARGETS, reason="this processor is of no target"
-)
 
 
 def printed(program: str, *arguments: str, environment: dict[str, str]) -> str:
@@ -42,7 +39,6 @@ def printed(program: str, *arguments: str, environment: dict[str, str]) -> str:
     ).stdout.strip()
 
 
-@ON_KNOWN_PROCESSORS
 @pytest.mark.stack
 def test_what_was_compiled_for_a_target_is_loaded_on_its_processors(tmp_path: Path) -> None:
     prefix = str(tmp_path / "installation")
